@@ -1,4 +1,3 @@
-"""Tools for work on the event loop: retries, protection from cancellation, worker threads, a watchdog.
-
-Nothing here depends on the kind of work.
+"""General tools for asyncio programs: retries, protection from cancellation, worker threads, garbage collection, and a
+watchdog for the event loop.
 """

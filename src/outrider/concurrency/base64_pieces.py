@@ -1,6 +1,6 @@
 """Decodes base64 in pieces, so that other threads can run between two pieces.
 
-Invariant: the joined pieces equal the decoding of the whole text.
+Invariant: the result is that of decoding the whole text at once.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import base64
 import binascii
 
 PIECE = 1 << 20
-"""Number of characters decoded in one call, a multiple of four. The decoder holds the interpreter lock, and so stops
-all other threads, during the whole call. A call with this many characters takes 10 ms."""
+"""Number of characters decoded in one call; it must be a multiple of four. During the call, the decoder holds Python's
+interpreter lock, so no other thread runs. A call of this size takes 10 ms."""
 
 
 def decode_base64(text: str) -> bytes:

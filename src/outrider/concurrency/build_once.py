@@ -1,4 +1,5 @@
-"""Builds each file or folder of a cache once, even if several processes and threads request the entry at the same time.
+"""Builds each entry of a cache (a file or a folder) once, even if several processes and threads request it at the same
+time.
 
 An entry is built as a draft in the folder of the cache, and then renamed to its final path. Each entry has a lock file:
 
@@ -6,9 +7,8 @@ An entry is built as a draft in the folder of the cache, and then renamed to its
     FOLDER/.draft-NAME-X    an entry under construction, or left behind by a killed builder
     FOLDER/.locks/NAME      the lock, held while NAME is built or removed
 
-The lock is `flock`: the kernel wakes the next waiter, and releases the lock however the holding process ends. The
-library filelock instead polls every 50 ms. Invariant: an entry at its final path is complete, even after a loss of
-power.
+The lock is `flock`. The kernel wakes the next waiter at once, and releases the lock of a killed process. (The library
+filelock polls every 50 ms.) Invariant: an entry at its final path is complete, even after a power failure.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def build_once(
     is_built: Callable[[Path], bool] = Path.exists,
     on_wait: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Return `place`. If `is_built(place)` is False, first build the entry there. Blocks while another builder is at
-    work.
+    """Return `place`, the path of a cache entry. If `is_built(place)` is False, build the entry first. Blocks while
+    another thread or process builds it.
 
-    `build` receives an empty folder. This folder, or the file `part` in it, is then renamed to `place`. `on_wait` is
-    called before waiting for another builder. Raises the errors of `build`, and then leaves no draft behind.
+    `build` receives an empty folder and fills it. Then this folder, or only the file `part` in it, is renamed to
+    `place`. `on_wait` is called before a wait for another builder. If `build` raises, the folder is removed.
     """
     if is_built(place):
         return place
@@ -46,11 +46,11 @@ def build_once(
         _remove_abandoned(place)
         draft = new_draft(place)
         try:
-            draft.chmod(0o755)  # mkdtemp's mode 700 would deny access to the other users of a shared cache
+            draft.chmod(0o755)  # mkdtemp sets mode 700, but a cache may be shared with other users
             build(draft)
             sync_file_system(draft)
             os.replace(draft / part if part else draft, place)
-        finally:  # the draft is removed after any error, also after a cancellation
+        finally:  # the draft is left after an error, or if only `part` was moved
             if draft.exists():
                 remove_tree(draft)
     return place
@@ -58,7 +58,7 @@ def build_once(
 
 @contextlib.contextmanager
 def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Hold the lock of `place`. Blocks while another process or thread holds the lock."""
+    """Hold the lock of the cache entry `place` while the block runs. Blocks while the lock is taken."""
     lock = lock_file(place)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("a") as file:
@@ -71,22 +71,22 @@ def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iter
 
 
 def lock_file(place: Path) -> Path:
-    """Return the path of the lock file of `place`. The file is never removed: a process that had opened it before could
-    then lock the removed file, while another process locks a new file of the same path."""
+    """Return the path of the lock file of `place`. Lock files are never removed. Otherwise a process could lock a
+    removed file that it had opened before, while another process locks a new file at the same path."""
     return place.parent / ".locks" / place.name
 
 
 def new_draft(place: Path) -> Path:
-    """Create an empty draft folder for `place`. The caller must hold the lock, because a draft whose lock is free
-    counts as abandoned."""
+    """Create an empty draft folder for `place`. The caller must hold the lock of `place`, because builders remove a
+    draft if its entry is not locked."""
     return Path(tempfile.mkdtemp(prefix=f".draft-{place.name}-", dir=place.parent))
 
 
 def sync_file_system(folder: Path) -> None:
-    """Return once all files of the file system that holds `folder` are on its disk. Raises OSError.
+    """Write all data of the file system that holds `folder` to its disk. Raises OSError.
 
-    Call this function before creating the name that marks an entry as complete: file systems may write a new name long
-    before the contents of the named files. One call for a tree of 100,000 files is faster than `fsync` of each.
+    Call this function before an entry gets its final name, because a file system may store a new name long before the
+    contents of the named file. For a tree of 100,000 files, this one call is faster than `fsync` for each file.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -99,8 +99,8 @@ def sync_file_system(folder: Path) -> None:
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove the drafts of killed builders: all drafts of `place`, because the caller holds its lock, and all drafts
-    whose lock is free."""
+    """Remove the drafts that killed builders left behind: all drafts of `place`, whose lock the caller holds, and
+    drafts of other entries whose lock is free."""
     for draft in place.parent.glob(".draft-*"):
         other = draft.name.removeprefix(".draft-").rpartition("-")[0]
         if other != place.name:
@@ -113,10 +113,10 @@ def _remove_abandoned(place: Path) -> None:
 
 
 def remove_tree(top: Path) -> None:
-    """Remove a folder and everything in it. Stops at the first error without raising it.
+    """Remove a folder and everything in it. An OSError ends the removal, but is not raised.
 
-    Archives from other sources may contain trees that are too deep for the maximum length of a path. So each inner
-    folder is first moved directly below the top, and no path is longer than two names.
+    Archives from other sources may contain folders that are nested too deep for the maximum length of a path. So each
+    inner folder is first moved directly below `top`, which keeps every path short.
     """
     numbers = itertools.count()
     try:

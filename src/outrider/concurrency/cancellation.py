@@ -1,9 +1,10 @@
-"""Runs work to its end even if the caller is cancelled: teardown, steps that must not stop halfway, and work in
-threads, which cannot be cancelled.
+"""Runs work to its end even if the caller is cancelled. Examples are teardown, steps that must not stop halfway, and
+work in threads, which cannot be cancelled.
 
-Invariants: when `shielded` returns or raises, the work has ended; every object made by `opened_in_thread` is ended,
-even if the caller is cancelled; when a method of `OffloadThread` returns, raises or is cancelled, no piece of its work
-is still running.
+Invariants:
+- When `shielded` returns or raises, its work has ended.
+- `opened_in_thread` ends every object that it has made, even if the caller is cancelled.
+- When a method of `OffloadThread` returns, raises or is cancelled, none of its work is still running.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ import msgspec
 T = TypeVar("T")
 
 Steps = Generator[int, None, T]
-"""A computation in pieces. Before each piece, the generator yields the size of the piece, in bytes of input. At the end
-it returns the result. A piece should cover at most PIECE_BYTES. It may be larger only if a single message or text has
-more bytes than this."""
+"""A computation that runs in pieces. Before each piece, the generator yields the number of input bytes of the piece;
+at the end it returns the result. A piece should have at most PIECE_BYTES bytes, unless a single message or text is
+longer."""
 
 INLINE_BYTES = 32 << 10
-"""Number of bytes of an input that are processed on the event loop. The thread processes the rest. For an ordinary
-call, a switch to the thread would cost more than the work itself. 32 KiB take at most 20 ms, if they are many very
-short messages."""
+"""A computation runs on the event loop for up to this number of input bytes, and then continues in a thread. For an
+ordinary model call, the switch to the thread would cost more than the computation itself. 32 KiB take at most 20 ms,
+even as many very short messages."""
 PIECE_BYTES = 16 << 10
-"""Bytes of input after which a computation in the thread lets the next computation run."""
+"""Maximum number of input bytes per piece of a computation. Between two pieces, other computations can run."""
 
 
 async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = None) -> T:
-    """Await `work()` to its end and return the result or raise the error.
+    """Await `work()` to its end, and return its result or raise its error.
 
-    If the caller is cancelled meanwhile, CancelledError is raised instead, but only once the work has ended. If `grace`
-    is given, the work has `grace` seconds to end after the caller's cancellation, and is then cancelled, too.
+    If the caller is cancelled meanwhile, the work still runs to its end, and CancelledError is raised afterwards. With
+    `grace`, the work is cancelled, too, if it has not ended that many seconds after the caller's cancellation.
     """
-    # The work needs its own task: asyncio.timeout() inside the work cancels the current task. A bare task and one
-    # future cost 8 us a call. A TaskGroup around the task costs 13 us, and every stored turn pays the difference.
+    # The work needs its own task, because an asyncio.timeout() in the work cancels the current task. Every stored turn
+    # calls this function. A bare task and one future cost 8 us per call; a TaskGroup would cost 13 us.
     task = asyncio.ensure_future(work())
     cancelled: asyncio.CancelledError | None = None
     if not task.done():
@@ -53,23 +54,23 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
                 if cancelled is None and grace is not None:
                     loop.call_later(grace, task.cancel)
                 cancelled = error
-                waiter = loop.create_future()  # the task's callback wakes the current `waiter`
+                waiter = loop.create_future()  # the task's callback reads `waiter` anew, so it wakes this one
     try:
         if cancelled is None:
             return task.result()
         if not task.cancelled():
-            task.exception()  # reads the error, because asyncio logs errors that are never read
+            task.exception()  # marks the error as read, because asyncio logs errors that nobody has read
         raise cancelled
     finally:
-        # An error's traceback references this frame. If the frame also referenced the error, the cycle would keep both
-        # alive until a garbage collection, with everything that they reference, such as request bodies of megabytes.
+        # The traceback of an error references this frame. If the frame also referenced the error, this cycle would keep
+        # both alive until the next garbage collection, and with them objects such as request bodies of megabytes.
         del cancelled, task
 
 
 @asynccontextmanager
 async def opened_in_thread(make: Callable[[], T], end: Callable[[T], object]) -> AsyncIterator[T]:
-    """Yield the result of `make`, and call `end` with the result when the block ends. Both functions run in threads,
-    because they may block. `end` is also called when the caller is cancelled while `make` runs."""
+    """Yield the result of `make`, and call `end` with it when the block ends. Both functions run in threads, because
+    they may block. If the caller is cancelled while `make` runs, `end` is called, too."""
     async with AsyncExitStack() as held:
 
         async def enter() -> T:
@@ -85,13 +86,12 @@ class _Result(msgspec.Struct):
 
 
 class OffloadThread:
-    """Runs long pure computations in one worker thread, in pieces, so that they do not block the event loop. Pieces run
-    in order of arrival, so that long computations alternate. The first piece starts the thread. `close` waits for the
-    running piece.
+    """Runs long computations in one worker thread, so that they do not block the event loop. Each computation runs in
+    pieces, and the pieces of several computations alternate. `close` waits for the piece that is running.
 
     Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop, this work would
-    stop every other session. More threads would not be faster, because Python runs one thread at a time, and would
-    leave the event loop fewer turns.
+    stop every other session. Several threads would not be faster, because Python runs one thread at a time, and the
+    event loop would run less often.
     """
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ class OffloadThread:
             return await shielded(lambda: asyncio.get_running_loop().run_in_executor(self._thread, work))
 
     async def run_steps(self, steps: Steps[T]) -> T:
-        """Run all steps and return their result: the first INLINE_BYTES on the event loop, the rest in the thread. If
-        the caller is cancelled, the computation ends after the running piece."""
+        """Run all pieces of a computation and return its result. The first INLINE_BYTES of input are processed on the
+        event loop, the rest in the thread. After a cancellation, no further piece runs."""
         with closing(steps):
             size = 0
             step = _advance(steps)
@@ -120,7 +120,8 @@ class OffloadThread:
 
 
 def _advance(steps: Steps[object]) -> int | _Result:
-    """Run the next piece. Returns the generator's end as a `_Result`, because a future cannot raise StopIteration."""
+    """Run the next piece of a computation. If the generator has ended, return its result as a `_Result`, because a
+    future cannot raise StopIteration."""
     try:
         return next(steps)
     except StopIteration as end:

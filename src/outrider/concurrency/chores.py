@@ -1,9 +1,9 @@
-"""Runs the chores of a process: background work that continues after every failure.
+"""Runs chores: background work of a process that continues after every failure.
 
-A chore repeats until its owner ends; one repetition is a turn. If a turn fails (for example, because the disk is full
-or a plugin has raised an error), it is retried after a wait. Only the first failure is logged. The chore is listed in
-the service's status, with the number of failures, until a turn succeeds. Invariants: a failure ends neither the other
-chores nor their owner, unless the owner classifies the error as fatal; no chore ends silently while its owner runs.
+A chore calls a function again and again; one call is a turn. If a turn fails, for example because the disk is full, the
+chore waits and then tries again. Only the first failure of a series is logged. Until a turn succeeds, the service's
+status lists the chore with its number of failures. Invariants: a failure ends neither the other chores nor their owner,
+unless the owner classifies the error as fatal. No chore ends silently while its owner runs.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ log = logging.getLogger("outrider.chores")
 T = TypeVar("T")
 
 PAUSES = RetryPolicy(first=0.5, longest=10.0)
-"""The waits between the failed turns of a chore. The longest wait is a third of the length of a session's lease,
-because leases are renewed by a chore."""
+"""Waits between the failed turns of a chore. A chore renews the leases of sessions, so the longest wait is only a third
+of a lease."""
 QUIET_SECONDS = 60.0
 """Minimum seconds between two log lines about failures of the same work. Without this limit, work that fails every
-other time would fill the log."""
+second time would fill the log."""
 MOST_NAMES = 200
-"""Maximum number of names of work whose failures are recorded. Without a limit the number could grow forever: some
-names contain the name of an engine, and new engines may be added at any time."""
+"""Maximum number of failures in the record, each under the name of its work. Without a limit, the record could grow
+forever: some names contain the name of an engine, and engines can be added at any time."""
 MOST_CHARACTERS = 500
 """Maximum number of characters recorded of an error's text."""
 
 
 class Failures:
-    """The record of currently failing work. The code that does the work calls `note` and `note_success` on the event
+    """Records which work is failing now. The code that does the work calls `note` and `note_success`, both on the event
     loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -50,13 +50,13 @@ class Failures:
         """Names of failing work of which no failure since the last success is logged yet."""
 
     def failing(self) -> tuple[FailingChore, ...]:
-        """Return the work that has failed and has not succeeded since. The work that began to fail first is first."""
+        """Return the work that has failed and not succeeded since, in the order in which the failures began."""
         return tuple(self._failing.values())
 
     def note(self, name: str, error: BaseException) -> None:
         """Record a failure of the work `name`. The first failure after a success is logged, with a traceback if the
-        error looks like a bug. If the last log line about `name` is less than QUIET_SECONDS old, nothing is logged
-        until these seconds are over and the work fails again."""
+        error looks like a bug. There is at most one log line about `name` in QUIET_SECONDS, so a failure may be logged
+        later, when the work fails again."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)
@@ -74,7 +74,7 @@ class Failures:
         self._quiet &= self._failing.keys()
 
     def drop(self, name: str) -> None:
-        """Drop the record of `name`, because the work has been abandoned."""
+        """Remove the record of `name`, because the work was given up."""
         self._failing.pop(name, None)
 
     def note_success(self, name: str) -> None:
@@ -85,9 +85,9 @@ class Failures:
 class Chores:
     """Runs chores and single tasks: `async with Chores(failures) as chores`.
 
-    Leaving the block cancels the chores started with `begin`, and waits for them and for the tasks started with
-    `create_task`. If the block raises, these tasks are cancelled, too. `fatal` selects the errors that end the owner.
-    Such an error acts like an error in a task of asyncio.TaskGroup. By default no error is fatal.
+    At the end of the block, the chores started with `begin` are cancelled. Then the block waits for them and for the
+    tasks started with `create_task`. If the block raises, these tasks are cancelled, too. `fatal` returns True for
+    errors that end the whole block, like an error in an asyncio.TaskGroup.
     """
 
     def __init__(
@@ -109,40 +109,41 @@ class Chores:
     ) -> None:
         for task in self._begun:
             task.cancel()
-        # The task group itself cancels its tasks if the block was cancelled. If a task has failed, the group may then
-        # raise the error of the task instead of the cancellation.
+        # If the block was cancelled, the task group itself cancels its tasks. If a task has failed as well, the group
+        # may raise the task's error instead of the cancellation.
         if isinstance(error, asyncio.CancelledError):
             await self._group.__aexit__(kind, error, trace)
             return
         if error is not None:
             self.cancel()
-        # The task group does not get the block's error, because the group would wrap the error in an ExceptionGroup.
+        # The task group does not get the error of the block, because the group would wrap the error in an
+        # ExceptionGroup.
         await self._group.__aexit__(None, None, None)
 
     def cancel(self) -> None:
-        """Cancel chores and other tasks."""
+        """Cancel all chores and tasks."""
         for task in (*self._begun, *self._once):
             task.cancel()
 
     def begin(
         self, name: str, turn: Callable[[], Awaitable[object]], *, every: float = 0.0, at_once: bool = True
     ) -> asyncio.Task[None]:
-        """Start a chore: await `turn()` again and again, `every` seconds after the previous turn has ended, until
-        cancelled. If the turn itself waits until there is work, `every` can be 0. With `at_once` False the first turn
-        also waits `every` seconds. A turn must be repeatable after a failure."""
+        """Start a chore: await `turn()` again and again until cancelled. The chore waits `every` seconds between two
+        turns, and with `at_once` False also before the first turn. `every` can be 0 if `turn` itself waits for work.
+        `turn` must be safe to repeat after a failure."""
         task = self._group.create_task(self._repeat(name, turn, every, at_once), name=name)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
         return task
 
     def until_done(self, name: str, work: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
-        """Await `work()`, and again after each failure, until the work succeeds or is cancelled."""
+        """Await `work()`, and repeat it after each failure, until it succeeds or is cancelled."""
         return self.create_task(self._until_done(name, work), name=name)
 
     def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
-        """Run `work` once. After an error that is not fatal, the task returns None. The error is noted under the name
-        `chore` (by default `name`), because possibly no code awaits the task. The name must be that of repeated work,
-        because only the next success under the same name clears the failure."""
+        """Run `work` once. If it raises an error that is not fatal, the task returns None. The error is recorded in
+        `failures`, because possibly no code awaits the task. The name in the record is `chore`, by default `name`. It
+        must be the name of repeated work, because only the next success under this name clears the record."""
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)
@@ -172,13 +173,13 @@ class Chores:
         try:
             await work()
         except asyncio.CancelledError as error:
-            # If this task is not being cancelled, an object that the work awaited was cancelled. This is noted as a
+            # This task is not being cancelled, so an object that the work awaited was cancelled. Record this as a
             # failure, because the chore would otherwise end silently.
             if task.cancelling():
                 raise
             self.failures.note(name, error)
             return False
-        except Exception as error:  # any error is noted, and the work is retried
+        except Exception as error:  # every error is recorded, and the work is tried again
             if self._fatal(error):
                 raise
             self.failures.note(name, error)
@@ -189,7 +190,7 @@ class Chores:
     async def _noted(self, work: Coroutine[Any, Any, T], name: str) -> T | None:
         try:
             found = await work
-        except Exception as error:  # any error is noted, because possibly no code awaits the task
+        except Exception as error:  # every error is recorded, because possibly no code awaits the task
             if self._fatal(error):
                 raise
             self.failures.note(name, error)

@@ -1,7 +1,7 @@
-"""Announces changes: a feed calls its subscribers, a broadcast wakes its waiters.
+"""Announces changes on the event loop: a `Feed` calls its subscribers, and a `Broadcast` wakes waiting tasks.
 
-The module does not depend on the kind of change. Invariants: a feed's subscribers get every value published while they
-are subscribed, in order; a waiter that took `next()` before `send` never misses the broadcast.
+Invariants: a subscriber of a feed gets, in order, every value published while it is subscribed. A task that called
+`next()` before `send` never misses the broadcast.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Feed(Generic[T]):
-    """Publishes values to subscribers on the same event loop. A `Feed[None]` only announces that something has
-    changed."""
+    """Passes values to subscribers on the same event loop. A `Feed[None]` passes no data: it only announces that
+    something has changed."""
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[T], None]] = []
 
     def subscribe(self, receive: Callable[[T], None]) -> Callable[[], None]:
-        """Call `receive` with each value from now on. Returns the function that ends the subscription."""
+        """Call `receive` with every value published from now on. Returns a function that ends the subscription."""
         self._subscribers.append(receive)
         return lambda: self._subscribers.remove(receive)
 
@@ -33,10 +33,10 @@ class Feed(Generic[T]):
 
 
 class Broadcast:
-    """Wakes all waiters at once.
+    """Wakes all waiting tasks at once.
 
-    Take `next()` first, then read the announced state, then wait for the event: a change between the read and the wait
-    sets the event that the waiter already holds.
+    A task first calls `next()`, then reads the state that it waits for, and then awaits the event. If the state changes
+    after the read, `send` sets this event, so the task misses no change.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class Broadcast:
         event.set()
 
     def next(self) -> asyncio.Event:
-        """Return the event that the next `send` sets. Each event is used for one `send`, so a later waiter never gets
-        an event that is already set."""
+        """Return the event that the next `send` sets. Every `send` uses up its event, so the returned event is not set
+        yet."""
         return self._next
 
 
 async def wait_for_event(event: asyncio.Event, seconds: float | None) -> None:
-    """Return when the event is set, or after `seconds` seconds. With None there is no limit."""
+    """Wait until the event is set, but at most `seconds` seconds. With None, there is no maximum."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

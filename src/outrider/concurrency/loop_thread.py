@@ -1,7 +1,7 @@
-"""Runs an event loop in its own thread, for code that cannot await: the blocking client, trainers.
+"""Runs an event loop in its own thread, for code that cannot use `await`, such as the blocking client or a trainer.
 
-Invariant: submitted work runs in the loop's thread, and has ended when `run` or the block of `open` ends. The only
-exception is Ctrl-C, which cancels the work without waiting for its end.
+Invariant: a coroutine runs in the loop's thread, and has ended when `run` or the block of `open` ends. The only
+exception is Ctrl-C, which cancels the coroutine and does not wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class LoopThread:
     """An event loop in its own thread: `with LoopThread("name") as loop: loop.run(coroutine)`.
 
-    The thread is a daemon, so that a program that never leaves the block can still exit.
+    The thread is a daemon thread, so that a program can exit without leaving the block.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,14 +37,14 @@ class LoopThread:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and wait for its result. Must be called from another thread than the loop's. Ctrl-C cancels
-        the coroutine."""
+        """Run a coroutine in the loop's thread and wait for its result. Must be called from another thread. Ctrl-C
+        cancels the coroutine."""
         return _outcome(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     @contextmanager
     def open(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
-        """Enter an asynchronous context manager, and leave it at the end of the block. The manager is entered and left
-        in one task, as task groups and cancel scopes require. An error of the block does not reach the manager."""
+        """Enter an asynchronous context manager, and leave it at the end of the block. One task does both, as task
+        groups and cancel scopes require. The manager does not see an error raised in the block."""
         opened: Future[tuple[T, asyncio.Event]] = Future()
 
         async def hold() -> None:
@@ -54,11 +54,11 @@ class LoopThread:
                 await closing.wait()
 
         holding = asyncio.run_coroutine_threadsafe(hold(), self._loop)
-        holding.add_done_callback(lambda _: opened.cancel())  # has no effect if the future already has a result
+        holding.add_done_callback(lambda _: opened.cancel())  # does nothing if the future already has a result
         try:
             value, closing = opened.result()
         except CancelledError:
-            _outcome(holding)  # raises the manager's error, if entering the manager failed
+            _outcome(holding)  # raises the error with which `manager` could not be entered
             raise
         except KeyboardInterrupt:
             holding.cancel()

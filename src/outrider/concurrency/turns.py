@@ -1,8 +1,7 @@
-"""Assigns slots to owners in turn, so that an owner with much work does not delay other owners.
+"""Gives slots to owners in turn, so that an owner with many requests does not delay other owners.
 
-Invariants: every waiting owner is served once before any owner is served twice. The requests of an owner may be divided
-into parts: every waiting part is served once before any part of the same owner is served twice. Requests of one part
-are served in order of arrival.
+Invariants: every waiting owner is served once before any owner is served twice. An owner may divide its requests into
+parts; its waiting parts take turns in the same way. Requests of one part are served in order of arrival.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """Slots that owners take in turn: `async with turns.take(owner, part):` waits for one of `size` slots, and holds
-    the slot while the block runs."""
+    """A number of slots that owners take in turn: `async with turns.take(owner, part):` waits for one of the `size`
+    slots, and holds it while the block runs."""
 
     def __init__(self, size: int) -> None:
         self._free = size
@@ -25,7 +24,7 @@ class Turns:
 
     @asynccontextmanager
     async def take(self, owner: str, part: str = "") -> AsyncIterator[None]:
-        """Hold a slot while the block runs. A cancelled wait takes no slot."""
+        """Hold a slot while the block runs. A caller that is cancelled while it waits takes no slot."""
         if self._free:
             self._free -= 1
         else:
@@ -34,7 +33,8 @@ class Turns:
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # the slot was assigned just before the cancellation
+                # the slot was given to this request just before the cancellation
+                if turn.done() and not turn.cancelled():
                     self._pass_on()
                 raise
         try:
@@ -43,14 +43,14 @@ class Turns:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the slot to the next waiting request."""
+        """Give a free slot to the next waiting request."""
         while self._lines:
             owner, parts = self._lines.popitem(last=False)
             part, line = parts.popitem(last=False)
             turn = line.popleft()
             served = not turn.cancelled()
-            # A served owner moves behind all other owners, and a served part behind the owner's other parts. If the
-            # request was cancelled, nothing was served, and owner and part stay in front.
+            # The owner that got the slot moves behind all other owners, and its part behind its other parts. If the
+            # request had been cancelled, the slot is still free, so both stay in front.
             if line:
                 parts[part] = line
                 parts.move_to_end(part, last=served)

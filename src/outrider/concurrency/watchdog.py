@@ -1,8 +1,8 @@
-"""Detects stalls of the event loop, counts the stalls, and logs the loop's stack.
+"""Detects stalls of the event loop, counts them, and logs the stack at which the loop was blocked.
 
-All sessions share one event loop, so a blocked loop stops all sessions. A late timer shows that the loop was blocked,
-or that the process got no processor. While the loop is blocked, a thread samples the loop's stack. Invariant: a stall
-of STALL seconds or more is counted exactly once.
+All sessions share one event loop, so a blocked loop stops all of them. A timer runs on the loop. If it is late, the
+loop was blocked or the process got no processor. While the loop is blocked, another thread records (samples) its stack.
+Invariant: a stall of STALL seconds or more is counted exactly once.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ log = logging.getLogger("outrider.concurrency.watchdog")
 PERIOD = 0.01
 """Seconds between two runs of the timer."""
 STALL = 0.05
-"""Minimum length of a stall in seconds. Shorter delays are normal when many sessions run."""
+"""Minimum delay of the timer that counts as a stall, in seconds. Shorter delays are normal when many sessions run."""
 LOOK = STALL / 2
-"""Seconds between two samples of the sampling thread."""
+"""Seconds between two checks by the sampling thread."""
 LOG_SECONDS = 60.0
-"""Minimum seconds between two log lines. The first stall gets its own line. Later stalls are summed up in one line per
+"""Minimum seconds between two log lines. The first stall is logged at once. Later stalls are summed up in one line per
 minute."""
 FRAMES = 4
-"""Number of innermost frames of the loop's stack in a log line."""
+"""A log line shows this number of innermost frames of the loop's stack."""
 MOST = 0.5
-"""The fraction of a stall that `kind_of` takes for "most of the time"."""
+"""`kind_of` takes this fraction of a stall, or more, for "most of the time"."""
 
 
 class StallKind(StrEnum):
-    """The cause of a stall: the loop was blocked from within the process, or the process did not run."""
+    """The cause of a stall. BLOCKED: this process itself blocked the loop. STARVED: the process did not get to run."""
 
     BLOCKED = "blocked"
     STARVED = "starved"
@@ -48,11 +48,11 @@ class StallKind(StrEnum):
 class StallEvidence(NamedTuple):
     """Measurements of one stall.
 
-    `stalled`: the length of the stall in seconds.
-    `waited`: the seconds that the loop's thread spent in the kernel's run queue, or None if the kernel does not report
-        them.
-    `worked`: the processor time of all threads together, in seconds.
-    `looks`: the number of samples by the sampling thread.
+    `stalled`: its length in seconds.
+    `waited`: seconds that the loop's thread was ready to run and waited for a processor, or None if the kernel does not
+        report them.
+    `worked`: seconds of processor time of all threads together.
+    `looks`: how often the sampling thread ran during the stall.
     """
 
     stalled: float
@@ -64,12 +64,11 @@ class StallEvidence(NamedTuple):
 def kind_of(seen: StallEvidence) -> StallKind:
     """Return the kind of a stall, by the first rule that applies:
 
-    - This process worked most of the time: something in the process held the loop, the interpreter or the processors
-      (blocked).
-    - The loop's thread was ready to run most of the time and got no processor (starved).
-    - The sampling thread ran most of the time: the loop's thread waited for a system call (blocked).
-    - Otherwise the whole process did not run: stopped by a signal, suspended with its machine, throttled, or swapped
-      out (starved).
+    1. BLOCKED, if the process used a processor most of the time: its own code held the loop, the interpreter or the
+       processors.
+    2. STARVED, if the loop's thread was ready to run most of the time and got no processor.
+    3. BLOCKED, if the sampling thread ran most of the time: the loop's thread waited for a system call.
+    4. STARVED otherwise: the process was stopped by a signal, suspended with its machine, throttled, or swapped out.
     """
     most = seen.stalled * MOST
     if seen.worked >= most:
@@ -80,7 +79,7 @@ def kind_of(seen: StallEvidence) -> StallKind:
 
 
 class Witness:
-    """The stalls since the witness was created: their total length, and the length of the longest, in seconds."""
+    """The total and the longest length of the event loop's stalls since this object was created, in seconds."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -88,7 +87,7 @@ class Witness:
 
 
 class Watchdog:
-    """Counts the stalls of the event loop on which `async with Watchdog() as watchdog` runs. `stalls` has the
+    """Counts the stalls of the event loop on which it runs: `async with Watchdog() as watchdog`. `stalls` has the
     counts."""
 
     def __init__(self) -> None:
@@ -110,14 +109,14 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def stalled_seconds(self) -> float:
-        """Return the total seconds of all stalls until now: the counted stalls, the stalls recorded with `note`, and a
-        stall that has just ended and is not counted yet."""
+        """Return the total seconds of all stalls until now. They include the stalls recorded with `note`, and a stall
+        that has just ended and is not counted yet."""
         latest = time.monotonic() - self._seen - PERIOD
         return self.stalls.total + self._noted + (latest if latest >= STALL else 0.0)
 
     def note(self, seconds: float) -> None:
-        """Record that this process waited `seconds` seconds for another process that was stalled. `stalls` excludes
-        these seconds, because this process's loop did not stall."""
+        """Record that this process waited `seconds` seconds for another process whose loop stalled. `stalls` excludes
+        these seconds, because this process's own loop did not stall."""
         self._noted += seconds
         self._tell(seconds)
 
@@ -137,7 +136,7 @@ class Watchdog:
 
     async def __aenter__(self) -> Self:
         self._loop_thread = threading.get_ident()
-        with suppress(OSError):  # the file does not exist on every kernel
+        with suppress(OSError):  # some kernels do not have this file
             self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         self._note_now(time.monotonic(), time.thread_time())
         self._look_later()
@@ -157,7 +156,7 @@ class Watchdog:
         self._timer = asyncio.get_running_loop().call_later(PERIOD, self._look)
 
     def _look(self) -> None:
-        """Count a stall if the timer is late."""
+        """Count a stall if the timer is late. The timer calls this."""
         self._look_later()
         now, worked = time.monotonic(), time.thread_time()
         stalled, held = now - self._seen - PERIOD, worked - self._worked
@@ -176,7 +175,7 @@ class Watchdog:
                 starved=seen.starved + (kind is StallKind.STARVED),
             )
             self._tell(stalled)
-            # If there is no sample, a single call held the interpreter lock, so that the sampling thread could not run.
+            # `_where` is empty if a single call held the interpreter lock, so that the sampling thread could not run.
             self._report.note(now, kind, stalled, held, self._where or "in one call")
         self._report.sum_up(now)
         self._where = ""
@@ -185,8 +184,8 @@ class Watchdog:
         self._seen, self._worked = now, worked
         self._process_worked, self._looked = time.process_time(), self._looks
         if self._schedstat is not None:
-            # Reading the file takes two microseconds. Its fields are the nanoseconds on a processor, the nanoseconds in
-            # the run queue, and the number of time slices.
+            # Reading the file takes two microseconds. It has three numbers: the nanoseconds on a processor, the
+            # nanoseconds in the run queue, and the number of time slices.
             self._waited = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
 
     def _sample(self) -> None:
@@ -198,8 +197,8 @@ class Watchdog:
 
 
 def _stack(frame: FrameType | None) -> str:
-    """Return the innermost frames as text. `traceback` is not used, because it opens the source files, and all
-    descriptors may be in use."""
+    """Return the innermost frames as text. The module `traceback` is not used: it opens source files, which fails when
+    the process has no free file descriptors."""
     shown: list[str] = []
     while frame is not None and len(shown) < FRAMES:
         shown.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
@@ -208,8 +207,8 @@ def _stack(frame: FrameType | None) -> str:
 
 
 class _Report:
-    """Writes the log lines: one line for the first stall, then at most one line per minute with the number of stalls
-    since the previous line."""
+    """Logs stalls: one line for the first stall, then at most one line per minute with the number of stalls since the
+    previous line."""
 
     def __init__(self) -> None:
         self._logged = -LOG_SECONDS

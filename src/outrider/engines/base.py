@@ -1,8 +1,7 @@
-"""The protocols of inference engines. An engine takes token ids, and streams the sampled ids and their
+"""The protocols of inference engines. An engine takes token ids, and streams the sampled ids with their
 log-probabilities.
 
-Invariants of every stream: the ids and the log-probabilities of a chunk have equal length; the last chunk, and no
-other, has a `finish`.
+Invariants of every stream: each chunk has as many ids as log-probabilities. Only the last chunk has a `finish`.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from outrider.tokens.rendering.image_grids import ImageForm
 from outrider.trajectory import FinishReason, Ids, ImageSpan, LogprobKind, TokenMode, VersionSpan, WorkerReport
 
 PauseMode = Literal["finish", "abort", "keep"]
-"""The effect of a pause on generations in flight: "finish" lets them run to their end, "abort" ends them with their
-tokens so far, and "keep" freezes them until the resume."""
+"""What a pause does to generations in flight. "finish" lets them run to their end, "abort" ends them with the tokens
+sampled so far, and "keep" freezes them until the engine resumes."""
 
 MAX_COUNT = (1 << 31) - 1
-"""The largest count or version that is accepted, because sample files store versions as int32."""
+"""The largest accepted count or policy version. Sample files store versions as int32."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The complete sampling parameters of one turn. An engine adds no defaults of its own.
+    """All sampling parameters of a turn. An engine adds no defaults of its own.
 
-    - `top_k`: -1 sets no limit.
-    - `stop`: strings that are matched on the decoded output. Generation ends with the token that completes a match. The
-      output ids include this token.
-    - `stop_token_ids`: tokens that end the generation, and are part of the output ids. They are never sampled among the
-      first `min_tokens` tokens.
+    - `top_k`: -1 means no limit.
+    - `stop`: strings searched in the decoded output. The generation ends with the token that completes such a string;
+      this token is part of the output ids.
+    - `stop_token_ids`: tokens that end the generation. They are part of the output ids, and are never sampled as one of
+      the first `min_tokens` tokens.
     - `repetition_penalty`: counts the tokens of prompt and output. The other two penalties count only the output.
     - `logit_bias`: added to the logits, by token id.
-    - `constraint`: given only to engines that implement `TakesConstraints`.
+    - `constraint`: only for engines that implement `TakesConstraints`.
     """
 
     max_tokens: int
@@ -58,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def altered(self) -> bool:
-        """True if a parameter other than temperature, top_p, top_k and min_p changes the sampling distribution."""
+        """True if a parameter other than temperature, top_p, top_k and min_p changes the distribution of the tokens."""
         return (
             self.min_tokens > 0
             or self.repetition_penalty != 1
@@ -70,18 +69,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def continuable(self) -> bool:
-        """True if a new request can continue a reply that was cut off, without changing the distribution of any token.
-        The prompt of the new request ends with the reply's ids.
+        """True if a new request can continue a reply that was cut off, without a change to the distribution of any
+        token. The new prompt ends with the ids of the reply so far.
 
-        Constraints and penalties prevent this: an engine applies a constraint from the start of the new output, and
-        computes presence and frequency penalties only from the tokens of the new output.
+        Constraints and penalties make this impossible: an engine applies a constraint from the start of the new output,
+        and presence and frequency penalties count only tokens of the new output.
         """
         return self.constraint is None and self.presence_penalty == 0 and self.frequency_penalty == 0
 
 
 class RequestImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image of a prompt. `span` is its place in `GenerateRequest.input_ids`, and `item` has its pixels in the form
-    `form`."""
+    """An image in a prompt. `span` is its position in `GenerateRequest.input_ids`. `item` has its pixels, encoded as
+    `form` says."""
 
     span: ImageSpan
     item: bytes
@@ -89,10 +88,13 @@ class RequestImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for one generation. `request_id` is unique and of fixed length. Requests of a session have the same
-    `session_key`, so that a router can send them to the server that has cached their prefix. `input_ids` is int32 of
-    shape (prompt length,). `images` are the images of the prompt, in order. They are given only to engines that take
-    them in this form (`image_form_of`)."""
+    """A request for one generation by an engine that takes token ids.
+
+    `request_id`: unique, and of fixed length.
+    `session_key`: the same for all requests of a session, so that a router can send them to the server that has cached
+        their prefix.
+    `input_ids`: int32 of shape (prompt length,).
+    `images`: the images of the prompt, in order. The engine must take images in their form (`image_form_of`)."""
 
     request_id: str
     session_key: str
@@ -102,9 +104,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Newly sampled tokens. The last chunk has `versions`, half-open spans over the whole output. `stop_match` is the
-    stop string or stop token id that ended the generation. `cached_tokens` counts the prompt tokens whose keys and
-    values were reused. It is None if the engine does not report it."""
+    """Newly sampled tokens.
+
+    `versions`: in the last chunk, half-open spans of policy versions over the whole output.
+    `stop_match`: the stop string or stop token id that ended the generation.
+    `cached_tokens`: how many prompt tokens had cached keys and values, or None if the engine does not report it."""
 
     ids: list[int]
     logprobs: list[float]
@@ -115,15 +119,16 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int] | None = None  # the ids of the prompt as reported by the engine, None if not reported
     prompt_tokens: int | None = None  # the engine's count of the prompt's tokens, in the last chunk
     prompt_images: list[tuple[int, int]] | None = None
-    """The positions [start, end) of the images that the engine has read in the prompt. For a request with images, the
-    first chunk with tokens must have them."""
+    """The positions [start, end) at which the engine has read images in the prompt. If the request has images, the
+    first chunk with tokens must have these positions."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for one generation by an engine that takes only messages (capture and text mode). `thinking` switches
-    the model's reasoning on or off; None leaves the choice to the engine's template. `known_ids` are the captured ids
-    of the conversation up to the last reply in `messages`: the ids of the prompt, then those of the reply. They are
-    None if unknown, or if the engine does not have `Capability.KEEPS_IDS`."""
+    """A request for one generation by an engine that takes messages (capture and text mode).
+
+    `thinking`: switches the model's reasoning on or off. With None, the engine's template decides.
+    `known_ids`: the captured ids of the conversation up to the last reply in `messages`, which are the ids of its
+        prompt and of the reply itself. None if unknown, or if the engine does not have `Capability.KEEPS_IDS`."""
 
     request_id: str
     session_key: str
@@ -138,8 +143,8 @@ AnyRequest = GenerateRequest | ChatRequest
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of a chat generation. The last chunk has `finish` and the whole `reply`. In capture mode it also has the
-    ids and log-probabilities. If the engine has workers, it also has the `report` of the worker."""
+    """New text of a chat generation. The last chunk has `finish` and the whole `reply`. In capture mode, it also has
+    the ids and log-probabilities; for an engine with workers, also the worker's `report`."""
 
     text: str = ""
     reasoning: str = ""
@@ -154,9 +159,11 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's health report. `detail` describes the fault if `ok` is False. `model` is the served name or path,
-    and `context_tokens` the maximum length of prompt and output together. Both are None if the engine does not
-    report them."""
+    """The health of an engine.
+
+    `detail`: what is wrong, if `ok` is False.
+    `model`: the name or path of the served model, or None if not reported.
+    `context_tokens`: the maximum length of prompt and output together, or None if not reported."""
 
     ok: bool
     detail: str = ""
@@ -170,8 +177,8 @@ class Engine(Protocol):
 
     `generate` may raise an EngineError at any time, such as ContextOverflow, EngineRejected, EngineUnavailable or
     EngineMisbehaved. Closing the generator aborts the generation on the server. The pool checks every chunk
-    (`pool.checks`). `pause` and `resume` raise an EngineError. `health` never raises. The owner of the engine calls
-    `start` and `close` once.
+    (`pool.checks`). `pause` and `resume` raise an EngineError. `health` never raises. The engine's owner calls `start`
+    and `close` once each.
     """
 
     name: str
@@ -187,7 +194,7 @@ class Engine(Protocol):
 
 
 class ChatEngine(Protocol):
-    """An inference backend that takes messages. `mode` is CAPTURE or TEXT. `chat` raises the same errors as
+    """An inference backend that takes chat messages. `mode` is CAPTURE or TEXT. `chat` raises the same errors as
     `Engine.generate`."""
 
     name: str
@@ -204,8 +211,7 @@ AnyEngine = Engine | ChatEngine
 
 
 def chunks_of(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, None]:
-    """Begin a generation, and return the engine's own stream. It has `Chunk`s for a `GenerateRequest`, otherwise
-    `ChatChunk`s."""
+    """Begin a generation, and return the engine's stream: `Chunk`s for a `GenerateRequest`, otherwise `ChatChunk`s."""
     if isinstance(request, GenerateRequest):
         return cast(Engine, engine).generate(request)
     return cast(ChatEngine, engine).chat(request)
@@ -214,7 +220,7 @@ def chunks_of(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, Non
 @runtime_checkable
 class TokenizesText(Protocol):
     """An engine that can tokenise a text with its own tokenizer. Special tokens in the text are recognised, and no
-    others are added.
+    other ones are added.
 
     `token_check` returns the ids, or None if the server has no route for this. Raises EngineUnavailable.
     """
@@ -230,28 +236,28 @@ class SetsVersion(Protocol):
 
 
 class Capability(StrEnum):
-    """An optional property of an engine that no protocol expresses. `capabilities_of` returns the capabilities of an
-    engine."""
+    """An optional property of an engine for which there is no protocol. `capabilities_of` returns an engine's
+    capabilities."""
 
     VERSIONED_CACHE = "versioned_cache"
-    """After `set_version`, no keys or values of older weights are reused for a new prompt, even if the trainer itself
-    has changed the weights of the server."""
+    """After `set_version`, keys and values of older weights are never reused for a new prompt, even if the trainer
+    itself has changed the weights of the server."""
     KEEPS_IDS = "keeps_ids"
-    """The engine takes messages. It uses `ChatRequest.known_ids` for the part of the conversation that they cover,
-    instead of rendering it again."""
+    """An engine that takes messages uses `ChatRequest.known_ids` for the part of the conversation that they cover, and
+    does not render this part again."""
     READS_PATCHES = "reads_patches"
-    """The engine takes the images of a prompt (`GenerateRequest.images`) as patches."""
+    """The engine takes images (`GenerateRequest.images`) as patches."""
     READS_PNG = "reads_png"
-    """The engine takes the images of a prompt as PNG."""
+    """The engine takes images as PNG files."""
 
 
 def capabilities_of(engine: object) -> frozenset[Capability]:
-    """Return the engine's attribute `capabilities`, or no capabilities for an engine without this attribute."""
+    """Return the engine's attribute `capabilities`, or an empty set if there is no such attribute."""
     return getattr(engine, "capabilities", frozenset())
 
 
 def image_form_of(engine: object) -> ImageForm | None:
-    """Return the form in which an engine takes `GenerateRequest.images`, None if it takes no images."""
+    """Return the form in which an engine takes `GenerateRequest.images`, or None if it takes no images."""
     has = capabilities_of(engine)
     if Capability.READS_PATCHES in has:
         return ImageForm.PATCHES
@@ -259,9 +265,9 @@ def image_form_of(engine: object) -> ImageForm | None:
 
 
 class KnownVersions(msgspec.Struct, frozen=True):
-    """The last known policy version of a server (`served`), and the version of weights without a label (`unlabelled`).
-    `run` is a random name. It distinguishes this run of the service from other runs, which may have used the same
-    server and the same version numbers."""
+    """The last known policy version of a server (`served`), and the version that weights without a label have
+    (`unlabelled`). `run` is a random name of this run of the service, because earlier runs may have used the same
+    server with the same version numbers."""
 
     served: int = 0
     unlabelled: int = 0
@@ -272,22 +278,22 @@ class KnownVersions(msgspec.Struct, frozen=True):
         return cls(run=secrets.token_hex(8))
 
     def with_version(self, served: int, unlabelled: int | None = None) -> KnownVersions:
-        """Return a copy with another version. If the version is lower, the copy has a new `run`, because later weights
-        may have the same version numbers as earlier weights."""
+        """Return a copy with another version. If the version is lower than before, the copy has a new `run`, because
+        later weights may get a number that earlier weights have had."""
         run = self.run if served >= self.served else secrets.token_hex(8)
         return KnownVersions(served, self.unlabelled if unlabelled is None else unlabelled, run)
 
     @property
     def cache_salt(self) -> str:
-        """The cache salt of every request. A server reuses keys and values only between requests with the same salt,
-        and so never between versions."""
+        """The cache salt of every request. A server reuses keys and values only between requests with the same salt. So
+        it never reuses them between versions."""
         return f"{self.run}-{self.served}"
 
 
 @runtime_checkable
 class RemembersVersions(Protocol):
-    """An engine that records its server's version in `versions`, because not every server can report it. If several
-    processes use the same server, the process that sets the version sends `versions` to the others."""
+    """An engine that records its server's version in `versions`, because some servers cannot report it. If several
+    processes use one server, the process that sets the version sends `versions` to the other processes."""
 
     versions: KnownVersions
 
@@ -295,9 +301,9 @@ class RemembersVersions(Protocol):
 @runtime_checkable
 class HoldsBack(Protocol):
     """An engine that can stop its generations while another process pauses the server with "abort". From `hold_back`
-    until `release` it sends no generation to the server, and aborts generations without a first token. Otherwise the
-    server would keep such a generation during the pause, and then sample it with the new weights over keys and values
-    of the old weights."""
+    until `release`, it sends no generation to the server, and aborts every generation that has no token yet. Otherwise
+    the server might keep such a generation during the pause, and then sample with new weights over keys and values of
+    the old weights."""
 
     def hold_back(self) -> None: ...
     def release(self) -> None: ...
@@ -308,16 +314,16 @@ class LoadsWeights(Protocol):
     """An engine that can load other weights in place, from a file or folder that the engine can read.
 
     `update_weights` is called while the engine generates nothing. Tokens sampled later have the version `version`, and
-    no keys or values of the old weights are reused for a new prompt. Raises EngineRejected if the old weights stay in
-    use, otherwise EngineUnavailable. An engine that cannot load weights at present has an attribute `loads_weights`
-    that is False.
+    keys and values of the old weights are not reused for a new prompt. Raises EngineRejected if the old weights stay in
+    use, otherwise EngineUnavailable. If the attribute `loads_weights` exists and is False, the engine cannot load
+    weights at present.
     """
 
     async def update_weights(self, weights: str, version: int) -> None: ...
 
 
 def weights_loader(engine: object) -> Callable[[str, int], Coroutine[Any, Any, None]] | None:
-    """Return the engine's `update_weights`, None if the engine cannot load weights at present."""
+    """Return the engine's `update_weights`, or None if the engine cannot load weights at present."""
     return (
         engine.update_weights if isinstance(engine, LoadsWeights) and getattr(engine, "loads_weights", True) else None
     )
@@ -325,26 +331,27 @@ def weights_loader(engine: object) -> Callable[[str, int], Coroutine[Any, Any, N
 
 @runtime_checkable
 class TakesConstraints(Protocol):
-    """An engine that can constrain a reply. `constraints` are the supported kinds of constraint. An engine without this
-    attribute supports none."""
+    """An engine that can constrain a reply, for example to a JSON schema. `constraints` are the kinds that it supports.
+    An engine without this attribute supports none."""
 
     constraints: frozenset[ConstraintKind]
 
 
 @runtime_checkable
 class AwaitsWorkers(Protocol):
-    """An engine whose workers connect to the service. If `awaits_workers` is True, the engine may join a pool before
-    its first worker is connected."""
+    """An engine whose workers connect to the service. If `awaits_workers` is True, a pool accepts the engine before its
+    first worker has connected."""
 
     awaits_workers: bool
 
 
 @runtime_checkable
 class ListsEngines(Protocol):
-    """A list of engines, such as a router's workers. A pool adds the listed engines, and polls the list for changes.
+    """A list of engines, such as the workers of a router. A pool adds the listed engines, and polls the list for
+    changes.
 
-    Each spec has a URL, which identifies the engine. `list_engines` raises EngineError, or InvalidField if the server
-    has no list of engines. The pool calls `start` and `close` once.
+    Each listed spec has a URL, which identifies the engine. `list_engines` raises EngineError, or InvalidField if the
+    server has no list. The pool calls `start` and `close` once each.
     """
 
     name: str
@@ -355,7 +362,7 @@ class ListsEngines(Protocol):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The argument with which every engine class is constructed. `tokenizer` is the folder of the tokenizer."""
+    """The argument with which every engine is created. `tokenizer` is the folder of the tokenizer."""
 
     name: str
     url: str | None = None

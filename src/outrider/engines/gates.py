@@ -1,7 +1,7 @@
-"""Gates for generations. A `PauseGate` admits no generations while its engine is paused, and a `PolicyGate` admits no
-generations while the policy is paused.
+"""Gates that hold back generations: a `PauseGate` while its engine is paused, a `PolicyGate` while the policy is
+paused.
 
-Invariant: `in_flight` counts exactly the generations between entering and leaving a gate.
+Invariant: `in_flight` is the number of generations that have entered the gate and not left it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from outrider.concurrency.events import wait_for_event
 from outrider.spec import PolicyPause
 
 ANSWER_SECONDS = 30.0
-"""Time limit in seconds for a follower (another process with engines of this policy) to report that its gate is
-closed."""
+"""Maximum seconds until a follower (another process with engines of this policy) reports that its gate is closed."""
 SETTLE_SECONDS = 1800.0
-"""Time limit in seconds for a follower's generations to end if a pause does not cut them off. The value is the default
-time limit of an agent."""
+"""Maximum seconds until a follower's generations have ended, in a pause that does not cut them off. The value is the
+default time limit of an agent."""
 
 
 class PauseGate:
-    """Admits generations to one engine. Closing the gate holds back new generations, and does not affect generations in
-    flight."""
+    """Admits generations to one engine. A closed gate holds back new generations; those in flight continue."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -41,7 +39,7 @@ class PauseGate:
     @asynccontextmanager
     async def passage(self, cut: Callable[[], None] = lambda: None) -> AsyncGenerator[None, None]:
         """Run the block as one generation: wait until the gate is open, and count the generation as in flight until the
-        block ends. `cut_off` ends the generation by calling `cut`."""
+        block ends. `cut_off` calls `cut`, which must end the generation."""
         while not self._open.is_set():  # a loop, because the gate may close again before this task runs
             await self._open.wait()
         self.in_flight += 1
@@ -63,19 +61,21 @@ class PauseGate:
         self._open.clear()
 
     async def drained(self, seconds: float | None = None) -> None:
-        """Wait until no generation is in flight, but at most `seconds` (None for no limit)."""
+        """Wait until no generation is in flight, for at most `seconds` seconds. With None, there is no maximum."""
         await wait_for_event(self._idle, seconds)
 
     def cut_off(self) -> None:
-        """Call the `cut` callback of every generation in flight. A generation without this callback continues."""
+        """Call the `cut` function of every generation in flight. A generation that has given none continues."""
         for cut in tuple(self._cuts):
             cut()
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a follower's gate. `closings` is the last value of the leader's `closings` that the follower has
-    applied. `in_flight` counts the follower's generations in flight. `whole` counts only those that run to their end in
-    every pause, because no engine could continue them."""
+    """The state of a follower's gate, as the follower reports it to the leader.
+
+    `closings`: the leader's `closings` that the follower has applied last.
+    `in_flight`: how many of its generations are in flight.
+    `whole`: how many of these run to their end in every pause, because no engine could continue them."""
 
     closings: Annotated[int, msgspec.Meta(ge=0)]
     in_flight: Annotated[int, msgspec.Meta(ge=0)]
@@ -83,8 +83,8 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Follower:
-    """A process whose gate follows the leader's. `since` is the time of the latest closing, or of the follower's
-    arrival if later, on the event loop's clock. `report` is the follower's latest report, None before the first."""
+    """Another process, whose gate follows this gate. `since` is the time of the latest closing or of the follower's
+    arrival, whichever is later, on the event loop's clock. `report` is its latest report, or None before the first."""
 
     def __init__(self, since: float, lost: Callable[[str], None]) -> None:
         self.since = since
@@ -97,19 +97,19 @@ class _Follower:
 
 
 class PolicyGate:
-    """Admits no generations while the policy is paused, and counts the generations in flight.
+    """Holds back generations while the policy is paused, and counts the generations in flight.
 
-    - `mode`: the mode of the pause, None while the gate is open.
-    - `closings`: number of changes of `mode`.
-    - `cuts`: number of pauses with mode "abort", which cut generations off.
-    - `whole`: number of generations in flight that run to their end in either mode, because no engine could continue
+    - `mode`: the mode of the pause, or None while the gate is open.
+    - `closings`: the number of changes of `mode`.
+    - `cuts`: the number of pauses with mode "abort", which cut generations off.
+    - `whole`: the number of generations in flight that run to their end in any mode, because no engine could continue
       them.
     - `changed`: called after each change of `mode`, and when a generation ends while the gate is closed.
 
-    Gates of other processes may follow this gate. `settled` waits for the generations of the followers, too. `report`
-    records the state of a follower's gate, and `forget` removes a follower. A follower has `answer_seconds` to report
-    that its gate is closed, and `settle_seconds` for its generations to end. A follower that takes longer is removed,
-    and its `lost` callback (see `expect`) is called.
+    Other processes may have gates that follow this one (followers). `settled` waits for their generations, too.
+    `report` records the state of a follower's gate. A follower has `answer_seconds` to report that its gate is closed,
+    and `settle_seconds` for its generations to end. If it takes longer, it is removed and its `lost` function is called
+    (see `expect`).
     """
 
     answer_seconds = ANSWER_SECONDS
@@ -129,7 +129,7 @@ class PolicyGate:
         self._clocks: set[asyncio.Timeout] = set()
 
     def enter(self, *, whole: bool) -> None:
-        """Count a generation that begins. Call this only while the gate is open."""
+        """Count a generation that begins. Must be called only while the gate is open."""
         self.in_flight += 1
         self.whole += whole
 
@@ -142,7 +142,7 @@ class PolicyGate:
 
     @contextmanager
     def ended_by_closing(self, clock: asyncio.Timeout) -> Iterator[None]:
-        """Make the timeout `clock` expire when the gate closes, so that a pause does not wait for the work in this
+        """While the block runs, make the timeout `clock` expire when the gate closes. So a pause does not wait for the
         block."""
         self._clocks.add(clock)
         try:
@@ -176,24 +176,23 @@ class PolicyGate:
             self._notify()
 
     async def settled(self) -> None:
-        """Wait until the generations that are not cut off have ended in all processes, or until the gate opens. Removes
-        followers that take too long."""
+        """Wait until all generations that this pause does not cut off have ended, in all processes, or until the gate
+        opens. Followers that take too long are removed."""
         while (self.mode == "finish" and self._flying("in_flight")) or (self.mode == "abort" and self._flying("whole")):
             await wait_for_event(self._changed, self._lose_overdue("in_flight" if self.mode == "finish" else "whole"))
 
     def expect(self, follower: str, lost: Callable[[str], None] = lambda why: None) -> None:
-        """Add a follower. A pause waits for its first report. If the follower takes too long and is removed, `lost` is
-        called with the reason. `lost` must disconnect the follower, because its generations may continue during the
-        pause."""
+        """Add a follower. A pause waits for its first report. If the follower takes too long, it is removed and `lost`
+        is called with the reason. `lost` must disconnect it, because its generations may go on during the pause."""
         self._followers[follower] = _Follower(asyncio.get_running_loop().time(), lost)
 
     def expects(self, follower: str) -> bool:
         return follower in self._followers
 
     def report(self, follower: str, report: GateReport) -> None:
-        """Record the state of a follower's gate. Reports of unknown followers are ignored. Raises ValueError for an
-        impossible report: more `closings` than this gate has, `whole` above `in_flight`, or generations that begin
-        while the gate is closed."""
+        """Record the state of a follower's gate. Ignores a report of an unknown follower. Raises ValueError for an
+        impossible report: its `closings` exceed those of this gate, `whole` exceeds `in_flight`, or generations have
+        begun while the gate is closed."""
         if (known := self._followers.get(follower)) is None:
             return
         before = known.report
@@ -206,20 +205,20 @@ class PolicyGate:
         self._wake()
 
     def forget(self, follower: str) -> None:
-        """Remove a follower whose process has ended or disconnected. Its generations are no longer counted."""
+        """Remove a follower whose process has ended or disconnected. Its generations no longer count."""
         self._followers.pop(follower, None)
         self._wake()
 
     def _flying(self, which: Literal["in_flight", "whole"]) -> bool:
-        """Return True if the count `which` of this process or of a follower is not 0, or if a follower has not yet
-        reported the latest closing."""
+        """Return True while a pause must wait: for generations in flight, here or in a follower, or for a follower that
+        has not reported the gate's latest closing. `which` is the count of generations to look at."""
         return bool(getattr(self, which)) or any(
             follower.unsettled(self.closings, which) for follower in self._followers.values()
         )
 
     def _lose_overdue(self, which: Literal["in_flight", "whole"]) -> float | None:
-        """Remove the followers that take too long. Returns the seconds until the next follower may be overdue, None if
-        all remaining followers have settled."""
+        """Remove the followers that take too long. Returns the seconds until the next removal is due, or None if the
+        pause waits for no follower."""
         now, waits = asyncio.get_running_loop().time(), []
         for name, follower in list(self._followers.items()):
             if not follower.unsettled(self.closings, which):
@@ -235,7 +234,7 @@ class PolicyGate:
         return min(waits, default=None)
 
     def paused_seconds(self) -> float:
-        """Return the total time in seconds during which the gate was closed, including the current closing."""
+        """Return for how many seconds the gate has been closed in total, including a closing that still lasts."""
         if self.mode is None:
             return self._closed_for
         return self._closed_for + asyncio.get_running_loop().time() - self._closed_at

@@ -1,5 +1,5 @@
-"""Nodes outside the service's process: how such nodes start or join, and their messages to and from the service.
+"""Nodes outside the service's process: how they start or join the service, and their messages to and from it.
 
-`sessions/` runs a node's attempts. A node's engine pools copy the state of the service's pools
+`sessions/` runs the attempts on a node. A node's engine pools copy the state of the service's engine pools
 (`engines/pool/follower.py`).
 """

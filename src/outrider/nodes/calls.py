@@ -1,12 +1,11 @@
 """Remote procedure calls between a service and a node over one connection. Each side can call the other.
 
-`messages.py` defines the kinds of calls. Invariant: each call gets exactly one last reply, unless the connection ends
-first.
+`messages.py` defines the calls. Invariant: each call gets exactly one last reply, unless the connection ends first.
 
 The connection is closed when the other side breaks the protocol:
 - A value has a wrong type.
 - A reply belongs to a call that was never made.
-- A call's number is not higher than the previous number.
+- The number of a call is not higher than the number of the previous call.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ from outrider.wire.link_protocol import Close, Nonsense
 log = logging.getLogger("outrider.node")
 
 MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
-"""Limits of the peer's unanswered calls: their number, and their total bytes. Streams are not counted. At either limit,
-nothing more is read from the peer until a call is answered."""
+"""Maximum number and total bytes of the peer's unanswered calls, except streams (`NodeStream`). At either maximum,
+nothing more is read from the peer until one is answered."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
-"""A function that carries out calls of one kind: a coroutine function, or for a `NodeStream` a function that returns an
-asynchronous generator. Raises Nonsense for a call that breaks the protocol. A handler of streams must itself limit the
-number of open streams."""
+"""Carries out the calls of one class. For a `NodeStream`, a handler is a function that returns an asynchronous
+generator, and it must itself limit the number of open streams. For other calls it is a coroutine function. It raises
+Nonsense if a call breaks the protocol."""
 
 
 class CallEnded(Exception):
-    """Raised instead of a value after the last value of a stream."""
+    """The stream has ended, and its last value was already returned."""
 
 
 class PendingCall(Generic[R]):
-    """A call whose last reply has not been received."""
+    """A call that has not received its last reply yet."""
 
     def __init__(self, calls: LinkCalls, number: int, kind: type[NodeCall[R]]) -> None:
         self._calls = calls
@@ -62,7 +61,7 @@ class PendingCall(Generic[R]):
         self._ended = False
 
     def receive(self, reply: CallReply) -> None:
-        """Queue a reply of the peer; `next` returns it. Raises Nonsense for a value of a wrong type."""
+        """Queue a reply of the peer, which `next` then returns. Raises Nonsense if its value has a wrong type."""
         if self._ended:
             return
         try:
@@ -73,8 +72,8 @@ class PendingCall(Generic[R]):
         self._replies.put_nowait((reply, value))
 
     async def next(self) -> R:
-        """Return the next value. Raises the peer's error, CallEnded after the last value of a stream, and ServiceError
-        when the connection has ended."""
+        """Return the value of the next reply, or raise its error. Raises CallEnded after the last value of a stream,
+        and ServiceError after the end of the connection."""
         reply, value = await self._replies.get()
         if reply.error is not None:
             raise error_from(reply.error)
@@ -88,19 +87,23 @@ class PendingCall(Generic[R]):
             pass
 
     def cancel(self) -> None:
-        """Make the peer cancel the call. Does nothing if the call has ended. Only a `NodeStream` can be cancelled."""
+        """Ask the peer to cancel the call. Has no effect if the call has ended. Only a `NodeStream` can be
+        cancelled."""
         if not self._ended:
             self._calls.send(CancelCall(self._number))
 
     def forget(self) -> None:
-        """Drop all later replies. Idempotent."""
+        """Ignore all later replies."""
         self._calls.forget(self._number)
 
 
 class LinkCalls:
-    """Makes calls over a connection, and carries out the peer's calls. `handlers` has the function for each kind of the
-    peer's calls, which run in tasks made by `spawn`. `peer` describes the peer in errors and log lines. For
-    `elsewhere`, see `framed`."""
+    """Makes calls to the peer over a connection, and carries out the peer's calls.
+
+    `handlers`: the handler for each class of call that the peer may make.
+    `spawn`: starts the task in which a handler runs.
+    `peer`: describes the peer in errors and log lines.
+    `elsewhere`: see `framed`."""
 
     def __init__(
         self,
@@ -122,15 +125,15 @@ class LinkCalls:
         """The number of the peer's latest call; -1 before the first call."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._streams: dict[int, tuple[type[NodeCall[Any]], int]] = {}
-        """Kind of call and size in bytes of each open stream of the peer, by call number."""
+        """Class and size in bytes of each open stream of the peer, by call number."""
         self._unanswered: dict[int, int] = {}
         """Sizes in bytes of the peer's unanswered calls, by call number."""
         self._answered = asyncio.Event()
         self.ended = False
 
     def begin(self, request: NodeCall[R]) -> PendingCall[R]:
-        """Make a call. The caller must call `PendingCall.forget` afterwards. Raises ServiceError if the connection has
-        ended, or if the request cannot be sent."""
+        """Start a call. The caller must call `PendingCall.forget` when it needs no more replies. Raises ServiceError if
+        the connection has ended, or if the request cannot be sent."""
         if self.ended:
             raise self._gone()
         number = self._made
@@ -142,7 +145,7 @@ class LinkCalls:
 
     @contextmanager
     def pending(self, request: NodeCall[R]) -> Iterator[PendingCall[R]]:
-        """Make a call as `begin` does, and forget the call at the end of the block."""
+        """Start a call with `begin`, and forget it at the end of the block."""
         call = self.begin(request)
         try:
             yield call
@@ -150,13 +153,14 @@ class LinkCalls:
             call.forget()
 
     async def call(self, request: NodeCall[R]) -> R:
-        """Make a call and return the value of the reply. Raises the errors of `begin` and `PendingCall.next`. A
-        cancellation of the caller does not cancel the call at the peer."""
+        """Make a call and return the value of the reply. Raises the errors of `begin` and `PendingCall.next`. If the
+        caller is cancelled, the peer still carries out the call."""
         with self.pending(request) as call:
             return await call.next()
 
     async def stream(self, request: NodeStream[R]) -> AsyncGenerator[R, None]:
-        """Make a call and yield the values of the replies. The peer cancels a call whose generator is closed early."""
+        """Make a call, and yield the value of each reply. If this generator is closed early, the peer cancels the
+        call."""
         with self.pending(request) as call:
             try:
                 while True:
@@ -173,7 +177,7 @@ class LinkCalls:
         self._pending.pop(number, None)
 
     def receive(self, message: CallRequest[Any] | CallMessage) -> None:
-        """Handle a message of the peer. Raises Nonsense for a message that breaks the protocol."""
+        """Handle a message of the peer. Raises Nonsense if the message breaks the protocol."""
         match message:
             case CallRequest():
                 self._carry_out(message.call, message.request)
@@ -187,24 +191,24 @@ class LinkCalls:
                     raise Nonsense(f"a reply to call {message.call}, which was never made")
 
     def streams(self, *kinds: type[NodeCall[Any]]) -> list[int]:
-        """Return the request sizes, in bytes, of the peer's open streams of these kinds."""
+        """Return the request sizes, in bytes, of the peer's open streams of these classes."""
         return [size for kind, size in self._streams.values() if kind in kinds]
 
     async def ready_for_more(self) -> None:
-        """Wait until the peer's unanswered calls are within their limits."""
+        """Wait until the peer's unanswered calls are below MAX_CALLS and MAX_CALL_BYTES."""
         while len(self._unanswered) >= MAX_CALLS or sum(self._unanswered.values()) > MAX_CALL_BYTES:
             self._answered.clear()
             await self._answered.wait()
 
     def end(self) -> None:
-        """Fail the pending calls with ServiceError, because the connection has ended."""
+        """Called when the connection has ended: every pending call fails with ServiceError."""
         self.ended = True
         gone = self._gone().record()
         for number, call in self._pending.items():
             call.receive(CallReply(number, error=gone))
 
     def cancel(self) -> None:
-        """Cancel the peer's calls that are running here."""
+        """Cancel the peer's calls that this side is carrying out."""
         for task in self._tasks.values():
             task.cancel()
 
@@ -221,7 +225,7 @@ class LinkCalls:
         else:
             self._unanswered[number] = self._link.size
         self._tasks[number] = task = self._spawn(self._answer(number, work))
-        # The end is recorded in a callback, because a task that is cancelled before its first step never runs its code.
+        # A callback records the end, because a task that is cancelled before its first step never runs any of its code.
         task.add_done_callback(partial(self._note_end, number, work))
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, object] | AsyncGenerator[object, None]) -> None:
@@ -246,8 +250,8 @@ class LinkCalls:
             await self._reply(CallReply(number, error=error.record()))
 
     async def _reply(self, reply: CallReply) -> None:
-        """Send a reply. Waits first while too many bytes are waiting to be sent (`Link.room`). Raises ServiceError for
-        a reply that is too long."""
+        """Send a reply. Before that, wait while too many bytes are queued for sending (`Link.room`). Raises
+        ServiceError if the reply is too long."""
         frame = framed(reply, elsewhere=self._elsewhere)
         await self._link.room()
         self._link.send_encoded(frame)
@@ -259,5 +263,5 @@ class LinkCalls:
         self._answered.set()
         if task.cancelled():
             if isinstance(work, Coroutine):
-                work.close()  # closes a coroutine that the task may never have awaited
+                work.close()  # the task may have been cancelled before it awaited the coroutine
             self._link.send(CallReply(number))

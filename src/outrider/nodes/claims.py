@@ -1,9 +1,9 @@
-"""Checks what a node reports about its sessions against the service's own records.
+"""Checks that what a node reports about its sessions fits the service's own records.
 
-A node may be any program on another machine that has a node's token. With this token, the program may only run sessions
-and write data of these sessions. docs/nodes.md lists the rules. A node that breaks a rule is cut off, and its sessions
-run on other nodes. Invariant: data that passes these checks can be stored, added up, made into training samples, and
-shown.
+A node on another machine may be any program that has a node's token. With this token, the program may only run sessions
+and write their data. docs/nodes.md lists the rules. When a node breaks a rule, the service closes its connection and
+runs its sessions on other nodes. Invariant: data that passes these checks can be stored, added up, made into training
+samples, and shown.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ from outrider.trajectory import BranchPolicy, LogprobKind, SessionResult, TokenM
 from outrider.wire.link_protocol import Nonsense
 
 MAX_NUMBER = 1 << 53
-"""Counts and seconds must be below this number. Integers up to it are exact as floating-point numbers."""
+"""Counts and seconds must be below this number, because a floating-point number represents every integer up to it
+exactly."""
 MAX_TURNS = 1 << 20
-"""Maximum number of an attempt's turns of one model: ten times the highest limit that a task can set."""
+"""Maximum number of turns with one model in an attempt. It is ten times the highest limit that a task can set."""
 MAX_SESSIONS = 100_000
-"""Maximum capacity, in sessions, that a node may report."""
+"""Maximum number of concurrent sessions that a node may report as its capacity."""
 MAX_LANES = 16
 MAX_FAILING = 64
-"""Maximum number of failing background tasks in a node's report. Further tasks are left out."""
+"""Maximum number of failing background tasks that are shown for a node. Further ones are left out."""
 MAX_COUNTED = 256
-"""Maximum number of runtimes in a node's counts, of API dialects, and of the error codes of a dialect."""
+"""Maximum number of entries in a node's tables of counts: sandbox runtimes, API dialects, and error codes of a
+dialect."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
 MAX_METRICS = 10_000
 MAX_LINES = 256
-"""Maximum number of entries in each table of a result, such as the forks by cause."""
+"""Maximum number of entries in each table of a result."""
 LIMITS = ArtifactLimits()
 MAX_KEPT_BYTES = LIMITS.total_bytes + (len(KEPT) + 1) * LIMITS.file_bytes + (1 << 20)
 """Maximum bytes of an attempt's artifacts: the collected files, the data carried from the agent's sandbox to the
@@ -67,16 +69,16 @@ GRADED = frozenset(
         StopReason.AGENT_EXCESS,
     }
 )
-"""Stop reasons after which an attempt is graded."""
+"""Stop reasons with which an attempt can have a verdict."""
 ENDS = GRADED | {StopReason.SESSION_TIMEOUT, StopReason.ERROR}
-"""Stop reasons that a node may report. Only the service sets the remaining reasons."""
+"""Stop reasons that a node may report. The service itself sets the others."""
 
 T = TypeVar("T")
 
 
 class ClaimRule(NamedTuple, Generic[T]):
-    """One check. Its error message is "`what` must be `bound`". `holds` returns True if a value passes the check, given
-    the service's records of the attempt."""
+    """A check of a value that a node has sent. `holds` returns True if the value passes, given the service's records of
+    the attempt. The error message is "`what` must be `bound`"."""
 
     what: str
     bound: str
@@ -84,8 +86,8 @@ class ClaimRule(NamedTuple, Generic[T]):
 
 
 class Given:
-    """The service's records of an attempt that runs on a node: the attempt as sent to the node, and the turns and
-    artifacts that were stored since then."""
+    """The service's records of an attempt that runs on a node: what the service sent to the node, and the turns and
+    artifacts stored since then."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
@@ -114,11 +116,12 @@ class Given:
         self.tokens[call.model] = self.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
 
     def has_turns(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
-        """Return True if the numbers of turns in a result, by model, fit the stored turns.
+        """Return True if `counted`, the number of turns in a result by model, fits the turns that the service has
+        stored.
 
-        If there is a verdict, each number must equal the number of stored turns, and their indexes must have no gaps.
-        Without a verdict, a number may be lower but not higher, because the result of a failed attempt may leave out
-        stored turns. Always returns True if these records may lack a stored turn.
+        If the attempt was graded (`verdict`), the numbers must be equal, and the turns' indexes must have no gaps.
+        Otherwise the attempt has failed, and its result may leave out stored turns, so a number may be lower but not
+        higher. If these records may lack a stored turn, always returns True.
         """
         if not self.certain or not self.began_here:
             return True
@@ -129,8 +132,8 @@ class Given:
         return True
 
     def has_tokens(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
-        """Return True if the numbers of sampled tokens in a result, by model, fit the stored turns. The rules are those
-        of `has_turns`."""
+        """Return True if the numbers of sampled tokens in a result fit the stored turns, by the rules of
+        `has_turns`."""
         if not self.certain or not self.began_here:
             return True
         return all(
@@ -153,7 +156,7 @@ def _rewards_turns(result: SessionResult, given: Given) -> bool:
         return True
     numbers = (verdict.reward, *verdict.turns.values(), *verdict.rows.values())
     return (
-        # NaN is refused, too, because every comparison with NaN is false.
+        # This also refuses NaN, because every comparison with NaN is false.
         all(abs(number) <= MAX_REWARD for number in numbers)
         and all(0 <= index < result.turns for index in verdict.turns)
         and all(0 <= row < result.samples for row in verdict.rows)
@@ -268,8 +271,8 @@ def _fits_together(call: AddTurn, given: Given) -> bool:
 
 
 def _could_be_sampled(call: AddTurn, given: Given) -> bool:
-    """Return True if the turn passes the checks of `engines.pool.checks`. The checks are repeated here because the
-    service has not seen the engine's reply."""
+    """Return True if the turn passes the checks of `engines.pool.checks`. The service repeats these checks because the
+    node, not the service, received the engine's reply."""
     turn = call.turn
     prompt, output = unpack_ids(turn.prompt_delta), unpack_ids(turn.output_ids)
     if len(prompt) and prompt.min() < 0:
@@ -294,8 +297,8 @@ def _tiles(turn: Turn, tokens: int) -> bool:
 
 def _within_limits(call: AddTurn, given: Given) -> bool:
     sampled = given.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
-    # Only turns of token engines are counted. A chat engine reports the number of its tokens after the call, so
-    # concurrent calls may together exceed `response_tokens`.
+    # Count only turns of engines that take and return token ids. A chat engine reports its number of tokens after the
+    # call, so concurrent calls may together exceed `response_tokens`.
     counted = call.model is None and call.turn.mode is TokenMode.TOKENS
     return not counted or sampled <= given.task.limits.response_tokens
 
@@ -342,7 +345,7 @@ TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
     ),
     ClaimRule("`report`", "ids only of a text, with a log-probability for each; times as all other numbers", _reports),
 )
-"""Rules for each turn that a node stores."""
+"""Rules for every turn that a node asks the service to store."""
 
 
 def _lists_what_is_kept(call: KeepIndex, given: Given) -> bool:
@@ -370,7 +373,7 @@ INDEX_RULES: tuple[ClaimRule[KeepIndex], ...] = (
 
 
 def check(thing: T, rules: tuple[ClaimRule[T], ...], given: Given) -> None:
-    """Raise Nonsense if a rule does not hold for `thing`. The error names the first such rule."""
+    """Raise Nonsense if `thing` breaks a rule. The error names the first such rule."""
     for rule in rules:
         if not rule.holds(thing, given):
             name = given.attempt.name
@@ -378,7 +381,7 @@ def check(thing: T, rules: tuple[ClaimRule[T], ...], given: Given) -> None:
 
 
 def shortened(result: SessionResult) -> SessionResult:
-    """Return the result with its error and its log cut to their maximum lengths."""
+    """Return the result with its error and its log shortened to their maximum lengths."""
     ended = result.harness_exit
     if ended is not None:
         ended = msgspec.structs.replace(ended, log_tail=ended.log_tail[-MAX_REASON:])
@@ -387,9 +390,9 @@ def shortened(result: SessionResult) -> SessionResult:
 
 
 def checked_stats(name: str, report: Report) -> NodeStats:
-    """Return the statistics of a node's report, under the service's name for the node. The list of failures and its
-    texts are cut to their maximum lengths. Raises Nonsense for impossible numbers, too many lanes, or a lane name that
-    is too long."""
+    """Return the statistics of a node's report, under the name that the service has for the node. The list of failures
+    and its texts are shortened. Raises Nonsense for impossible numbers, too many lanes (stages of sessions), or a
+    lane's name that is too long."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):
@@ -402,9 +405,12 @@ def checked_stats(name: str, report: Report) -> NodeStats:
 
 
 def checked_counts(report: Report, before: NodeCounts) -> NodeCounts:
-    """Return the counts of a node's report. `before` are the counts of the node's last report. Raises Nonsense for
-    impossible numbers, for too many or too long names, for histograms with other buckets than SECONDS, and for a count
-    that is smaller than in the last report."""
+    """Return the counts of a node's report. `before` are the counts of its previous report. Raises Nonsense in these
+    cases:
+
+    - A number is impossible, or smaller than in the previous report.
+    - There are too many names, or a name is too long.
+    - A histogram has other buckets than SECONDS."""
     counts = report.counts
     names: list[Mapping[str, object]] = [counts.sandboxes, counts.failed_calls, *counts.failed_calls.values()]
     if (
@@ -418,8 +424,8 @@ def checked_counts(report: Report, before: NodeCounts) -> NodeCounts:
 
 
 def _grows(before: NodeCounts, counts: NodeCounts) -> bool:
-    """Return True if no count is smaller than before. The service exports sums of these counts, and an exported sum
-    must never decrease."""
+    """Return True if no count is smaller than before. The service exports the sum of all nodes' counts as a metric,
+    which must never decrease."""
     for runtime, was in before.sandboxes.items():
         now = counts.sandboxes.get(runtime)
         if now is None or now.failed < was.failed or now.started.total < was.started.total:
@@ -434,9 +440,9 @@ def _grows(before: NodeCounts, counts: NodeCounts) -> bool:
 
 
 def checked_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[str, EngineUse]:
-    """Return a node's use of the engines, with texts cut to the length that the status shows. `stranger` is True for a
-    node on another machine. The pace that such a node has measured is left out, because the service would judge
-    sessions of other nodes by it."""
+    """Return a node's use of the engines, with texts shortened for the status. `stranger` is True for a node on another
+    machine. The speed (`pace`) that such a node has measured is left out, because the service would use it to judge
+    sessions of other nodes."""
     return {
         name: msgspec.structs.replace(
             use, suspect=use.suspect and use.suspect[:MAX_TEXT], pace=None if stranger else use.pace
@@ -446,7 +452,7 @@ def checked_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[st
 
 
 def _all_counts(thing: object) -> bool:
-    """Return True if all numbers in a struct are finite, not negative, and below MAX_NUMBER."""
+    """Return True if all numbers in `thing` are finite, not negative, and below MAX_NUMBER."""
     return all(0 <= number < MAX_NUMBER for number in _numbers(thing))
 
 

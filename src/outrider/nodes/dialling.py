@@ -1,7 +1,7 @@
-"""A node's connection to a service on another machine. Whenever the connection breaks, the node connects again.
+"""A node's connection to a service on another machine. When the connection breaks, the node opens a new one.
 
-Invariant: a node that could not reach the service for PATIENCE_SECONDS ends its socket, because the service has given
-the node up by then.
+Invariant: if the node cannot reach the service for PATIENCE_SECONDS, it ends its socket, because by then the service
+has given the node up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ log = logging.getLogger("outrider.node")
 DIALLING = RetryPolicy(first=0.5, longest=5.0)
 CONNECT_SECONDS = 10.0
 QUIET_SECONDS = 10.0
-"""A connection without a message for this many seconds is treated as dead: the service sends ten messages a second."""
+"""A connection on which nothing has arrived for this many seconds counts as dead, because the service sends ten
+messages a second."""
 PATIENCE_SECONDS = SILENCE_SECONDS + QUIET_SECONDS
 
 REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
@@ -43,16 +44,16 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     403: (Forbidden, "give a token with the role node: outrider token create --role node"),
     404: (NotFound, "is this an Outrider service, of the same version as the node?"),
 }
-"""The error and the hint for each refusal that a retry would not change, by close code or HTTP status."""
+"""The error and its hint for each refusal that would happen again after a retry, by close code or HTTP status."""
 
 FINAL = frozenset({Close.NONSENSE, Close.PROTOCOL, Close.LEFT, Close.REMOVED, Close.CONFLICT, 401})
-"""Close codes and HTTP statuses which show that the service has dropped the node. 403 and 404 are not included, because
-a reverse proxy may reply with these while the service restarts."""
+"""Close codes and HTTP statuses which mean that the service has given the node up. 403 and 404 are not among them,
+because a reverse proxy may reply with them while the service restarts."""
 
 
 class Dialled:
-    """The node's end of the connection. `socket` remains the same object when a new connection replaces a broken
-    one."""
+    """The node's end of its connection to the service. `socket` stays the same object when the node opens a new
+    connection."""
 
     def __init__(self, join: Join) -> None:
         self.socket = ResumableSocket(MAX_MESSAGE)
@@ -63,8 +64,8 @@ class Dialled:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Stay connected while the block runs. The block begins when the service has accepted the node. Raises
-        Unauthorized, Forbidden, NotFound, Conflict and EngineMisbehaved if the service refuses the node for good."""
+        """Stay connected while the block runs. The block begins once the service has accepted the node. If the service
+        refuses the node for good, raises Unauthorized, Forbidden, NotFound, Conflict or EngineMisbehaved."""
         connector = aiohttp.TCPConnector(ssl=trusting(self._join.ca) or True)
         async with aiohttp.ClientSession(connector=connector) as session:
             tasks = asyncio.TaskGroup()
@@ -80,14 +81,14 @@ class Dialled:
             finally:
                 first.cancel()
                 keeping.cancel()
-                # An error of the block is not passed to the task group, which would wrap the error in an exception
+                # The task group does not get an error of the block, because it would wrap the error in an exception
                 # group.
                 await shielded(lambda: tasks.__aexit__(None, None, None))
 
     async def _keep(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> OutriderError | None:
-        """Keep the node connected. Until the service first accepts the node, a refusal by the service is returned as an
-        error. Later, when the service has dropped the node or could not be reached for PATIENCE_SECONDS, the socket is
-        ended and None is returned."""
+        """Keep the node connected. If the service refuses the node before it has accepted it once, return the refusal
+        as an error. Later, if the service gives the node up or cannot be reached for PATIENCE_SECONDS, end the socket
+        and return None."""
         failed = 0
         while True:
             before = self.socket.last_arrival
@@ -104,8 +105,8 @@ class Dialled:
             await asyncio.sleep(DIALLING.wait(failed))
 
     async def _one_connection(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> Disconnected:
-        """Open one connection, and exchange messages until the connection ends. Returns the reason for the end, or the
-        reason why the connection could not be opened."""
+        """Open one connection and use it until it ends. Returns the reason for its end, or the reason why it could not
+        be opened."""
         join = self._join
         try:
             async with dialled(
@@ -132,8 +133,7 @@ class Dialled:
             return Disconnected(getattr(error, "status", 1006), str(error) or "it does not answer")
 
     async def _carry(self, socket: ClientSocket, arrived: int, replaced: asyncio.Event) -> Disconnected:
-        """Exchange messages over a connection until the connection ends, or no message has arrived for
-        QUIET_SECONDS."""
+        """Send and receive over a connection until it ends, or until nothing has arrived for QUIET_SECONDS."""
         async with asyncio.TaskGroup() as tasks:
             carrying = tasks.create_task(self.socket.carry(socket, arrived, replaced))
             while (quiet := self._clock() - self.socket.last_arrival) < QUIET_SECONDS:

@@ -1,9 +1,9 @@
-"""The service's side of nodes on other machines. A node opens the connection, and remains a member while it sends
+"""The service's side of nodes on other machines. Such a node opens the connection, and remains a member while it sends
 messages.
 
-Invariants: only a restart of the same node, with the same token, can take over the name of a member. A node that is
-silent for SILENCE_SECONDS or breaks the protocol is given up: its attempts are run on other nodes, and its process is
-notified.
+Invariants: only a restart of the same node, with the same token, can take over the name of a member. When a node breaks
+the protocol, or sends nothing for SILENCE_SECONDS, the service gives it up: its attempts run on other nodes, and its
+process is notified.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ log = logging.getLogger("outrider.node")
 
 HELLO_SECONDS = 10.0
 FINAL = frozenset({Close.LEFT, Close.NONSENSE})
-"""Close codes after which the node does not connect again."""
+"""Close codes after which a node does not connect again."""
 MAX_MEMBERS = 1024
-"""Maximum number of joined nodes at a time."""
+"""Maximum number of nodes that can be joined at the same time."""
 MAX_REFUSED = 16
-"""The status shows at most this number of cut-off nodes, the most recent ones."""
+"""Maximum number of nodes in the status that were cut off for an invalid message. The most recent are shown."""
 
 
 class JoinedNodes:
-    """The nodes that have joined. `async with JoinedNodes(...) as joined`: within the block `attend` serves the
-    connections of nodes. `own` has the names of the service's own nodes, which joining nodes cannot use."""
+    """The nodes that have joined: `async with JoinedNodes(...) as joined`. In the block, `joined.attend` serves the
+    connections of nodes. `own` has the names of the service's own nodes, which a joining node cannot use."""
 
     def __init__(self, config: Config, parts: ServiceParts, publisher: PoolPublisher, *, own: Collection[str]) -> None:
         self.added = Feed[Node]()
@@ -78,8 +78,7 @@ class JoinedNodes:
         await shielded(lambda: self._tasks.__aexit__(None, None, None))
 
     async def attend(self, name: str, socket: Socket, owner: str) -> None:
-        """Serve the node at the other end of a new connection until the connection ends. `owner` is the name of the
-        node's token."""
+        """Serve a node over a new connection until the connection ends. `owner` is the name of the node's token."""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 frame = await socket.receive()
@@ -101,9 +100,9 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # A connected member is never replaced. A disconnected member that runs sessions may be replaced only by a
-            # node of the same machine. Before it is ready, any node with the same token may replace it. It may be the
-            # same machine, because `machine` is a random name that changes when the joining program starts again.
+            # A connected member is never replaced. If the member runs sessions, a new node of this name must have the
+            # same `machine`. If the member was never ready, the same token is enough: the new node may be on the same
+            # machine, because `machine` is a random name that changes when the joining program starts again.
             if name in self._own or (
                 member is not None
                 and (
@@ -125,7 +124,7 @@ class JoinedNodes:
                 break
             member.socket.end(Disconnected(Close.REMOVED, "it was started again"))
             await asyncio.wait([member.serving])
-            # Several connections may have waited for the end of this member, so the loop now checks the name again.
+            # Other connections may have waited for the end of this member, too, so the loop checks the name again.
         if member.owner != owner:
             await socket.close(Close.CONFLICT, close_reason(f"node {name!r} came with another token"))
             return
@@ -152,7 +151,8 @@ class JoinedNodes:
             log.info("node %s has joined", node.name)
             member.begun = True
             self._publisher.nodes.append(node)
-            for model, pool in self._parts.pools.items():  # the states sent at the start may have changed since
+            # pools may have changed since their states were sent at the start
+            for model, pool in self._parts.pools.items():
                 node.send_pool_state(model, pool_state(pool))
             self.added.publish(node)
 
@@ -172,12 +172,12 @@ class JoinedNodes:
                         name=node.name, token=member.owner, at=time.time(), reason=redacted(storable(end.reason))
                     )
                 )
-        except Exception as error:  # a bug in the code for one node must not end the service
+        except Exception as error:  # a bug that concerns one node must not end the service
             log.exception("node %s failed", node.name)
             how = error
         finally:
             log.info("node %s has left: %s", node.name, how)
-            member.socket.take_over()  # this call detaches the connections: nothing more is sent to the node
+            member.socket.take_over()  # nothing more is sent over the node's connections
             if self._members.get(node.name) is member:
                 del self._members[node.name]
             if all(other.node.machine != node.machine for other in self._members.values()):
@@ -185,8 +185,8 @@ class JoinedNodes:
 
 
 class JoinedNode:
-    """A node that has joined. The node may have several connections at a time, because a new connection may arrive
-    before the loss of the previous connection is detected."""
+    """A node that has joined. It may have several connections at a time, because a new one may arrive before the
+    service detects that the previous one is broken."""
 
     def __init__(self, node: RemoteNode, hello: NodeHello, owner: str) -> None:
         self.node = node
@@ -203,15 +203,15 @@ class JoinedNode:
         return self._connections > 0
 
     async def carry(self, socket: Socket, arrived: int) -> None:
-        """Exchange messages over a connection until the connection ends. `arrived` is the number of message pieces that
-        the node has received over earlier connections."""
+        """Send and receive over a connection until it ends. `arrived` is the number of message pieces that the node has
+        received over its earlier connections."""
         replaced = self.socket.take_over()
         self._connections += 1
         self.node.set_reachable(True)
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            # If this side has found the violation of the protocol, the node has not received a close code yet.
+            # Send the close code, because this side may have found that the node broke the protocol.
             if end.code == Close.NONSENSE:
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:

@@ -1,8 +1,8 @@
-"""Merges two parts of the settings of a node on another machine: the service's part, and the machine's own part.
+"""Merges the settings of a node on another machine from two sources: the service, and that machine.
 
-Models, harnesses and limits come from the service; lanes, sandboxes and folders come from the machine. `files` and
-`sandboxes.allow` are folders of the machine whose files tasks may use. Where the machine does not set them, the
-service's values apply. The paths are checked on the machine.
+The service sets models, harnesses and limits. The machine sets lanes, sandboxes and folders. `files` and
+`sandboxes.allow` are folders of the machine from which tasks may use files; if the machine does not set them, it uses
+the service's values. The paths are checked on the machine.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from outrider.tokens.rendering.tokenizer import FILES
 
 M = TypeVar("M", ModelConfig, FrozenConfig)
 COPIED = (*FILES, *SETTINGS_FILES)
-"""The files of a model's folder that a node on another machine gets."""
+"""Files of a model's folder that are copied to a node on another machine."""
 
 
 def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetup:
-    """Return the service's settings without secrets, and the files of the tokenizers. Blocks while it reads the
+    """Return the service's settings without secrets, with the files of the tokenizers. Blocks while it reads these
     files."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
-        # The joining machine uses these paths if it sets none of its own. It must then have the files at the same
-        # paths.
+        # The joining machine uses these paths if it sets none itself. Then it must have the files at the same paths.
         "files": None if config.files is None else config.files.absolute(),
         "sandboxes": config.sandboxes.model_copy(
             update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}
@@ -55,8 +54,8 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
 
 @asynccontextmanager
 async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
-    """Yield the service's settings, merged with the settings of this machine. The tokenizers are copied to a folder
-    that exists while the block runs. If this process is killed, the next node removes the folder."""
+    """Yield the service's settings (`told`) merged with this machine's settings (`own`). The tokenizers are copied to a
+    folder that exists while the block runs. If this process is killed, the next node removes the folder."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
     async with opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder:
         # `shielded` waits for the thread even if the caller is cancelled. Otherwise the thread could still write files
@@ -86,8 +85,8 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
-    """Write copies of the service's folders below `into`. Returns the path of each copy by the path of the service's
-    folder. Both paths end with the same two names, because these may include the model's name."""
+    """Write copies of the service's folders below `into`. Returns the copy's path for each folder's path. Both paths
+    end with the same two names, because the name of a model may consist of these (`owner/model`)."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

@@ -1,7 +1,7 @@
 """The processes of this machine that join a service on another machine.
 
-Each process has its own connection (`dialling.py`). Invariant: until the machine leaves the service, each process that
-exits is started again.
+Each process has its own connection (`dialling.py`). Invariant: a process that exits is started again until the machine
+leaves the service.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from outrider.wire.link_protocol import encode
 
 
 class JoiningMachine:
-    """A machine that joins a service: `await machine.run(...)` keeps `config.processes` processes running for the
-    service at `url`. A single process is named `name`. If there are several processes, each name is `name` with a
-    number appended. `joined` is called with the name of each joined process."""
+    """A machine that joins the service at `url`. `await machine.run(...)` keeps `config.processes` node processes
+    running. A single process is called `name`; several processes are called `name` with a number appended. `joined` is
+    called with the name of each process that has joined."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class JoiningMachine:
         self._leaving = asyncio.Event()
 
     async def run(self, stop: Callable[[], Coroutine[Any, Any, object]], *, seconds: float) -> None:
-        """Run the processes until `stop()` returns. Then take no new sessions, and give running sessions `seconds`
-        seconds to end. If the service refuses this machine, raises the error sent by the service."""
+        """Run the processes until `stop()` returns. After that they take no new sessions, and running sessions have
+        `seconds` seconds to end. If the service refuses this machine, raises the service's error."""
         clock = asyncio.get_running_loop().time
         tasks = asyncio.TaskGroup()
         await tasks.__aenter__()
@@ -96,7 +96,7 @@ class JoiningMachine:
             raise error_from(self._refusal)
 
     async def _live(self, join: Join, process: NodeProcess) -> None:
-        """Exchange messages with a process until the process closes its end or the service refuses the machine."""
+        """Exchange messages with a process until it closes its end, or until the service refuses the machine."""
         name = join.own.name
         self._processes[name] = process
         try:
@@ -109,7 +109,7 @@ class JoiningMachine:
                     self._refusal = ready.error
                     return
                 self._joined(name)
-                if self._leaving.is_set():  # the machine began to leave before this process joined
+                if self._leaving.is_set():  # the machine began to leave before this process had joined
                     await process.pipe.send(encode(LeaveService()))
         except Disconnected:
             pass

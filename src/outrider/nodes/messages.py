@@ -1,8 +1,7 @@
 """The messages between a service and a node in another process, as MessagePack maps.
 
-Either side can call the other, as `calls.py` describes. Each kind of call is a class: its tag is the name of the call,
-its fields are the request, and the parameter of its base class is the type of the reply. All other messages are
-notices, and get no reply.
+Each side can call the other (see `calls.py`). Each call has its own class. The class's tag is the name of the call, its
+fields are the request, and the parameter of its base class is the type of the reply. All other messages get no reply.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ NAMING = "a node's name has letters, digits, dots, dashes and underscores"
 
 MAX_MESSAGE = 1 << 30
 """Maximum bytes of a message to any node, and of a message from a node on the service's machine. A task with inline
-files, or the turns of a session with images, may take many megabytes; a longer message is a mistake."""
+files, or the turns of a session with images, may have many megabytes. A longer message is a mistake."""
 MAX_FROM_NODE = 64 << 20
-"""Maximum bytes of a message from a node on another machine. The longest messages are artifacts, turns, and calls with
-a whole request body. Each may take 32 MiB."""
+"""Maximum bytes of a message from a node on another machine. The longest messages are artifacts, turns, and calls that
+contain a request body. Each of these may have 32 MiB."""
 MAX_HELLO = 64 << 10
-"""Maximum bytes of a `NodeHello`."""
+"""Maximum bytes of a `NodeHello`, the first message of a joining node."""
 
-# The decoder refuses values in a node's messages that are outside of these bounds. docs/nodes.md lists the bounds.
+# Bounds for values in the messages of a node, listed in docs/nodes.md. The decoder refuses values outside of them.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 """The name of an engine or a model, or the id of a session."""
@@ -48,17 +47,16 @@ ModelName = Name | None
 
 
 class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
-    """The service's first message: the node's settings.
+    """The service's first message to a node: the node's settings.
 
     `config`: the settings as JSON, without secrets.
     `path`: Python's module search path.
     `capacity`: the machine's capacity for all its nodes.
     `level`: the log level.
-    `json_log`: True if the log's lines are JSON.
+    `json_log`: True if log lines are JSON.
     `file`: the path of the settings file on the node's machine, or "".
     `service_url`: the URL at which a node on another machine has reached the service.
-    `folders`: for a node on another machine, the files of the service's folders that the settings name, by folder and
-        name.
+    `folders`: for a node on another machine, the files of the folders that the settings name, by folder and file name.
     """
 
     name: str
@@ -73,9 +71,9 @@ class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
-    """Orders a process to join the service at `url`, which is on another machine. The process gets this message instead
-    of `NodeSetup`. `own` has the settings of the process's machine. `machine` is a random name of the program that
-    started the process."""
+    """Sent to a new process instead of `NodeSetup`: it must join the service at `url`, which is on another machine.
+    `own` has the settings of the process's own machine. `machine` is a random name of the program that started the
+    process."""
 
     url: str
     token: str | None
@@ -85,12 +83,12 @@ class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
 
 
 class LeaveService(msgspec.Struct, tag="leave", frozen=True):
-    """Orders a process that has joined a service to take no new sessions, and to exit when its running sessions have
-    ended."""
+    """Sent to a process that has joined a service: it must take no new sessions, and exit when its running sessions
+    have ended."""
 
 
 class NodeHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
-    """The first message on each connection of a joining node.
+    """The first message of a joining node on each of its connections.
 
     `version`: Outrider's version.
     `instance`: a random name of the node's process.
@@ -116,8 +114,8 @@ class NodeWelcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True, kw_only=True):
-    """The state of the service's engine pool for a model. The node's pool copies this state. `model` is None for the
-    policy, as in all messages."""
+    """The state of the service's engine pool for a model, which the node's pool copies. In all messages, `model` is
+    None for the policy."""
 
     model: str | None
     state: PoolState
@@ -135,17 +133,17 @@ C = TypeVar("C")
 
 
 class NodeCall(msgspec.Struct, Generic[R], frozen=True):
-    """A call whose reply has type R."""
+    """A call to the other side, whose reply has type R."""
 
 
 class NodeStream(NodeCall[R], frozen=True):
-    """A call that has any number of replies of type R. Only streams can be cancelled."""
+    """A call that gets any number of replies of type R. Only streams can be cancelled."""
 
 
 class RunAttempt(NodeStream[SessionResult], tag="run", frozen=True, kw_only=True):
-    """Run an attempt. `task` is the JSON of the TaskSpec. For `reserved` and `stored`, see `Attempt`. The only reply is
-    the result, sent when all resources of the attempt have been given back. The call ends without a reply if the
-    attempt is cancelled or lost."""
+    """Run an attempt. `task` is the TaskSpec as JSON. `reserved` and `stored` are explained in `Attempt`. The only
+    reply is the result, sent once the attempt holds no more resources. If the attempt is cancelled or lost, the call
+    ends without a result."""
 
     session: SessionRow
     task: bytes
@@ -154,23 +152,22 @@ class RunAttempt(NodeStream[SessionResult], tag="run", frozen=True, kw_only=True
 
 
 class PullImage(NodeCall[RootImage], tag="pull", frozen=True):
-    """Pull an image from a registry. `reference` is the image's reference in the registry, `name` the image's name in
-    tasks."""
+    """Pull an image from a registry. `reference` names the image in the registry; `name` is its name in tasks."""
 
     reference: str
     name: str
 
 
 class CallRequest(msgspec.Struct, Generic[C], tag="call", frozen=True):
-    """The request of a call. `call` is the number of the call: each side numbers its own calls in ascending order."""
+    """Makes a call. `call` is its number. Each side numbers its own calls in ascending order."""
 
     call: Number
     request: C
 
 
 class CallReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
-    """A reply: the value, in MessagePack, or the error. If `more` is True, another reply to the same call follows. The
-    last reply to a `NodeStream` has no value."""
+    """A reply to a call: a value in MessagePack, or an error. If `more` is True, another reply to the call follows. The
+    last reply of a `NodeStream` has no value."""
 
     call: Number
     value: msgspec.Raw = msgspec.Raw()
@@ -191,9 +188,11 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
-    """The present state of the node. `uses` is the node's use of the engines, by model and engine. `images` are the
-    names of the images on the node's machine, or None for a node on the service's machine. `counts` are the node's
-    counts since its start."""
+    """The current state of a node.
+
+    `uses`: the node's use of the engines, by model and engine.
+    `images`: the names of the images on the node's machine, or None for a node on the service's machine.
+    `counts`: what the node has counted since its start."""
 
     stats: NodeStats
     uses: Annotated[tuple[ModelUses, ...], msgspec.Meta(max_length=256)]
@@ -209,21 +208,22 @@ class ModelUses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gate(msgspec.Struct, tag="gate", frozen=True, kw_only=True):
-    """The state of the node's `PolicyGate` for a model. The gate admits or holds back the model's generations."""
+    """The state of the node's `PolicyGate` for a model. This gate holds back the model's generations while the policy
+    is paused."""
 
     model: ModelName
     report: GateReport
 
 
 class CheckEngine(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
-    """Reports that an engine failed at the node. The service then checks the engine."""
+    """An engine has failed for the node. The service then checks the engine."""
 
     model: ModelName
     engine: Name
 
 
 class AttemptCall(NodeCall[R], frozen=True):
-    """A call about an attempt, which must be running on the node."""
+    """A call that concerns an attempt. The attempt must be running on the node."""
 
     session_id: Name
     attempt: Number
@@ -253,7 +253,8 @@ class ReadFrozenTurns(AttemptCall[dict[str, list[Turn]]], tag="read_frozen_turns
 
 
 class AddTimeline(NodeCall[None], tag="add_timeline", frozen=True):
-    """Calls the service's `Store.add_timeline`. The attempts must run, or have run shortly before, on the node."""
+    """Calls the service's `Store.add_timeline`. Each attempt must be running on the node, or have run there
+    recently."""
 
     parts: Annotated[list[TimelinePart], msgspec.Meta(max_length=MOST_PARTS)]
 
@@ -271,16 +272,16 @@ class KeepIndex(AttemptCall[None], tag="keep_index", frozen=True):
 
 
 class ReadCarried(NodeCall[bytes], tag="read_carried", frozen=True):
-    """Calls the service's `ArtifactStore.carried` for an earlier run, which this node is grading again. The call is
-    refused for all other runs."""
+    """Calls the service's `ArtifactStore.carried` for an earlier run that this node is grading again. The service
+    refuses the call for any other run."""
 
     session_id: Name
     attempt: Number
 
 
 class Take(NodeStream[tuple[str, ...]], tag="take", frozen=True):
-    """Wait for resources and hold them until the call is cancelled, or until the node is gone. The only reply has the
-    names of the assigned GPUs."""
+    """Wait for resources of the machine, and hold them until the call is cancelled or the node's connection ends. The
+    only reply has the names of the assigned GPUs."""
 
     amount: ResourceAmount
     priority: Annotated[int, msgspec.Meta(ge=-RESERVED_PRIORITY, le=RESERVED_PRIORITY)]
@@ -288,7 +289,7 @@ class Take(NodeStream[tuple[str, ...]], tag="take", frozen=True):
 
 
 class GenerateTokens(NodeStream[Chunk], tag="generate", frozen=True):
-    """Generate from token ids on an engine that only the service can reach. `input_ids` are int32."""
+    """Generate from token ids, on an engine that only the service can reach. `input_ids` are int32 values."""
 
     model: ModelName
     engine: Name
@@ -299,7 +300,7 @@ class GenerateTokens(NodeStream[Chunk], tag="generate", frozen=True):
 
 
 class GenerateChat(NodeStream[ChatChunk], tag="chat", frozen=True):
-    """Generate from chat messages on an engine that only the service can reach."""
+    """Generate from chat messages, on an engine that only the service can reach."""
 
     model: ModelName
     engine: Name
@@ -307,13 +308,13 @@ class GenerateChat(NodeStream[ChatChunk], tag="chat", frozen=True):
 
 
 class Leaving(msgspec.Struct, tag="leaving", frozen=True):
-    """The node takes no new attempts. The service closes the connection when the running attempts have ended."""
+    """The node takes no new attempts. When its running attempts have ended, the service closes the connection."""
 
 
 def framed(message: object, *, elsewhere: bool = False) -> bytes:
-    """Encode a message, or the value of a reply. `elsewhere` is True if the sender is a node on another machine. Raises
-    ServiceError for a message that is too long, has values that MessagePack cannot represent, or has more values than
-    the service accepts."""
+    """Encode a message or a value. `elsewhere` is True if the sender is a node on another machine. Raises ServiceError
+    if the message is too long, contains values that MessagePack cannot represent, or contains more values than the
+    service accepts."""
     kind = type(message.request if isinstance(message, CallRequest) else message).__name__
     try:
         frame = encode(message)
@@ -344,7 +345,7 @@ REPLIES: dict[type[NodeCall[Any]], msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(get_args(kind.__orig_bases__[0])[0])
     for kind in (*get_args(CallToNode), *get_args(CallToService))
 }
-"""Decoders for the values of replies, by kind of call."""
+"""Decoders for the values of replies, by class of call."""
 
 CallMessage = CallReply | CancelCall
 ToNode = NodeSetup | Follow | Loads | CallRequest[CallToNode] | CallMessage | Beat

@@ -1,5 +1,4 @@
-"""Publishes the state of the service's engine pools to nodes in other processes. The pools of these nodes copy the
-state.
+"""Sends the state of the service's engine pools to nodes in other processes, which copy it into their own pools.
 
 Invariant: each change of a pool is sent to every node in `nodes`.
 """
@@ -16,12 +15,12 @@ from outrider.engines.pool.placement import PoolState
 from outrider.nodes.remote_node import Pools, RemoteNode
 
 LOADS_SECONDS = 0.1
-"""Seconds between two messages to each node about the load that other nodes put on the engines."""
+"""Seconds between two messages that inform a node about the load that other nodes put on the engines."""
 
 
 class PoolPublisher:
-    """Publishes the states and loads of engine pools. `async with PoolPublisher(pools) as publisher`: within the block
-    every node in `publisher.nodes` receives the states and loads."""
+    """Sends the states and the loads of engine pools to every node in `nodes`: `async with PoolPublisher(pools) as
+    publisher`."""
 
     def __init__(self, pools: Pools, failures: Failures | None = None) -> None:
         self.nodes: list[RemoteNode] = []
@@ -58,7 +57,7 @@ class PoolPublisher:
             except Exception as error:  # an engine may be third-party code, whose state may not be encodable
                 failure = error  # the error is raised after the states of the other pools are sent
         if failure is not None:
-            self._changed.set()  # the next repetition of this task sends the state again
+            self._changed.set()  # the next turn of this chore sends the missing state
             raise failure
 
     async def _publish_loads(self) -> None:

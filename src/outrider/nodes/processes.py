@@ -1,8 +1,8 @@
 """Several nodes on one machine, each in its own process, so that sessions use more than one core.
 
-Each process runs sandboxes, agents, the model gateway, token trees, and generations on engines with a URL. The
+A node process runs sandboxes, agents, the model gateway, token trees, and generations on engines that have a URL. The
 service's process has the queue, the store, the policy, and the engines without a URL. `remote_node.py` handles the
-messages. Invariants: a process that exits is started again (`spawning.py` decides when); no process outlives the
+messages. Invariants: a process that exits is started again (`spawning.py` decides when). No process outlives the
 service.
 """
 
@@ -25,22 +25,22 @@ log = logging.getLogger("outrider.node")
 
 MACHINE = "local"
 CORES_EACH = 4
-"""There is one node process for every CORES_EACH cores of the machine. The process keeps one core busy, and the
-sandboxes of its sessions need the others."""
+"""Number of the machine's cores per node process. The process itself keeps one core busy, and the sandboxes of its
+sessions need the others."""
 LEAST_WARM_MB = 16
 """The smallest allowed value of `sandboxes.warm_memory_mb`, in MiB."""
 
 
 def with_processes(config: Config) -> Config:
-    """Return the settings. If they do not set the number of processes, it is set to suit this machine."""
+    """Return the settings. If they do not set the number of processes, add a number that suits this machine."""
     if "processes" in config.model_fields_set:
         return config
     return config.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})
 
 
 class NodeProcesses:
-    """The nodes on the service's machine. `async with NodeProcesses(config, parts) as processes`: within the block
-    `processes.nodes` run attempts. If a node cannot start, entering the block raises the node's error."""
+    """The nodes on the service's machine: `async with NodeProcesses(config, parts) as processes`. In the block,
+    `processes.nodes` run attempts. If a node cannot start, entering the block raises its error."""
 
     def __init__(self, config: Config, parts: ServiceParts) -> None:
         self._config = config
@@ -70,8 +70,8 @@ class NodeProcesses:
         await shielded(lambda: self._tasks.__aexit__(None, None, None))
 
     async def _supervise(self, node: RemoteNode, number: int, started: asyncio.Future[None]) -> None:
-        """Keep a process running for the node. `started` is done when the first process is ready. If the first process
-        cannot start, `started` has the error."""
+        """Keep a process running for the node. The future `started` is done when the first process is ready, or fails
+        if this process cannot start."""
 
         def ready(error: ErrorRecord | None) -> None:
             if not started.done():
@@ -97,8 +97,8 @@ class NodeProcesses:
 
 
 def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> NodeSetup:
-    """Return the settings of node `number`. The slots of the lanes and the warm sandboxes are divided among
-    `config.processes` nodes."""
+    """Return the settings of node `number`. The slots of the lanes and the warm sandboxes (started in advance) are
+    divided among `config.processes` nodes."""
     lanes, sandboxes, of = config.lanes, config.sandboxes, config.processes
     sizes = {"init": lanes.init, "ready": lanes.ready, "run": lanes.run, "eval": lanes.eval}
     slots = {name: max(1, _part(size, number, of)) for name, size in sizes.items() if size is not None}

@@ -1,7 +1,7 @@
-"""Joins machines of a Ray cluster to a service: all machines, or those with a given Ray resource. An actor on each
+"""Joins machines of a Ray cluster to a service: all of them, or those with a given Ray resource. A Ray actor on each
 machine runs the processes of `outrider nodes join`.
 
-Invariants: each joined machine has one actor, which is started again or replaced when it fails; all actors end with
+Invariants: each joined machine has one actor. An actor that fails is started again or replaced. All actors end with
 this program.
 """
 
@@ -32,7 +32,7 @@ LOOK_SECONDS = 2.0
 
 
 class JoinTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The service to join. `config` is the JSON of a joining machine's settings. `file` is the path of the settings
+    """The service to join. `config` is the settings of a joining machine as JSON. `file` is the path of the settings
     file, or ""."""
 
     url: str
@@ -43,11 +43,11 @@ class JoinTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayMachine:
-    """A Ray actor. The machine of the actor joins the service under the name `name`. `place` is a JoinTarget, converted
-    to plain Python values."""
+    """A Ray actor, which joins its machine to the service under the name `name`. `place` is a JoinTarget, converted to
+    plain Python values."""
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
-        logging.getLogger().setLevel(level)  # the node processes of the machine get this log level, too
+        logging.getLogger().setLevel(level)  # the node processes get this log level, too
         found = msgspec.convert(place, JoinTarget)
         settings = Config.model_validate_json(found.config).as_read_from(Path(found.file) if found.file else None)
         config = with_processes(settings)
@@ -65,8 +65,8 @@ class RayMachine:
         self._joined = asyncio.Event()
 
     async def run(self) -> dict[str, Any] | None:
-        """Run sessions until the machine has left the service. Returns the error record if the service refuses the
-        machine, or None."""
+        """Run sessions until the machine has left the service. If the service refuses the machine, returns its error;
+        otherwise None."""
         try:
             await self._machine.run(self._stop.wait, seconds=self._seconds)
         except OutriderError as error:
@@ -78,16 +78,17 @@ class RayMachine:
         await self._joined.wait()
 
     async def leave(self) -> None:
-        """Take no new sessions. `run` returns when the running sessions have ended, or after `stop_seconds`."""
+        """Take no new sessions. `run` returns when the running sessions have ended, but at most `stop_seconds`
+        later."""
         self._stop.set()
 
 
 class RayFleet:
-    """The machines of a Ray cluster, joined to a service by `await fleet.run(stop)`.
+    """The machines of a Ray cluster, which `await fleet.run(stop)` joins to a service.
 
-    `address` is the cluster's address, or "auto" for a cluster on this machine, or "local" for a new cluster. If
-    `resource` is given, only machines with this Ray resource join. `note` is called with a line for each arrival and
-    departure of a machine.
+    `address`: the address of the cluster, "auto" for a cluster on this machine, or "local" for a new cluster.
+    `resource`: if given, only machines with this Ray resource join.
+    `note`: called with a line of text when a machine has arrived or left.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class RayFleet:
         """Name, actor, and result of the actor's `run`, by Ray's id of the machine."""
 
     async def run(self, stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Keep the machines joined until `stop()` returns, then make all machines leave. If the service refuses a
-        machine, raises the error sent by the service. Raises ServiceError if there is no cluster."""
+        """Keep the machines joined until `stop()` returns, and then make them leave. If the service refuses a machine,
+        raises the service's error. Raises ServiceError if there is no cluster."""
         ray = self._ray
         try:
             await asyncio.to_thread(
@@ -131,13 +132,14 @@ class RayFleet:
                 while not stopping.done() and refusal is None:
                     try:
                         await self._look()
-                    except Exception as error:  # Ray may be busy, so the loop tries again
+                    except Exception as error:  # Ray may be busy: try again
                         log.warning("the Ray cluster cannot be checked: %r", error)
                     runs = [run for _, _, run in self._machines.values()]
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        # Without this pause, an actor that fails at once would be replaced in a busy loop.
+                        # Without this pause, an actor that fails at once would be replaced again and again without a
+                        # break.
                         await asyncio.wait([stopping], timeout=LOOK_SECONDS)
                 if refusal is None:
                     await self._leave()
@@ -148,7 +150,7 @@ class RayFleet:
             raise error_from(refusal)
 
     async def _look(self) -> None:
-        """Start an actor on each new machine of the cluster, and kill the actors of machines that have left."""
+        """Start an actor on each new machine of the cluster, and kill the actor of each machine that is gone."""
         machines = await asyncio.to_thread(self._ray.nodes)
         alive = {
             machine["NodeID"]: machine
@@ -177,8 +179,8 @@ class RayFleet:
             asyncio.wrap_future(actor.joined.remote().future()).add_done_callback(note)
 
     def _refusal(self) -> ErrorRecord | None:
-        """Return the error record of a machine that the service has refused, or None. An actor that failed for another
-        reason is replaced by the next `_look`."""
+        """Return the error of a machine that the service has refused, or None. If an actor has failed for another
+        reason, the next `_look` replaces it."""
         for id, (name, _, run) in list(self._machines.items()):
             if not run.done():
                 continue

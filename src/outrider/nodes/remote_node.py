@@ -1,8 +1,8 @@
-"""The service's side of a node in another process: sends attempts to the node, and carries out the node's calls.
+"""The service's side of a node in another process. Sends attempts to the node, and carries out the node's calls.
 
-Other modules start the node's process (`processes.py`) or accept joining nodes (`joined.py`). Invariants: a node's call
-is carried out only while the node's connection lasts, so nothing more is stored for the attempts of a lost node; all
-resources taken for a node are given back when the connection ends.
+Other modules start the node's process (`processes.py`) or accept joining nodes (`joined.py`). Invariants: a node's
+calls are carried out only while its connection lasts, so nothing more is stored for the attempts of a lost node. When
+the connection ends, all resources taken for the node are given back.
 """
 
 from __future__ import annotations
@@ -54,38 +54,38 @@ from outrider.trajectory import SessionResult, Turn
 from outrider.wire.link import Disconnected, Link, Socket
 from outrider.wire.link_protocol import Beat, Close, Nonsense
 
-if TYPE_CHECKING:  # imported only for annotations, because this module makes no pools
+if TYPE_CHECKING:  # for annotations only: this module makes no pools
     from outrider.engines.pool.pool import EnginePool
 
 log = logging.getLogger("outrider.node")
 
 HEARTBEAT_SECONDS = 4.0
 SILENCE_SECONDS = 20.0
-"""A node that sends no message for this many seconds counts as hanging, and is given up."""
+"""A node that sends nothing for this many seconds counts as hanging, and the service gives it up."""
 START_SECONDS = 120.0
-"""A starting node that sends no message for this many seconds is given up. The limit is high because a node sends
-nothing while it is busy with its start."""
+"""The service gives up a starting node that sends nothing for this many seconds. A node sends nothing while it is busy
+with its start, so the number is high."""
 
 CANCEL_SECONDS = 120.0
-"""A node on another machine is given up if it has not ended a cancelled attempt after this many seconds. The limit is
-high because a single call to a container daemon may take this long."""
+"""The service gives up a node on another machine that needs more than this many seconds to end a cancelled attempt. A
+single call to a container daemon may take so long."""
 
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
-"""Limits of the generations that the service forwards for a node at the same time: their number, and the total bytes of
-their requests. Further generations are refused."""
+"""Maximum number, and maximum total request bytes, of the generations that the service forwards for a node at a time.
+Further generations are refused."""
 MOST_RECENT = 10_000
-"""Timeline entries are accepted for this number of a node's newest attempts, because an entry may arrive after its
-attempt has ended."""
+"""The service accepts timeline entries for this number of a node's newest attempts, because entries may arrive after
+their attempt has ended."""
 SPARE_TAKES = 16
-"""A node may have two `Take` calls for each of its attempts, waiting or granted, and this number of further `Take`
-calls."""
+"""A node may have this number of `Take` calls (requests for resources), waiting or granted, in addition to two for each
+of its attempts."""
 
 Pools = Mapping[str | None, "EnginePool"]
-"""The engine pools of a service by model. The policy's key is None."""
+"""The engine pools of a service, by model. The key of the policy is None."""
 
 
 class ServiceParts(msgspec.Struct, frozen=True):
-    """The parts of the service that nodes' calls use. All nodes on one machine share the machine's `resources`.
+    """The parts of the service that are used by the calls of nodes. All nodes of a machine share its `resources`.
     `failures` records failures of background work."""
 
     store: Store
@@ -96,11 +96,11 @@ class ServiceParts(msgspec.Struct, frozen=True):
 
 
 class RemoteNode:
-    """The service's proxy for a node in another process; implements `sessions.attempt.Node`.
+    """Represents, in the service's process, a node that runs in another process; implements `sessions.attempt.Node`.
 
-    A node has at most one connection at a time, but may connect again. Its capacity is 0 until its first report.
-    `elsewhere` is True if the node is on another machine and cannot reach engines on this machine. `dialled` is True if
-    the node opened the connection. Such a node may be any program that has a node's token.
+    It has at most one connection at a time, but the node may connect again. Its capacity is 0 until the node's first
+    report. `elsewhere` is True if the node runs on another machine and cannot reach engines on this machine. `dialled`
+    is True if the node opened the connection; it may then be any program that has a node's token.
     """
 
     def __init__(
@@ -130,10 +130,11 @@ class RemoteNode:
         ready: Callable[[ErrorRecord | None], None],
         ended: Callable[[], Awaitable[None]],
     ) -> Disconnected:
-        """Run the node at the other end of `socket` until the connection ends. Returns the reason for the end. `ready`
-        is called with None when the node is ready to run attempts, or with the error if the node cannot run any.
-        `ended` is awaited after the end. It must return only when the node no longer uses its resources, because they
-        are given back next."""
+        """Use the connection `socket` to the node until it ends. Returns the reason for the end.
+
+        `ready` is called with None when the node can run attempts, or with its error when it cannot. `ended` is
+        awaited after the end. It must return only when the node no longer uses its resources, because they are given
+        back next."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,
@@ -158,15 +159,15 @@ class RemoteNode:
                 connection.give_back()
 
     def send_pool_state(self, model: str | None, state: PoolState) -> None:
-        """Send the state of a model's engine pool to the node, if the node is connected. Each later connection begins
-        with the states of all pools."""
+        """Send the state of a model's engine pool to the node if it is connected. (A new connection begins with the
+        states of all pools.)"""
         if self._connection is not None:
             self._connection.link.send(
                 messages.Follow(model=model, state=_without_local(state) if self._elsewhere else state)
             )
 
     def send_loads(self, model: str | None, loads: dict[str, float]) -> None:
-        """Send the load that other processes put on a model's engines to the node, if the node is connected."""
+        """Send to a connected node the load that other processes put on a model's engines."""
         if self._connection is not None:
             self._connection.link.send(messages.Loads(model=model, loads=loads))
 
@@ -176,14 +177,14 @@ class RemoteNode:
         return msgspec.structs.replace(self._stats, capacity=capacity, resources=self._parts.resources.stats())
 
     def counts(self) -> NodeCounts:
-        """Return the sum of the counts of the node's processes."""
+        """Return the sum of what all processes of this node have counted."""
         return self._counted_before.plus(self._counted)
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return has_image(runtime.image, self._images)
 
     def set_reachable(self, reachable: bool) -> None:
-        """Set whether attempts can be sent to the node. A node that is out of reach has a capacity of 0."""
+        """Set whether attempts can be sent to the node. While they cannot, its capacity is 0."""
         more = reachable and not self._reachable
         self._reachable = reachable
         if more:
@@ -209,8 +210,8 @@ class RemoteNode:
 
 
 def _without_local(state: PoolState) -> PoolState:
-    """Return the state for a node on another machine, without the specs of engines at addresses local to this machine.
-    Without a spec, the node reaches an engine through the service."""
+    """Return the state of a pool for a node on another machine, without the specs of engines whose addresses work only
+    on this machine. The node reaches an engine without a spec through the service."""
     engines = [
         msgspec.structs.replace(engine, spec=None) if is_local(urlsplit(engine.url or "").hostname or "") else engine
         for engine in state.engines
@@ -219,7 +220,7 @@ def _without_local(state: PoolState) -> PoolState:
 
 
 class NodeConnection:
-    """One connection to a node. `tasks` runs the node's calls."""
+    """One connection to a node. The node's calls run in `tasks`."""
 
     def __init__(
         self, name: str, link: Link[messages.ToService], parts: ServiceParts, tasks: asyncio.TaskGroup, *, dialled: bool
@@ -260,7 +261,7 @@ class NodeConnection:
         return await self.link.run(self._handle, ready=self.calls.ready_for_more)
 
     def give_back(self) -> None:
-        """Give back the resources taken for the node, and clear the records of the node's use of engines."""
+        """Give back the resources taken for the node, and remove what is recorded about its use of engines."""
         self._stopped = True
         for slot in self._left:
             slot.release()
@@ -269,9 +270,9 @@ class NodeConnection:
             pool.policy.gate.forget(self._name)
 
     async def run_attempt(self, attempt: Attempt) -> SessionResult:
-        """Run an attempt on the node: see `Node.run`. If the caller is cancelled, CancelledError is raised only after
-        the node has torn the attempt down."""
-        # The task is encoded in a thread, because it may have megabytes of files.
+        """Run an attempt on the node (see `Node.run`). If the caller is cancelled, CancelledError is raised only when
+        the node has ended the attempt."""
+        # Encode the task in a thread, because it may contain megabytes of files.
         task = await asyncio.to_thread(lambda: attempt.task.model_dump_json().encode())
         if self.calls.ended or self.leaving:
             raise self._lost()
@@ -292,7 +293,7 @@ class NodeConnection:
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
             check(result, RESULT_RULES, given)
-        # The call has ended without a result although it was not cancelled, so the node is about to exit.
+        # The call was not cancelled but has ended without a result, so the node is about to exit.
         except CallEnded as error:
             raise self._lost() from error
         except Nonsense as error:
@@ -301,8 +302,8 @@ class NodeConnection:
         except OutriderError as error:
             if self.calls.ended:
                 raise self._lost() from error
-            # The attempt or its result could not be sent, or the node cannot run the attempt. A retry would fail in the
-            # same way, so the error is not retryable.
+            # Either the attempt or its result could not be sent, or the node cannot run the attempt. Another try would
+            # fail in the same way, so the error is not retryable.
             record = msgspec.structs.replace(error.record(), retryable=False)
             return session_result(session, StopReason.ERROR, [], task=attempt.task, error=record)
         finally:
@@ -311,9 +312,8 @@ class NodeConnection:
         return shortened(result)
 
     async def _end_of(self, name: str, call: PendingCall[SessionResult]) -> None:
-        """Wait until a cancelled attempt has ended or is lost. A node on another machine that does not end the attempt
-        within CANCEL_SECONDS is given up: such a node may be any program, and must not delay the end of a group or of
-        the service."""
+        """Wait until a cancelled attempt has ended or is lost. A node on another machine may be any program, and must
+        not delay the end of a group of sessions or of the service. So the service gives it up after CANCEL_SECONDS."""
         try:
             async with asyncio.timeout(CANCEL_SECONDS if self._dialled else None):
                 await call.end()
@@ -329,7 +329,7 @@ class NodeConnection:
         return NodeLost(f"node {self._name} is gone")
 
     def _handle(self, message: messages.ToService) -> None:
-        """Handle a message. Raises Nonsense for a message that breaks the protocol."""
+        """Handle a message of the node. Raises Nonsense if the message breaks the protocol."""
         match message:
             case messages.CallRequest() | messages.CallReply() | messages.CancelCall():
                 self.calls.receive(message)
@@ -340,7 +340,7 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                # A node reports its gates before it is ready, as soon as it has the states of the pools.
+                # A node reports its gates once it has the states of the pools, before it is ready.
                 if not gate.expects(self._name):
                     gate.expect(self._name, self._lose)
                 try:
@@ -370,12 +370,13 @@ class NodeConnection:
         return pool
 
     def _lose(self, why: str) -> None:
-        """Give the node up by closing its connection. `why` is the reason."""
+        """Give the node up for the reason `why`: close its connection."""
         log.warning("node %s is given up: %s", self._name, why)
         self.link.close(Close.SILENT, why)
 
     def _given(self, call: messages.AttemptCall[Any]) -> Given:
-        """Return the records of the call's attempt. Raises Conflict if the attempt does not run on this node."""
+        """Return the service's records of the attempt that a call concerns. Raises Conflict if the attempt does not run
+        on this node."""
         if (given := self._running.get((call.session_id, call.attempt))) is None:
             raise Conflict(f"attempt {call.attempt} of session {call.session_id} does not run on this node")
         return given
@@ -392,12 +393,12 @@ class NodeConnection:
         except Conflict:
             raise
         except BaseException:
-            given.certain = False  # the turn may or may not be stored
+            given.certain = False  # the turn may be stored, or not
             raise
         given.note_turn(call)
 
     async def _add_timeline(self, call: messages.AddTimeline) -> None:
-        """Store the timeline parts of attempts that run or have run on this node. Parts of other attempts are
+        """Store the timeline of attempts that run or have run on this node. Parts that concern other attempts are
         dropped."""
         own = [part for part in call.parts if (part.session_id, part.attempt) in self._recent]
         await self._parts.store.add_timeline(own)
@@ -420,8 +421,8 @@ class NodeConnection:
         return digest
 
     async def _keep_index(self, call: messages.KeepIndex) -> None:
-        # The session id, the attempt number and the digests become parts of paths. So id and number are taken from the
-        # call, which names a running attempt, and the digests are checked against the stored artifacts.
+        # The session id, the attempt number and the digests become parts of file paths. So id and number come from the
+        # call, which names a running attempt, and the digests must be those of stored artifacts.
         check(call, INDEX_RULES, self._given(call))
         listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
         await self._parts.artifacts.keep_index(listed)
@@ -466,8 +467,8 @@ class NodeConnection:
         request: GenerateRequest | ChatRequest,
         sampling: SamplingParams,
     ) -> AsyncGenerator[object, None]:
-        """Forward a generation to an engine that only this process can reach. Raises Nonsense for an unknown model and
-        for an impossible `max_tokens`."""
+        """Forward a generation to an engine that only this process can reach. Raises Nonsense if the model is unknown
+        or `max_tokens` is impossible."""
         pool = self._pool(call.model)
         if not 0 < sampling.max_tokens <= MAX_COUNT:
             raise Nonsense(f"a generation of {sampling.max_tokens} tokens")

@@ -1,7 +1,7 @@
-"""The node's side of its connection to the service: receives attempts, sends results, and gives the node access to the
+"""The node's side of its connection to the service. Receives attempts, sends results, and gives the node access to the
 service's store, the machine's resources, and engines that only the service can reach.
 
-Invariant: all attempts end with the connection, and nothing is stored for an attempt afterwards.
+Invariant: when the connection ends, all attempts end, and nothing more is stored for them.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ from outrider.wire.link_protocol import Beat
 log = logging.getLogger("outrider.node")
 
 SILENT_SECONDS = 0.5
-"""A service that sends no message for this many seconds has stalled: a running service sends five messages about loads
-in this time."""
+"""A service that sends nothing for this many seconds has stalled. A running service sends five messages about loads in
+this time."""
 
 REPORT_SECONDS = 0.1
-"""Seconds between two reports to the service. An unchanged report is not sent."""
+"""Seconds between two reports to the service. A report without changes is not sent."""
 
 IMAGES_SECONDS = 5.0
-"""Seconds between two scans for new images on the machine."""
+"""Seconds between two scans for new images on this machine."""
 
 DOUBT_SECONDS = 0.5
-"""Seconds for which the result of a failed attempt is held back, if `ending` is given. One signal may end this process
-and its sandboxes together. If a sandbox receives the signal first, its attempt fails. The result is dropped if this
-process receives the signal within these seconds."""
+"""Seconds for which the result of a failed attempt is held back if `ServiceProxy` has an `ending`. One signal may end
+this process and its sandboxes together. If it reaches a sandbox first, the sandbox's attempt fails, and the result is
+dropped when the signal reaches this process."""
 
 FOR_EVER = 1e9
-"""Maximum seconds of silence on the link: practically no limit, because a silent service may only have stalled. The
-service counts as gone only when the connection has ended."""
+"""The link's maximum seconds of silence. There is practically no maximum, because a silent service may only have
+stalled. The service counts as gone only when the connection ends."""
 
 
 Followers = Mapping[str | None, PoolFollower]
-"""The node's engine pools by model. The policy's key is None."""
+"""The engine pools of a node, by model. The key of the policy is None."""
 
 
 class ServiceProxy:
-    """The node's proxy for the service. `service.run(...)` runs the service's attempts.
+    """Represents the service in the process of a node. `service.run(...)` runs the attempts that the service sends.
 
-    While the connection lasts, the node uses `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` is
-    given if the service is on another machine; it returns the names of this machine's images. `ending` is set when a
-    signal ends this process and its sandboxes at the same time. From then on, results of attempts may be wrong, so they
-    are not sent, and the attempts count as lost.
+    The node can use `store`, `artifacts`, `resources`, `leader` and `forwarded` while it is connected. `images` is
+    given if the service is on another machine, and returns the names of this machine's images. `ending` is set when a
+    signal ends this process and its sandboxes together. After that, results may be wrong, so they are not sent, and
+    their attempts count as lost.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ServiceProxy:
         self._last_arrival: float | None = None
         """The time of the service's last message; None before the node is ready."""
         self._ending = False
-        """True once new attempts are ignored."""
+        """True once this node ignores new attempts, because it is ending."""
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[asyncio.Task[Disconnected]]:
@@ -120,18 +120,18 @@ class ServiceProxy:
                 running.cancel()
 
     def silence(self) -> float:
-        """Return the seconds since the service's last message, or 0 if fewer than SILENT_SECONDS have passed."""
+        """Return the seconds since the service's last message, or 0 if they are fewer than SILENT_SECONDS."""
         silent = 0.0 if self._last_arrival is None else time.monotonic() - self._last_arrival
         return silent if silent >= SILENT_SECONDS else 0.0
 
     async def run(self, node: LocalNode, pools: Followers) -> None:
-        """Run attempts on the node until cancelled."""
+        """Run the service's attempts on the node until cancelled."""
         looked = -IMAGES_SECONDS
 
         async def send_report() -> None:
             nonlocal looked
             if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
-                with suppress(OSError):  # if a shared file system fails, the names of the previous scan remain in use
+                with suppress(OSError):  # if a shared file system fails, keep the names found before
                     self._image_names = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
             self._send_report(node, pools)
@@ -155,12 +155,12 @@ class ServiceProxy:
             self._link.send(report)
 
     def leave(self) -> None:
-        """Take no new attempts. The service ends the connection when the running attempts have ended."""
+        """Take no new attempts. When the running attempts have ended, the service closes the connection."""
         self._leaving = True
         self._link.send(messages.Leaving())
 
     def fail(self, error: OutriderError) -> None:
-        """Send the service the error that keeps the node from starting."""
+        """Send to the service the error because of which the node cannot start."""
         self._link.send(messages.Ready(error=error.record()))
 
     def leader(self, model: str | None) -> ModelLeader:
@@ -204,7 +204,7 @@ class ServiceProxy:
                 await asyncio.sleep(DOUBT_SECONDS)
             if self._ending_together.is_set():
                 return
-        # The service closes the connection of a leaving node after the last result, so the report is sent first.
+        # Send the report first, because the service closes the connection of a leaving node after its last result.
         if self._leaving:
             self._send_report(*self._ready[:2])
         yield result
@@ -215,7 +215,7 @@ class ServiceProxy:
 
 
 class RemoteStore:
-    """The node's proxy for the service's store; implements `sessions.attempt.AttemptStore`."""
+    """Gives a node access to the service's store; implements `sessions.attempt.AttemptStore`."""
 
     def __init__(self, calls: LinkCalls) -> None:
         self._calls = calls
@@ -237,7 +237,7 @@ class RemoteStore:
 
 
 class RemoteArtifacts:
-    """The node's proxy for the service's artifact store; implements `store.artifacts.KeepsArtifacts`."""
+    """Gives a node access to the service's artifact store; implements `store.artifacts.KeepsArtifacts`."""
 
     def __init__(self, calls: LinkCalls) -> None:
         self._calls = calls
@@ -254,7 +254,7 @@ class RemoteArtifacts:
 
 
 class SharedResources(NodeResources):
-    """The machine's resources, which the service divides among all nodes on the machine."""
+    """The resources of this machine. The service divides them among all nodes of the machine."""
 
     def __init__(self, calls: LinkCalls, capacity: Capacity) -> None:
         super().__init__(capacity)
@@ -271,18 +271,18 @@ class SharedResources(NodeResources):
 
         try:
             return ResourceShare(give_back, await held.next())
-        except BaseException:  # includes a cancellation
+        except BaseException:  # also after a cancellation
             give_back()
             raise
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
-        """Return None for every amount except zero: only the service can set resources aside, and this function must
-        not wait for the service's reply."""
+        """Return None unless the amount is zero. Only the service can set resources aside, and this function must not
+        wait for its reply."""
         return None if any(amount.quantities) else super().try_take(amount, tenant)
 
 
 class ModelLeader:
-    """Sends the reports of one model's engine pool to the service; implements `engines.pool.follower.Leader`."""
+    """Sends what one model's engine pool reports to the service; implements `engines.pool.follower.Leader`."""
 
     def __init__(self, calls: LinkCalls, model: str | None) -> None:
         self._calls = calls
@@ -296,8 +296,8 @@ class ModelLeader:
 
 
 class ForwardedEngine:
-    """The node's proxy for an engine that only the service can reach; implements `Engine` and `ChatEngine`. `pause` and
-    `resume` do nothing, because only the service pauses the engine."""
+    """Gives a node access to an engine that only the service can reach; implements `Engine` and `ChatEngine`. `pause`
+    and `resume` do nothing, because only the service pauses the engine."""
 
     def __init__(self, calls: LinkCalls, model: str | None, state: EngineState) -> None:
         self.name = state.name
@@ -311,7 +311,8 @@ class ForwardedEngine:
         self._health = state.health
 
     def apply_state(self, state: EngineState) -> None:
-        """Apply a newer state of the engine from the service. The state of a relay changes when workers connect."""
+        """Use a newer state of the engine, sent by the service. The state of a relay changes when its workers
+        connect."""
         self.logprob_kind, self.constraints, self._health = state.logprob_kind, state.constraints, state.health
         self.capabilities = state.capabilities
 
@@ -328,8 +329,8 @@ class ForwardedEngine:
         pass
 
     async def health(self) -> EngineHealth:
-        """Return the health last sent by the service, with `ok` always True: the pool takes the availability of the
-        engine from the service's pool state."""
+        """Return the health that the service sent last, with `ok` always True. Whether the engine is available is part
+        of the pool's state."""
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

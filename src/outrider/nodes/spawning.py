@@ -1,7 +1,6 @@
 """Starts the processes of nodes, ends them, and replaces a process that has exited.
 
-Invariant: when `end` returns, the process is gone, and with it everything that plugins have started in its process
-group.
+Invariant: when `end` returns, the process is gone, and so is everything that plugins have started in its process group.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ PREFIX = "OUTRIDER_"
 HOME = "OUTRIDER_HOME"
 
 END_SECONDS = 10.0
-"""Seconds that a node process has to end its sandboxes and exit. After this time the process is killed."""
+"""A node process has this many seconds to end its sandboxes and exit. Then it is killed."""
 
 RESTARTS = RetryPolicy(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0
-"""If a process ran for at least this many seconds before it exited, it is started again after the shortest wait of
+"""If a process ran for at least this many seconds before it exited, the wait before its restart is the shortest of
 RESTARTS."""
 
 
 class NodeProcess:
-    """A node process, which reads its settings from a socket and exits when the socket is closed."""
+    """A process that runs a node. It reads its settings from a socket, and exits when the socket is closed."""
 
     def __init__(self, process: asyncio.subprocess.Process, pipe: Pipe) -> None:
         self.pipe = pipe
@@ -52,13 +51,14 @@ class NodeProcess:
     async def start(cls) -> Self:
         ours, theirs = socket.socketpair()
         pipe = await Pipe.over(ours, MAX_MESSAGE)
-        # Variables with PREFIX configure the service. A node gets its settings over the socket, without secrets.
+        # Environment variables with PREFIX configure the service. A node gets its settings over the socket instead,
+        # without secrets.
         kept = {name: text for name, text in variables().items() if not name.startswith(PREFIX) or name == HOME}
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    # -P keeps the working folder out of the module search path: a file in that folder could otherwise
-                    # replace a module of Python.
+                    # -P keeps the working folder out of the module search path. Otherwise a file there could replace a
+                    # module of Python.
                     *(sys.executable, "-P", "-m", PROGRAM),
                     stdin=theirs.fileno(),
                     start_new_session=True,
@@ -70,8 +70,8 @@ class NodeProcess:
         return cls(process, pipe)
 
     async def end(self) -> None:
-        """End the process, and kill it if it has not exited after END_SECONDS. Everything that its plugins have left in
-        its process group is killed, too. Idempotent: a further call waits for the first."""
+        """End the process, and kill it if it has not exited after END_SECONDS. Then kill everything that its plugins
+        have left in its process group. If another call is already ending the process, wait for that call."""
         async with self._ending:
             if self._ended:
                 return
@@ -84,7 +84,7 @@ class NodeProcess:
                     self._process.kill()
                 await self._process.wait()
             with suppress(ProcessLookupError):
-                # The process is the leader of its group, which has the same id.
+                # The process leads its group, so both have the same id.
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._ended = True
 
@@ -100,8 +100,8 @@ async def one_after_another(
     book: Failures | None = None,
 ) -> None:
     """Run one process after another for the node `name`. `live` is awaited for each process, which is ended when `live`
-    returns. `ended` is called with a description of the end, and returns True to start another process. Failures are
-    recorded in `book`."""
+    returns. Then `ended` is called with a description of the end, and returns True to start another process. Failures
+    are recorded in `book`."""
     book = book or Failures()
     chore = f"process of node {name}"
     clock = asyncio.get_running_loop().time
@@ -116,7 +116,7 @@ async def one_after_another(
             finally:
                 await shielded(process.end)
             how = f"ended with {process.exit_code}"
-        except Exception as error:  # neither a failed start nor a bug may end the other nodes
+        except Exception as error:  # a failed start or a bug must not end the other nodes
             book.note(chore, error)
             how = f"failed: {described(error)}"
         if not ended(how):

@@ -1,6 +1,6 @@
-"""Writes the batch script of a job. The module is pure, except that it reads `job.sh`.
+"""Writes the batch script of a job. The only side effect is that it reads `job.sh`.
 
-Invariant: Slurm and bash read each path, name or flag as one value, whatever characters it has.
+Invariant: Slurm and bash read each path, name or option as one value, whatever characters it contains.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from outrider.errors import InvalidField, RequestError
 
 URL_FILE = "url"
 TOKEN_FILE = "token"
-"""Names of two files in the job's folder, for the service's address and for its token. `job.sh` uses the same names."""
+"""Names of two files in the job's folder. One has the service's address, the other its token. `job.sh` uses the same
+names."""
 START_SECONDS = 600
-"""Maximum seconds until the service is ready. The service first loads a tokenizer, and its embedded model if it has
-one."""
+"""Maximum seconds until the service is ready. Before that, the service loads a tokenizer, and possibly an embedded
+model."""
 END_SECONDS = 90
-"""Seconds reserved for a job's end in addition to the service's own `stop_seconds`. In this time, sessions are
-interrupted, nodes end, unfinished sessions are counted, and the job is queued again."""
+"""Seconds for the end of a job, in addition to the service's `stop_seconds`. In this time, the script interrupts
+sessions, ends the nodes, counts the unfinished sessions, and queues the job again."""
 LEAST_SECONDS = 30
-"""If the nodes ran for fewer seconds than this, the job is queued again only if it was queued again fewer than three
-times before."""
+"""A job whose nodes ran for fewer seconds than this is queued again at most three times, because its time may be too
+short for any session."""
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -36,10 +37,14 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 class BatchJob:
     """The settings of a job.
 
-    `python` is the command of an interpreter that has Outrider, on every node. `serve` and `join` are the arguments of
-    `outrider serve` and `outrider nodes join`. The job writes its logs and the service's address to `folder`, and reads
-    the service's token from `folder`. Relative paths are relative to `directory`. `options` are further options of
-    sbatch, as `--name=value`. No field may contain a secret, because others can read a batch script.
+    `python`: the command of a Python interpreter that has Outrider installed, on every node.
+    `serve`: the arguments of `outrider serve`.
+    `join`: the arguments of `outrider nodes join`.
+    `folder`: where the job writes its logs and the service's address, and reads the service's token.
+    `directory`: the folder to which relative paths refer.
+    `options`: more options of sbatch, written as `--name=value`.
+
+    No field may contain a secret, because other users can read a batch script.
     """
 
     python: Sequence[str]
@@ -56,17 +61,18 @@ class BatchJob:
     options: Sequence[str] = ()
     stop_seconds: float = 20.0
     fully_qualified: bool = False
-    """True if the service's address contains the fully qualified name of its machine, as most certificates do."""
+    """True if the service's address must have the machine's fully qualified name, because a TLS certificate usually
+    contains that name."""
 
     @property
     def warning_seconds(self) -> int:
-        """The job begins to stop this many seconds before its time limit."""
+        """The number of seconds before its time limit at which the job begins to stop."""
         return ceil(self.stop_seconds) + END_SECONDS
 
 
 def script_of(job: BatchJob) -> str:
-    """Return the text of the batch script. Raises InvalidField for settings that Slurm could not read or carry out, and
-    RequestError for control characters."""
+    """Return the text of the batch script. Raises InvalidField for a setting that Slurm cannot carry out, and
+    RequestError for a value with control characters."""
     head = [f"#SBATCH {_for_sbatch(option)}" for option in _options(job)]
     return "\n".join(["#!/bin/bash", *head, "", *_settings(job), "", files(__package__).joinpath("job.sh").read_text()])
 
@@ -78,14 +84,15 @@ def _options(job: BatchJob) -> list[str]:
         raise InvalidField("a node needs at least one processor", field="cpus_per_node")
     if job.time is not None:
         seconds, warning = _seconds(job.time), job.warning_seconds
-        least = warning + 60 + LEAST_SECONDS + 30  # Slurm may signal a minute earlier than requested
+        least = warning + 60 + LEAST_SECONDS + 30  # 60: Slurm may send its signal a minute early
         if seconds is not None and seconds < least:
             hint = (
                 f"the minimum is {least} s, of which {warning} s (--stop-seconds + {END_SECONDS}) are for the job's end"
             )
             raise InvalidField(f"a time limit of {seconds} s is too short", field="time", hint=hint)
     if "\\" in str(job.folder):
-        # If a log's path has a backslash, Slurm does not replace `%j` in it, so all jobs would write to the same log.
+        # In a path with a backslash, Slurm does not replace `%j` by the job's number, so all jobs would write to the
+        # same log.
         raise InvalidField(f"Slurm cannot write to a folder whose name has a backslash: {job.folder}", field="data")
     options = {
         "job-name": job.name,
@@ -97,8 +104,8 @@ def _options(job: BatchJob) -> list[str]:
         "cpus-per-task": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "chdir": str(job.directory),
         "output": str(job.folder).replace("%", "%%") + "/job-%j.log",
-        # Slurm sends this signal before the time limit, to this script alone. At the limit Slurm ends the job with
-        # another signal, TERM, which goes to every process of the job.
+        # Slurm sends USR1 to this script alone, before the time limit. At the limit, it sends TERM to every process of
+        # the job.
         "signal": f"B:USR1@{job.warning_seconds}",
     }
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -113,7 +120,7 @@ def _options(job: BatchJob) -> list[str]:
 
 
 def _settings(job: BatchJob) -> list[str]:
-    """Return the assignments of the variables that the rest of the script uses."""
+    """Return lines that assign the variables of `job.sh`."""
     python = [*job.python, "-m"]
     commands = {
         "serve": [*python, "outrider.cli", "serve", *job.serve],
@@ -132,8 +139,8 @@ def _settings(job: BatchJob) -> list[str]:
 
 
 def _for_sbatch(option: str) -> str:
-    """Quote a word for an #SBATCH line. sbatch reads such a line by the rules of a shell, except that a backslash
-    escapes the next character even within quotes."""
+    """Quote a word for an #SBATCH line. sbatch reads these lines like a shell, except that a backslash escapes the next
+    character even within quotes."""
     [word] = _one_line([option])
     return shlex.quote(word.replace("\\", "\\\\"))
 
@@ -146,7 +153,7 @@ def _one_line(words: Sequence[str]) -> Sequence[str]:
 
 
 def _seconds(text: str) -> int | None:
-    """Return the seconds of a Slurm time limit in the format of sbatch's option --time, or None for no limit. Raises
+    """Convert a time limit in the format of sbatch's option --time to seconds. Returns None for no limit. Raises
     InvalidField."""
     if text.upper() in ("0", "UNLIMITED", "INFINITE"):
         return None

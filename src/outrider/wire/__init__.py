@@ -1,5 +1,5 @@
-"""Transport between processes: the HTTP server, the HTTP connections of clients, TLS, file descriptors, WebSockets,
-pipes, and links that resume after a broken connection.
+"""Transport between processes: the HTTP server, HTTP connections of clients, TLS, file descriptors, WebSockets, pipes,
+and links that resume after a broken connection.
 
-Messages do not belong here: each protocol has its own module (nodes/messages.py, engines/relay/messages.py).
+Each protocol defines its messages in its own module (nodes/messages.py, engines/relay/messages.py).
 """

@@ -1,4 +1,4 @@
-"""The service's end of an open WebSocket to a worker or a node."""
+"""The service's end of a WebSocket to a worker or a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.wire.link import Disconnected, Socket
 
 
 class AsgiSocket(Socket):
-    """An accepted WebSocket of an ASGI server."""
+    """A `Socket` over a WebSocket that an ASGI server has accepted."""
 
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
@@ -24,7 +24,8 @@ class AsgiSocket(Socket):
         message = await self._websocket.receive()
         if message["type"] == "websocket.disconnect":
             raise Disconnected(message.get("code", 1006), message.get("reason") or "")
-        # The protocol has no text frames. A text frame is passed on as bytes, and the decoder refuses these bytes.
+        # Outrider's protocols use no text frames. If one arrives, its bytes are returned, and the decoder of messages
+        # refuses them.
         return message.get("bytes") or (message.get("text") or "").encode()
 
     async def close(self, code: int, reason: str) -> None:

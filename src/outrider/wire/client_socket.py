@@ -20,9 +20,9 @@ CLOSE_SECONDS = 2.0
 async def dialled(
     http: aiohttp.ClientSession, url: str, token: str | None, *, seconds: float, max_bytes: int
 ) -> AsyncIterator[ClientSocket]:
-    """Open a WebSocket within `seconds`, for messages of up to `max_bytes`. At the end of the block, the socket is
-    closed. The close code is LEFT if the caller was cancelled, and SILENT otherwise: after SILENT the service expects
-    another connection. Raises aiohttp.ClientError, OSError and TimeoutError."""
+    """Open a WebSocket within `seconds` for messages of up to `max_bytes`, and close it at the end of the block. The
+    close code is LEFT if the caller was cancelled. Otherwise it is SILENT, which means that the service should expect a
+    new connection. Raises aiohttp.ClientError, OSError and TimeoutError."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
     async with asyncio.timeout(seconds):
@@ -38,7 +38,7 @@ async def dialled(
 
 
 class ClientSocket(Socket):
-    """An open WebSocket of aiohttp."""
+    """A `Socket` over an open WebSocket of aiohttp."""
 
     def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         self._websocket = websocket
@@ -61,6 +61,6 @@ class ClientSocket(Socket):
         raise Disconnected(self._websocket.close_code or 1006, "" if message.data is None else str(message.data))
 
     async def close(self, code: int, reason: str) -> None:
-        """Close the connection, unless it is already closed."""
+        """Close the connection if it is still open."""
         with suppress(aiohttp.ClientError, OSError):
             await self._websocket.close(code=code, message=reason.encode())

@@ -1,9 +1,9 @@
-"""Counts the cost of decoding a MessagePack message before the message is decoded.
+"""Computes the cost of decoding a MessagePack message before the message is decoded.
 
-msgspec decodes a message in one call that cannot be interrupted: 15 MB of short texts block the event loop for 0.4 s,
-and 15 MB of empty lists for several seconds. The cost does not follow from the size, because a single text of 15 MB
-takes only 10 ms. So the values of every large message are counted first, in a thread. Invariant: a message that passes
-takes the event loop less than 50 ms.
+msgspec decodes a message in one call that cannot be interrupted. 15 MB of short texts block the event loop for 0.4 s,
+and 15 MB of empty lists for several seconds. The size alone says little, because a single text of 15 MB takes only 10
+ms. So a thread first counts the values of every large message. Invariant: a message that passes this check blocks the
+event loop for less than 50 ms.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from __future__ import annotations
 from outrider.wire.link_protocol import Nonsense
 
 SMALL = 64 << 10
-"""The cost of a message is not counted if it has at most this number of bytes. The most expensive message of this size,
-a list of empty lists, decodes in 26 ms."""
+"""Messages of at most this number of bytes are not checked. The most expensive message of this size, a list of empty
+lists, decodes in 26 ms."""
 MAX_COST = 400_000
-"""The maximum cost of a message. A list or map costs `CONTAINER` units; a key costs 1 unit, and so does a value of any
-other type. A unit takes 100 ns at most, so the maximum takes 40 ms."""
+"""Maximum cost of a message. A list or map costs CONTAINER units. A key or a value of another type costs 1 unit. A unit
+takes at most 100 ns, so this maximum takes 40 ms."""
 CONTAINER = 4
 MAX_DEPTH = 64
-"""Maximum nesting of containers. Outrider's own messages have about a dozen levels."""
+"""Maximum nesting of lists and maps. Outrider's own messages have about a dozen levels."""
 
-# What follows the first byte of a value in MessagePack. `_FIXED`: the number of bytes that follow. `_SIZED`, `_LISTS`
-# and `_MAPS`: a length follows, which has this number of bytes. Values whose first byte is in `_EXTENSIONS` have one
-# more byte, for the type.
+# MessagePack's formats, by the first byte of a value.
+#
+# - `_FIXED`: the number of bytes that follow.
+# - `_SIZED`, `_LISTS`, `_MAPS`: the number of bytes of the length, which comes next.
+# - `_EXTENSIONS`: one more byte follows, for the type.
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
@@ -32,9 +34,9 @@ _MAPS = {0xDE: 2, 0xDF: 4}
 
 
 def check_cost(frame: bytes) -> None:
-    """Raise Nonsense for a message that costs more than MAX_COST, is nested deeper than MAX_DEPTH, or is malformed."""
+    """Raise Nonsense if a message costs more than MAX_COST, is nested deeper than MAX_DEPTH, or is malformed."""
     at, cost = 0, 0
-    left = [1]  # for each open container, the number of values that are still to be read
+    left = [1]  # for each open list or map, the number of values still to be read
     end = len(frame)
     while left:
         if not left[-1]:
@@ -46,7 +48,7 @@ def check_cost(frame: bytes) -> None:
         kind = frame[at]
         at += 1
         items = -1
-        if kind <= 0x7F or kind >= 0xE0:  # small numbers consist of this byte only
+        if kind <= 0x7F or kind >= 0xE0:  # this byte is the whole value, a small number
             pass
         elif kind <= 0x8F:
             items = 2 * (kind & 0x0F)

@@ -1,8 +1,7 @@
-"""Limits the open files and connections of this process, and divides the file descriptors among groups of clients.
+"""Limits the open files and connections of this process, and divides its file descriptors among groups of clients.
 
-Invariant: all clients together, inside and outside of sandboxes, can use only part of the descriptors; the rest is for
-the service itself (store, engines, sandboxes). So a client that opens as many connections as possible does not block
-other clients.
+Invariant: all clients together can use only part of the descriptors. The rest is for the service itself: its store,
+engines and sandboxes. So a client that opens as many connections as it can does not block other clients.
 """
 
 from __future__ import annotations
@@ -14,26 +13,26 @@ import msgspec
 from outrider.errors import ServiceError
 
 WANTED = 65_536
-"""The limit of open file descriptors that a service sets for itself, unless the hard limit is lower."""
+"""Number of open files that a service allows itself, unless the system's hard limit is lower."""
 LEAST = 4096
-"""Number of file descriptors that a full node needs for its connections: a session holds about six descriptors, and
+"""Number of file descriptors that a node needs when all its sessions run. A session holds about six descriptors, and
 each of its model calls two more."""
 FEWEST = 64
-"""Minimum number of file descriptors with which a process can open its event loop and the store."""
+"""Minimum number of file descriptors with which a process can open its event loop and its store."""
 SESSIONS = 8
-"""One session may use 1/SESSIONS of the sandboxes' connections, so this number of sessions can together use all of
-them. One access token may use the same share of the connections for the control API."""
+"""One session may use 1/SESSIONS of the connections of sandboxes, so this number of sessions can together use all of
+them. In the same way, one access token may use 1/SESSIONS of the connections for the control API."""
 EACH_LEAST, EACH_MOST = 8, 256
-"""Lower and upper bound of the share of one session. The lower bound also applies to the share of one token."""
+"""Minimum and maximum number of connections of one session. The minimum also applies to one token."""
 
 
 class ConnectionQuotas(msgspec.Struct, frozen=True):
     """Maximum numbers of connections.
 
-    `sandboxes`: connections of all sandboxes together, on the node's Unix socket.
-    `control`: connections of all other clients together.
-    `doors`: connections of all sandboxes to the proxies of their networks. A proxy may open another connection for each
-        of them, to a server.
+    `sandboxes`: all sandboxes together, on the node's Unix socket.
+    `control`: all other clients together.
+    `doors`: all sandboxes together, to the proxies of their networks. For each of these connections, a proxy may open
+        another one to a server.
     `session`: concurrent model calls of one session.
     `token`: concurrent calls of the control API with one token.
     """
@@ -46,7 +45,8 @@ class ConnectionQuotas(msgspec.Struct, frozen=True):
 
 
 def raise_limit() -> int:
-    """Raise the soft limit, usually 1024, to WANTED or to the hard limit. Returns the new number of descriptors."""
+    """Raise the soft limit of open files, usually 1024, to WANTED or the hard limit, whichever is lower. Returns the
+    new limit."""
     soft, hard = (WANTED if limit == resource.RLIM_INFINITY else limit for limit in _limits())
     if soft < (wanted := min(hard, WANTED)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, _limits()[1]))
@@ -54,7 +54,7 @@ def raise_limit() -> int:
 
 
 def check_enough() -> None:
-    """Raise ServiceError if there are too few descriptors to start a service."""
+    """Raise ServiceError if this process may open too few files to start a service."""
     if (descriptors := available()) < FEWEST:
         raise ServiceError(
             f"this process may have only {descriptors} files open", hint=f"allow it {LEAST} or more: ulimit -n {WANTED}"
@@ -62,8 +62,8 @@ def check_enough() -> None:
 
 
 def shares(descriptors: int) -> ConnectionQuotas:
-    """Divide descriptors: a quarter for sandboxes, an eighth each for other clients and for the networks of sandboxes,
-    the rest for the service itself."""
+    """Divide descriptors: a quarter for sandboxes, an eighth for their networks (two for each connection), an eighth
+    for other clients, and the rest for the service itself."""
     sandboxes, control = descriptors // 4, descriptors // 8
     session = min(EACH_MOST, max(EACH_LEAST, sandboxes // SESSIONS))
     token = max(EACH_LEAST, control // SESSIONS)
@@ -71,7 +71,7 @@ def shares(descriptors: int) -> ConnectionQuotas:
 
 
 def available() -> int:
-    """Return the number of descriptors that a service started by this process may have."""
+    """Return the number of file descriptors that a service started by this process may have."""
     hard = _limits()[1]
     return WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
 

@@ -1,12 +1,13 @@
-"""Keep-alive HTTP/1.1 connections to one server. Sends requests, and returns the bytes of responses as they arrive.
+"""An HTTP/1.1 client for one server, with connections that are kept alive. Sends requests, and returns the bytes of
+responses as they arrive.
 
-The module has only the features that engine servers and the service's own clients need: no redirects, cookies, proxies
-or compression. `httptools` parses the responses. The module replaces aiohttp to save processor time: with 32 concurrent
-calls, a streamed call of 18 events takes 0.11 to 0.2 ms of CPU here, and 0.24 to 0.31 ms with aiohttp 3.14. Importing
-aiohttp takes a quarter of a second of CPU, which is more than all other work of a command such as `outrider status`.
+The client has only the features that calls to engine servers and to the service need: no redirects, cookies, proxies or
+compression. `httptools` parses the responses. The client replaces aiohttp to save processor time. With 32 concurrent
+calls, a streamed call of 18 events takes 0.11 to 0.2 ms of CPU, and 0.24 to 0.31 ms with aiohttp 3.14. Importing
+aiohttp takes 0.25 s of CPU, more than the rest of a command such as `outrider status`.
 
-The callers encode JSON and retry requests. Invariant: a connection carries one exchange at a time, and is reused only
-after its response was read to the end.
+The callers encode JSON and retry requests. Invariant: a connection carries one exchange (a request and its response) at
+a time, and is reused only after the whole response was read.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ if TYPE_CHECKING:
     import ssl  # imported only for annotations: see wire/tls.py
 
 CONNECT_SECONDS = 10.0
-# uvicorn, the server of vLLM and SGLang, closes idle connections after 5 s. This client gives up idle connections
-# earlier, so that it sends no request over a connection that uvicorn is about to close.
+# uvicorn, the server of vLLM and SGLang, closes idle connections after 5 s. This client closes them earlier. Otherwise
+# it might send a request over a connection that uvicorn is just closing.
 KEEP_ALIVE_SECONDS = 4.0
 Buffer = bytes | memoryview
-"""A piece of a request's body. A piece may be sent without a copy, so it must not be changed afterwards."""
+"""A piece of a request's body. It may be sent without a copy, so it must not be changed afterwards."""
 LARGE = 1 << 16
 """A request of more than this number of bytes is sent piece by piece, because joining the pieces would copy a long
 prompt."""
 PATH_CHARACTERS = "/%:@!$&'()*+,;=~"
-"""Characters of a URL's path that are sent without percent-encoding."""
+"""Characters that are not percent-encoded in the path of a URL."""
 HIGH_WATER = 128 << 10
-"""While more than this number of bytes of a response are unread, the connection does not read from its socket."""
+"""While more than this number of bytes of a response are unread, the connection reads no more from its socket."""
 
 
 class Connections:
-    """The connections to a server, one for each concurrent exchange. `url` is an http or https URL without a query.
-    `tls` has the certificate authorities that are accepted for an https URL, by default those of this machine. A
-    connection is given up if it is not made within `connect_seconds`.
+    """The connections to one server, one for each concurrent exchange. `url` is an http or https URL without a query.
+    For https, `tls` sets the accepted certificate authorities, by default those of this machine. Connecting may take up
+    to `connect_seconds`.
 
     `request` raises OSError or TimeoutError if the server cannot be reached.
     """
@@ -81,12 +82,12 @@ class Connections:
         opened: Callable[[Response], None] | None = None,
         repeatable: bool = False,
     ) -> Response:
-        """Send a request, and return the response once its head has arrived. `body` consists of consecutive pieces. The
-        caller must close the response. `opened` is called with the response before the request is sent, so that another
-        task can end the exchange with `Response.cut` at any time.
+        """Send a request, and return the response once its status and headers have arrived. The caller must close the
+        response. `body` is a series of pieces. `opened` is called with the response before the request is sent, so that
+        another task can end the exchange at any time with `Response.cut`.
 
-        A server may close a kept-alive connection at the moment when the request is sent. A `repeatable` request is
-        then sent once more, over a new connection.
+        A server may close an idle connection just when the request is sent. A `repeatable` request is then sent again,
+        over a new connection.
         """
         own = _lines(headers) if headers else b""
         length = b"Content-Length: %d\r\n" % sum(map(len, body)) if body or method == "POST" else b""
@@ -111,7 +112,7 @@ class Connections:
             if opened is not None:
                 opened(response)
             await connection.begin(pieces)
-        except BaseException:  # includes a cancellation: a connection with half a request cannot be reused
+        except BaseException:  # also after a cancellation, because a connection with half a request cannot be reused
             response.close()
             raise
         return response
@@ -123,18 +124,18 @@ class Connections:
 
     @property
     def busy(self) -> int:
-        """The number of exchanges in flight."""
+        """The number of exchanges in progress."""
         return len(self._busy)
 
     def close(self) -> None:
-        """End all exchanges in flight; each read then raises ConnectionAbortedError."""
+        """End all exchanges in progress. Reading their responses then raises ConnectionAbortedError."""
         self._closed = True
         for connection in (*self._idle, *self._busy):
             connection.abort()
         self._idle.clear()
 
     def give_back(self, connection: _Connection) -> None:
-        """Store a connection for reuse after its exchange, or close the connection if it cannot be reused."""
+        """Keep a connection for reuse after its exchange, or close it if it cannot be reused."""
         self._busy.discard(connection)
         if connection.reusable and not self._closed:
             connection.idle_since = asyncio.get_running_loop().time()
@@ -145,7 +146,7 @@ class Connections:
     def _reused(self) -> _Connection | None:
         oldest_allowed = asyncio.get_running_loop().time() - KEEP_ALIVE_SECONDS
         while self._idle:
-            # The newest connection is used, so that surplus connections become too old and are closed.
+            # Use the newest connection, so that connections that are not needed become too old and are closed.
             connection = self._idle.pop()
             if connection.reusable and connection.idle_since > oldest_allowed:
                 return connection
@@ -153,13 +154,13 @@ class Connections:
         return None
 
     async def _connect(self) -> _Connection:
-        """Connect to the first of the server's addresses that accepts. Each address except the last may use only an
-        equal share of the time limit, so that an address that does not reply does not block the others. Raises the
-        error of the last address."""
+        """Connect to the first of the server's addresses that accepts. The time limit is divided among the addresses,
+        so that an address that does not reply does not block the next one. If all fail, raises the error of the last
+        one."""
         async with asyncio.timeout(self._connect_seconds):
             *others, last = await self._addresses()
             for address in others:
-                with suppress(OSError):  # TimeoutError is an OSError
+                with suppress(OSError):  # includes TimeoutError
                     async with asyncio.timeout(self._connect_seconds / (len(others) + 1)):
                         return await self._connect_to(address)
             return await self._connect_to(last)
@@ -172,7 +173,7 @@ class Connections:
         return protocol
 
     async def _addresses(self) -> Sequence[str]:
-        """Return the server's IP addresses: one or more."""
+        """Return the server's IP addresses, at least one."""
         try:
             ip_address(self._host)
         except ValueError:
@@ -183,8 +184,8 @@ class Connections:
 
 
 class Response:
-    """A response whose body is read as it arrives. `status` and `header` are valid once `Connections.request` has
-    returned the response. After `close`, reading raises ConnectionAbortedError."""
+    """A response whose body can be read while it arrives. `status` and `header` are valid once `Connections.request`
+    has returned. After `close`, reading raises ConnectionAbortedError."""
 
     def __init__(self, owner: Connections, connection: _Connection) -> None:
         self._owner = owner
@@ -200,12 +201,12 @@ class Response:
         return self._open().complete
 
     def header(self, name: bytes) -> bytes | None:
-        """Return the value of the first header with this lower-case name, None if there is no such header."""
+        """Return the value of the first header with this name (in lower case), or None if there is none."""
         return self._open().headers.get(name)
 
     async def arrived(self) -> bytes:
-        """Wait for at least one byte, and return the bytes that have arrived since the last call. Returns b"" at the
-        end of the body. Raises OSError if the connection breaks."""
+        """Wait for at least one byte of the body, and return the bytes that have arrived since the last call. Returns
+        b"" at the end of the body. Raises OSError if the connection breaks."""
         connection = self._open()
         while not connection.body:
             if connection.complete:
@@ -225,13 +226,12 @@ class Response:
         return b"".join(parts)[:most]
 
     def cut(self) -> None:
-        """Close the connection. A task that waits for the response then receives ConnectionAbortedError."""
+        """Close the connection. A task that is reading the response then gets ConnectionAbortedError."""
         if self._connection is not None:
             self._connection.abort()
 
     def close(self) -> None:
-        """Return the connection for reuse, or close the connection if the response was not read to its end.
-        Idempotent."""
+        """Give the connection back for reuse, or close it if the response was not read to its end. Idempotent."""
         connection, self._connection = self._connection, None
         if connection is not None:
             self._owner.give_back(connection)
@@ -243,8 +243,8 @@ class Response:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, and the response that is arriving. asyncio calls `connection_made`, `data_received`,
-    `eof_received` and `connection_lost`. The parser calls the methods whose names begin with `on_`."""
+    """One connection and the response that arrives on it. asyncio calls `connection_made`, `data_received`,
+    `eof_received` and `connection_lost`; the HTTP parser calls the methods named `on_...`."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -253,7 +253,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self.body: list[bytes] = []
-        """The unread part of the response's body; see `take_body`."""
+        """The unread part of the response's body."""
         self._unread = 0
         self._paused = False
         self.complete = True
@@ -266,7 +266,7 @@ class _Connection(asyncio.Protocol):
         return self.complete and self._lost is None and self._transport is not None and not self._paused
 
     async def begin(self, request: Sequence[Buffer]) -> None:
-        """Send a request and wait for the head of its response."""
+        """Send a request, and wait for the status and headers of its response."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self.status, self.headers, self.body, self._unread = 0, {}, [], 0
@@ -279,15 +279,15 @@ class _Connection(asyncio.Protocol):
             await self.more()
 
     def more(self) -> asyncio.Future[None]:
-        """Return a future that is done once data has arrived or the connection has ended. Raises the error that ended
-        the connection if the connection has ended already."""
+        """Return a future that is done once more data has arrived or the connection has ended. If it has already ended,
+        raises the error that ended it."""
         if self._lost is not None:
             raise self._lost
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 
     def take_body(self) -> bytes:
-        """Return and clear the unread part of the body."""
+        """Return the unread part of the body, and forget it."""
         parts, self.body, self._unread = self.body, [], 0
         if self._paused and self._transport is not None:
             self._paused = False
@@ -302,7 +302,7 @@ class _Connection(asyncio.Protocol):
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():  # the future is done if the reader was cancelled
+        if waiter is not None and not waiter.done():  # the future is done already if the reader was cancelled
             waiter.set_result(None)
 
     def _lose(self, error: Exception) -> None:
@@ -314,7 +314,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.complete:  # bytes after the response must not become part of the next response
+        if self.complete:  # bytes after a response must not become part of the next one
             self.abort()
             return
         self._unread += len(data)
@@ -325,8 +325,8 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         if self._unread > HIGH_WATER and not self.body and not self.complete:
-            # For example, the head or the trailers are too long. Reading cannot be paused here, because only
-            # `take_body` resumes reading, and `take_body` is not called without a body.
+            # For example, the headers are too long. Reading cannot be paused in this state: only `take_body` resumes
+            # it, and nobody calls `take_body` before a body arrives.
             self._lose(ConnectionError(f"{self._unread} bytes of an answer came, and none of its body"))
             self.abort()
             return
@@ -342,19 +342,19 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         sized = self.headers.keys() & {b"content-length", b"transfer-encoding"}
         if self._head_complete and not self.complete and error is None and not sized:
-            self.complete = True  # a response without a length ends when the connection is closed
+            self.complete = True  # a response that states no length ends with its connection
         self._lose(error or ConnectionResetError("the server closed the connection"))
         self._wake()
 
     def on_message_begin(self) -> None:
         if self.complete:
-            raise ConnectionError("there is more than one answer")  # this error stops the HTTP parser
+            raise ConnectionError("there is more than one answer")  # this error stops the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.setdefault(name.lower(), value)
 
     def on_headers_complete(self) -> None:
-        # A status below 200 is an interim response, such as 100 Continue.
+        # A status below 200, such as 100 Continue, is followed by another response.
         if (status := self._parser.get_status_code()) >= 200:
             self.status = status
             self._head_complete = True
@@ -372,7 +372,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _lines(headers: Mapping[str, str]) -> bytes:
-    """Encode header lines. Raises ValueError for a header with a line break."""
+    """Encode header lines. Raises ValueError if a header contains a line break."""
     text = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     if text.count("\r") != len(headers) or text.count("\n") != len(headers):
         raise ValueError("a header must not contain a line break")

@@ -1,16 +1,16 @@
-"""The HTTP server: uvicorn with limits for untrusted clients, and with a callback when a client disconnects.
+"""The HTTP server: uvicorn with limits against untrusted clients, and with a callback for the moment when a client
+disconnects.
 
-Plain ASGI has no such callback: an application must wait for `http.disconnect` in a second task for every request. The
-module has no routes. Invariants:
-- An application's callback is called once when the client has left, even if the client left before the callback was
-  set.
-- Unfinished requests and all data outside of bodies use bounded memory and time.
+Plain ASGI has no such callback: for every request, a second task must wait for `http.disconnect`. This module has no
+routes. Invariants:
+- The callback is called once after the client has disconnected, even if the application sets it later.
+- Memory and time are limited for unfinished requests and for all data outside of bodies.
 - The number of open connections never exceeds the server's limit.
 - One client cannot take all connections.
 
 The module subclasses two classes of uvicorn and uses attributes that uvicorn does not document.
-tests/test_http_server.py lists these attributes and checks them against the installed version; pyproject.toml allows
-only tested versions.
+tests/test_http_server.py lists these attributes and checks them in the installed version. pyproject.toml allows only
+versions that were tested.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 DISCONNECT = "outrider.disconnect"
 CONNECTION = "outrider.connection"
 BACKLOG = 2048
-"""Maximum number of connections that wait in the kernel to be accepted."""
+"""Maximum number of connections that wait in the kernel until the server accepts them."""
 ACCEPTED_AT_ONCE = 64
-"""Maximum number of connections accepted before the event loop does other work. The number is small, so that the server
-reads a new client's data before still newer connections can displace the client."""
+"""Maximum number of connections accepted before the event loop does other work. The number is small, because the server
+must read a client's data before newer clients can push the client out."""
 ACCEPTING = "accept connections"
-"""The name under which a failure to accept connections appears in the list of failing background work."""
+"""The name of failures to accept connections in the service's list of failing work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
-"""The message with which asyncio's event loop calls its exception handler when a connection cannot be accepted."""
+"""asyncio calls the event loop's exception handler with this message when it cannot accept a connection."""
 ACCEPT_SECONDS = 5.0
 MAX_HEAD = 64 << 10
-"""Maximum bytes of a request before its body, between two chunks of the body, or after the body. Clients normally send
-a few thousand."""
+"""Maximum bytes of a request before its body, between two chunks of the body, or after the body. Most clients send a
+few thousand."""
 MAX_PIPELINED = 16
-"""Maximum number of pipelined requests, which are sent on one connection before the reply to an earlier request. Common
+"""Maximum number of pipelined requests: requests sent on a connection before the reply to an earlier request. Common
 clients send none."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 BUSY = b"this server has reached its maximum number of connections: try again\n"
@@ -62,22 +62,22 @@ TOO_MANY = (
     b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
 )
 WEBSOCKET_PIECE = 8 << 10
-"""Maximum bytes from a WebSocket that are parsed before other connections are served. This number of bytes has up to
-1,400 frames, which take 15 ms."""
+"""Maximum bytes of a WebSocket that are parsed before other connections get their turn. They contain up to 1,400
+frames, which take 15 ms."""
 MAX_FRAGMENTS = 16_384
-"""Maximum number of frames of one WebSocket message. Clients send one frame. A proxy may split a message into frames of
-a few KiB."""
+"""Maximum number of frames of a WebSocket message. Clients send one frame, but a proxy may split it into frames of a
+few KiB."""
 ONCE = frozenset((b"host", b"authorization", b"content-length", b"transfer-encoding", b"origin"))
-"""Headers that determine the access of a request or the end of its body. A request that has one of them twice is
-refused, because a proxy in front of this server may use the first value and this server the second."""
+"""Headers that decide about access or about the end of the body. A request that has such a header twice is refused,
+because a proxy in front of this server might use the first value, and this server the second."""
 
 
 class Timeouts(NamedTuple):
-    """Timeouts in seconds after which a connection is closed. They are checked every `head` / 2 seconds.
+    """Times in seconds after which a connection is closed. They are checked every `head` / 2 seconds.
 
-    `head`: how long a request's head may be incomplete, and how long its body may be interrupted.
-    `idle`: how long the client may wait with the next request after a reply.
-    `unread`: how long the client may read nothing of its reply.
+    `head`: until a request's headers are complete, and between two pieces of its body.
+    `idle`: between a reply and the client's next request.
+    `unread`: while the client reads nothing of its reply.
     """
 
     head: float = 60
@@ -89,7 +89,7 @@ TIMEOUTS = Timeouts()
 
 
 class Disconnect:
-    """Calls a callback when the client of one request disconnects. `gone` is True once the client has disconnected."""
+    """Calls a callback when the client of a request disconnects. `gone` is True from then on."""
 
     __slots__ = ("_callback", "gone")
 
@@ -98,8 +98,7 @@ class Disconnect:
         self._callback: Callable[[], object] | None = None
 
     def notify(self, callback: Callable[[], object] | None) -> None:
-        """Call `callback` when the client disconnects, or at once if the client has already disconnected. None removes
-        the callback."""
+        """Call `callback` when the client disconnects, or at once if it already has. None removes the callback."""
         self._callback = callback
         if self.gone and callback is not None:
             callback()
@@ -111,16 +110,16 @@ class Disconnect:
 
 
 class ConnectionLimit:
-    """Allows at most `most` connections to a server at once.
+    """Allows at most `most` open connections to a server.
 
-    Every connection has an owner: the name that the application gives with `claim`, and until then the client's
-    address. If a new connection exceeds the limit, an old connection is closed. It belongs to the owner with the most
-    connections, and its client has been silent for longest. A new client is refused only if no old connection may be
+    Every connection has an owner. At first this is the client's address; the application can set another owner with
+    `claim`. When a new connection exceeds the maximum, an old connection of the owner with the most connections is
+    closed: the one whose client has been silent for longest. The new client is refused only if no old connection may be
     closed.
 
-    Claimed and unclaimed connections may each take half of the limit, and the owner is chosen from the group that
-    exceeds its half. So a client with many claimed connections loses one of its own, even if other clients have the
-    same address. One address can have unclaimed connections up to a quarter of `most`.
+    Claimed and unclaimed connections may each take half of the maximum. The connection to close comes from the group
+    with more than its half. So a client with many claimed connections loses one of its own, even if other clients have
+    the same address. One address may have a quarter of `most` as unclaimed connections.
     """
 
     def __init__(self, most: int) -> None:
@@ -130,7 +129,8 @@ class ConnectionLimit:
         self._others = _Closable()
 
     def enter(self, connection: _Protocol, address: str) -> bool:
-        """Count a new connection. Returns False if the new connection must be closed."""
+        """Count a new connection, and close an old one if there are too many. Returns False if no old one may be
+        closed."""
         self.open += 1
         if self._others.count(address) >= max(1, self.most // 4):
             self._others.longest_silent(address).abort()
@@ -143,12 +143,12 @@ class ConnectionLimit:
         return True
 
     def active(self, connection: _Protocol) -> None:
-        """Record that the client has sent data."""
+        """Record that the client of a connection has sent data."""
         self._group(connection).refresh(connection)
 
     def claim(self, connection: _Protocol, owner: str, *, keep: bool) -> None:
-        """Set the owner of a connection. If `keep` is True, the connection is not closed in favour of a new connection
-        until its reply is complete."""
+        """Set the owner of a connection. If `keep` is True, the connection is not closed to make room for others until
+        its reply is complete."""
         if not connection.claimed or connection.owner != owner or keep:
             self._group(connection).discard(connection)
             connection.owner, connection.claimed = owner, True
@@ -156,12 +156,12 @@ class ConnectionLimit:
                 self._claimed.add(connection)
 
     def replied(self, connection: _Protocol) -> None:
-        """Record that a reply is complete. The connection may then be closed in favour of a new connection."""
+        """Record that a reply is complete. From now on, its connection may be closed to make room for others."""
         self._group(connection).add(connection)
 
     def upgraded(self, connection: _Protocol) -> None:
-        """Record that the connection becomes a WebSocket, which is never closed in favour of a new connection. The end
-        of a WebSocket is recorded by `leave_upgraded`."""
+        """Record that a connection becomes a WebSocket, which is never closed to make room for others. `leave_upgraded`
+        records its end."""
         self._group(connection).discard(connection)
 
     def leave(self, connection: _Protocol) -> None:
@@ -181,15 +181,15 @@ class ConnectionLimit:
 
 
 class _Closable:
-    """The connections that may be closed in favour of a new connection, by owner. The connections of each owner are in
-    the order in which their clients last sent data, oldest first."""
+    """The connections that may be closed to make room for others, by owner. Each owner's connections are sorted by the
+    time when the client last sent data, oldest first."""
 
     def __init__(self) -> None:
         self.size = 0
         self._by_owner: dict[str, dict[_Protocol, None]] = {}
 
     def add(self, connection: _Protocol) -> None:
-        """Add a connection. If the connection is already present, its position does not change."""
+        """Add a connection. A connection that is already here keeps its position."""
         owned = self._by_owner.setdefault(connection.owner, {})
         if connection not in owned:
             owned[connection] = None
@@ -216,15 +216,15 @@ class _Closable:
         return max(self._by_owner, key=self.count)
 
     def longest_silent(self, owner: str) -> _Protocol:
-        """Remove and return the owner's connection whose client has been silent for longest."""
+        """Remove and return the connection of this owner whose client has been silent for longest."""
         longest = next(iter(self._by_owner[owner]))
         self.discard(longest)
         return longest
 
 
 class _CoalescedWrites:
-    """A transport that sends all writes of one pass of the event loop together: a reply's head, its first event and its
-    first tokens are one system call instead of three."""
+    """Wraps a transport, and sends all writes of one pass of the event loop together. The headers of a reply, its first
+    event and its first tokens are then one system call instead of three."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -251,10 +251,10 @@ class _CoalescedWrites:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol for one connection, with the limits of this module.
+    """uvicorn's protocol for one HTTP connection, with the limits of this module.
 
-    A single timer per connection checks all timeouts at intervals. These checks cost less than a timer for each of many
-    short requests.
+    One timer per connection checks all its timeouts at intervals. With many short requests, a timer for each request
+    would cost more.
     """
 
     def __init__(self, *args: Any, timeouts: Timeouts, limit: ConnectionLimit, **fields: Any) -> None:
@@ -279,8 +279,8 @@ class _Protocol(HttpToolsProtocol):
         self._due = self.loop.time() + self._timeouts.head
         self._check_later()
         if not self.limit.enter(self, _address(self.client)):
-            # Read the data that has arrived. If received data is unread when the socket is closed, the kernel sends a
-            # reset, and the client may never get the 503.
+            # Read the data that has arrived. If data is unread when a socket is closed, the kernel sends a reset, and
+            # the client may never see the 503.
             with contextlib.suppress(OSError):
                 os.read(transport.get_extra_info("socket").fileno(), MAX_HEAD)
             self.transport.write(TOO_MANY)
@@ -309,19 +309,19 @@ class _Protocol(HttpToolsProtocol):
         self._due = self.loop.time() + self._timeouts.head
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._past_head:  # header fields after the body are dropped: they are not checked against `ONCE`
+        if not self._past_head:  # header fields after the body are dropped, because they are not checked against ONCE
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._past_head = True
         if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.abort()
-            raise ConnectionAbortedError("too many requests were sent ahead")  # the error stops the parser
+            raise ConnectionAbortedError("too many requests were sent ahead")  # this error stops the parser
         named = [name for name, _ in self.headers if name in ONCE]
         if len(named) != len(set(named)):
             if self._busy:
                 self.transport.abort()
-            raise ValueError("a header is there twice")  # uvicorn replies to a parser error with a 400
+            raise ValueError("a header is there twice")  # uvicorn replies to an error of the parser with 400
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -338,18 +338,18 @@ class _Protocol(HttpToolsProtocol):
         if self.pipeline:
             super().on_response_complete()
             return
-        # These are uvicorn's own steps after a reply, without the start of a keep-alive timer.
+        # These are uvicorn's own steps after a reply, without its keep-alive timer.
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
-        self.cycle.body = bytearray()  # this line frees the part of the body that the application did not read
+        self.cycle.body = bytearray()  # frees the part of the body that the application has not read
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
     def handle_websocket_upgrade(self) -> None:
-        if self._busy:  # a pipelined request waits until the earlier reply is complete
+        if self._busy:  # an earlier request on this connection has no reply yet
             self.transport.abort()
             return
         if self._timer is not None:
@@ -361,7 +361,7 @@ class _Protocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self.limit.leave(self)
-        self.pipeline.clear()  # pipelined requests can no longer get a reply
+        self.pipeline.clear()  # requests sent ahead can no longer get a reply
         super().connection_lost(exc)
         if (cycle := self._answered) is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -370,14 +370,14 @@ class _Protocol(HttpToolsProtocol):
 
     @property
     def _busy(self) -> bool:
-        """True while a request is being answered."""
+        """True while the current request has no complete reply."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _check_later(self) -> None:
         self._timer = self.loop.call_later(self._timeouts.head / 2, self._check)
 
     def _check(self) -> None:
-        """Close the connection if one of its timeouts has passed."""
+        """Close the connection if one of its timeouts is over."""
         now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
         if (self._pieces, unsent) != self._seen:
             self._seen, self._moved = (self._pieces, unsent), now
@@ -387,7 +387,7 @@ class _Protocol(HttpToolsProtocol):
         elif not self._busy:
             overdue = now >= self._due
         else:
-            # Silence counts only while the server reads a body. It does not count when the whole body has arrived or
+            # A silent client is too late only while the server reads the body, not when the whole body has arrived or
             # reading is paused.
             reads = self.cycle.more_body and not self.pipeline and not self.flow.read_paused
             overdue = reads and still >= self._timeouts.head
@@ -398,12 +398,11 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _WebSocket(WebSocketsSansIOProtocol):
-    """uvicorn's protocol of a WebSocket, with the limits of this module.
+    """uvicorn's protocol for a WebSocket, with the limits of this module.
 
-    The next message is read only when the application has received the previous message. This class does not detect
-    silence: the application does, with heartbeats instead of pings. Received data is parsed in pieces, and other
-    connections are served between two pieces, because the parser, which is Python code, may take 0.3 s for the data of
-    one read.
+    The next message is read only after the application has received the previous one. There is no timeout for a silent
+    client here, because the application sends heartbeats. Received data is parsed in pieces, and other connections are
+    served between two pieces. The parser is Python code and may take 0.3 s for the data of a single read.
     """
 
     def __init__(self, *args: Any, timeouts: Timeouts, limit: ConnectionLimit, **fields: Any) -> None:
@@ -447,19 +446,19 @@ class _WebSocket(WebSocketsSansIOProtocol):
         if self.curr_msg_data_type == "text":
             try:
                 b"".join(self.frames).decode()
-            except UnicodeDecodeError:  # caught, because uvicorn would log a traceback
+            except UnicodeDecodeError:  # uvicorn would log a traceback
                 self.transport.abort()
                 return
         super().send_receive_event_to_app()
 
     def handle_cont(self, event: Any) -> None:
         super().handle_cont(event)
-        if len(self.frames) > MAX_FRAGMENTS:  # frames are counted, because many frames may be empty and have no bytes
+        if len(self.frames) > MAX_FRAGMENTS:  # frames are counted, because empty frames have no bytes to count
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Close the connection in `unread` seconds, unless the client reads again. Called when the client has stopped
-        reading."""
+        """Called when the client has stopped reading. Closes the connection after `unread` seconds, unless the client
+        reads again by then."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._timeouts.unread, self.transport.abort)
 
@@ -471,7 +470,7 @@ class _WebSocket(WebSocketsSansIOProtocol):
     def handle_ping(self) -> None:
         if self.writable.is_set():
             super().handle_ping()
-        else:  # pongs would pile up, because the client does not read
+        else:  # the client does not read, so pongs would pile up
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -482,21 +481,21 @@ class _WebSocket(WebSocketsSansIOProtocol):
 
 
 def disconnect_of(scope: Scope) -> Disconnect:
-    """Return the request's `Disconnect`. Raises KeyError if the application runs in another server."""
+    """Return the `Disconnect` of a request. Raises KeyError if another server runs the application."""
     found: Disconnect = scope["extensions"][DISCONNECT]
     return found
 
 
 def claim(scope: Scope, owner: str, *, keep: bool = False) -> None:
-    """Set the owner of a request's connection, for the `ConnectionLimit`. If `keep` is True, the server does not close
-    this connection in favour of a new connection until the reply is complete. Has no effect on WebSockets."""
+    """Set the owner of a request's connection; see `ConnectionLimit`. If `keep` is True, the connection is not closed
+    to make room for others until the reply is complete. Has no effect on WebSockets."""
     connection: _Protocol | None = scope.get("extensions", {}).get(CONNECTION)
     if connection is not None:
         connection.limit.claim(connection, owner, keep=keep)
 
 
 async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
-    """Await the work. If the client disconnects first, cancel the work and return without an error."""
+    """Await `work`. If the client disconnects first, cancel `work` and return without an error."""
     worker = asyncio.current_task()
     assert worker is not None
     disconnect = disconnect_of(scope)
@@ -512,8 +511,8 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
 
 
 def _address(client: tuple[str, int] | None) -> str:
-    """Return the owner of an unclaimed connection: the client's IPv4 address or IPv6 network. One client may have all
-    2**64 addresses of an IPv6 network."""
+    """Return the owner of an unclaimed connection: the client's IPv4 address, or its IPv6 network, because one client
+    may have all 2**64 addresses of the network."""
     if client is None:
         return ""
     host = client[0].partition("%")[0]
@@ -524,12 +523,12 @@ def _address(client: tuple[str, int] | None) -> str:
 
 @contextlib.contextmanager
 def noting_refusals(failures: Failures) -> Iterator[None]:
-    """While the block runs, note in `failures` when connections cannot be accepted because descriptors or memory have
-    run out. The failure is cleared when no attempt to accept a connection has failed for ACCEPT_SECONDS.
+    """While the block runs, record in `failures` when connections cannot be accepted because file descriptors or memory
+    have run out. The failure is cleared when no attempt to accept has failed for ACCEPT_SECONDS.
 
-    asyncio tries again every second, and calls the loop's exception handler up to ACCEPTED_AT_ONCE times for each try.
-    The default handler would log a traceback for each call, whereas `failures` limits the log lines. (uvloop keeps a
-    spare descriptor, with which it accepts and closes the connection.)
+    asyncio tries again every second, and each time calls the loop's exception handler up to ACCEPTED_AT_ONCE times. The
+    default handler would log a traceback for each call; `failures` limits the log lines. (uvloop keeps a spare
+    descriptor, with which it accepts such a connection and closes it.)
     """
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
@@ -563,9 +562,9 @@ def server_settings(
     websockets: int = 0,
     tls: ssl.SSLContext | None = None,
 ) -> uvicorn.Config:
-    """Return the settings of a server that runs in the caller's event loop until the caller ends the server.
-    `connections` is the maximum number of connections at once; `websockets` the maximum bytes of a message, or 0 for a
-    server without WebSockets."""
+    """Return the settings of a server that runs in the caller's event loop. `connections` is the maximum number of open
+    connections. `websockets` is the maximum number of bytes of a WebSocket message, or 0 for a server without
+    WebSockets."""
     limit = ConnectionLimit(connections)
     return uvicorn.Config(
         application,
@@ -580,7 +579,7 @@ def server_settings(
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        # Asyncio's limit of connections accepted at once; `api.gateway_server` sets the kernel's BACKLOG.
+        # asyncio accepts this number of connections at once. `api.gateway_server` sets BACKLOG, the kernel's queue.
         backlog=ACCEPTED_AT_ONCE,
         server_header=False,
         date_header=False,

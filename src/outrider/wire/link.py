@@ -1,9 +1,9 @@
 """One end of a connection between a service and a worker or node. Sends messages in order, receives one message at a
 time, and sends heartbeats.
 
-The module does not interpret messages and does not depend on the transport. Its callers set the intervals of heartbeats
-and silence. Invariants: when either end has closed the connection, or the peer was silent for too long, `run` returns
-and leaves no task running. Nothing is sent after a close.
+The module does not interpret messages and works with any `Socket`. Its callers set the heartbeat interval and the
+maximum silence of the peer. Invariants: when either end closes the connection, or the peer is silent for too long,
+`run` returns and leaves no task running. Nothing is sent after a close.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from outrider.wire.link_protocol import Beat, Close, Nonsense, close_reason, enc
 In = TypeVar("In")
 
 CROWDED = 16 << 20
-"""`room` does not return while more than this number of bytes wait to be sent."""
+"""`room` waits while more than this number of bytes are queued for sending."""
 MAX_WAITING = 256 << 20
-"""If more than this number of bytes wait when another message is sent, the peer reads too slowly, and the connection is
-closed."""
+"""If more than this number of bytes are queued when another message is sent, the peer reads too slowly, and the
+connection is closed."""
 
 
 class Disconnected(Exception):
-    """The connection has ended. `code` is one of the following:
-    - the peer's WebSocket close code
+    """The connection has ended. `code` is one of these:
+    - the WebSocket close code that the peer sent
     - a code of `Close`, if this side has ended the connection
-    - the HTTP status of a refused handshake
-    - 1006, if there is no other code"""
+    - the HTTP status with which the peer refused the connection
+    - 1006 otherwise"""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(f"{reason or 'connection lost'} ({code})")
@@ -42,10 +42,10 @@ class Disconnected(Exception):
 
 
 class Socket(Protocol):
-    """Sends and receives whole messages over a transport that can break. `send` and `receive` raise Disconnected.
+    """Sends and receives whole messages over a connection that can break. `send` and `receive` raise Disconnected.
 
-    A socket that sends messages in pieces sets two times, by the event loop's clock: `last_arrival` when a piece
-    arrives from the peer, and `taken` when the peer acknowledges a piece. For other sockets both stay 0.
+    Some sockets send a message in pieces. They set `last_arrival` when a piece arrives, and `taken` when the peer
+    acknowledges a piece. Both are times of the event loop's clock, and stay 0 for other sockets.
     """
 
     last_arrival: float = 0.0
@@ -57,11 +57,12 @@ class Socket(Protocol):
 
 
 class Link(Generic[In]):
-    """One end of a connection, with its send queue, its heartbeats, and the detection of silence.
+    """One end of a connection: its send queue, its heartbeats, and the check that the peer is not silent.
 
-    `heartbeat` is the maximum number of seconds without a message to the peer, `silence` the maximum without a message
-    from the peer. `silence` may be changed while the link runs. `stranger` is True if the peer runs on another machine.
-    The cost of decoding a message from such a peer is counted before the message is decoded (`decoding.py`).
+    `heartbeat`: the maximum number of seconds between two messages to the peer.
+    `silence`: the maximum number of seconds between two messages from the peer. May be changed while the link runs.
+    `stranger`: True if the peer runs on another machine. Its messages are checked before they are decoded
+        (`decoding.py`).
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class Link(Generic[In]):
         self._wake.set()
 
     async def room(self) -> None:
-        """Return once at most `CROWDED` bytes wait to be sent, or once `close` was called."""
+        """Wait until at most CROWDED bytes are queued for sending, or until `close` is called."""
         await self._spacious.wait()
 
     def close(self, code: Close, reason: str) -> None:
-        """End the connection. Messages not sent yet are dropped."""
+        """End the connection. Queued messages are dropped."""
         if self._close is None:
             self._close = Disconnected(code, close_reason(reason))
             self._waiting.clear()
@@ -123,9 +124,9 @@ class Link(Generic[In]):
     async def run(
         self, handle: Callable[[In], None], *, ready: Callable[[], Awaitable[object]] | None = None
     ) -> Disconnected:
-        """Send and receive until the connection ends. Returns the code and the reason of the end. `handle` is called
-        with each message except heartbeats; if it raises Nonsense, the connection is closed. `ready` is awaited before
-        each message is read: until `ready` returns, the peer must wait, and its silence does not count."""
+        """Send and receive until the connection ends. Returns why it has ended. `handle` is called with each message
+        except heartbeats; if it raises Nonsense, the connection is closed. `ready` is awaited before each message is
+        read. Until it returns, the peer is not expected to send."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._write(), name="link writer"),
@@ -182,18 +183,18 @@ class Link(Generic[In]):
             except Nonsense as error:
                 self.close(Close.NONSENSE, str(error))
             if self._close is not None:
-                # The writer ends the connection after it has sent the close frame; `run` then cancels this wait.
+                # Wait here: the writer sends the close frame, and then `run` cancels this task.
                 await asyncio.Event().wait()
 
     async def _watch(self) -> Disconnected:
-        """Send heartbeats, and end a connection on which nothing arrives or nothing can be sent. One task checks both
-        at intervals, because a timeout for each message would cost a sixth of the time to process the message."""
+        """Send heartbeats, and end the connection if the peer sends nothing or reads nothing. This task checks at
+        intervals, because a timeout for each message would take a sixth of the time that the message itself takes."""
         while True:
             pause = min(self._heartbeat / 2, self.silence / 4)
             due = self._clock() + pause
             await asyncio.sleep(pause)
             now = self._clock()
-            if now - due > pause:  # this process was blocked, so messages of the peer may be unread
+            if now - due > pause:  # this process was blocked, so messages from the peer may wait unread
                 self._last_arrival = now
             if self._sending_since is not None and now - max(self._sending_since, self._socket.taken) >= self.silence:
                 return Disconnected(Close.SILENT, "the peer reads nothing")

@@ -1,4 +1,4 @@
-"""Parts shared by all links' protocols: close codes and reasons, heartbeats, and the MessagePack encoder."""
+"""What the protocols of all links share: close codes and reasons, heartbeats, and the MessagePack encoder."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import IntEnum
 import msgspec
 
 MAX_REASON = 120
-"""Maximum bytes of a close reason; WebSocket allows 123."""
+"""Maximum number of bytes of a close reason. WebSocket allows 123."""
 
 encode = msgspec.msgpack.Encoder().encode
 
 
 class Close(IntEnum):
-    """Reasons for closing a connection. Workers reconnect after REPLACED, SILENT and WebSocket's own codes. After
-    NONSENSE, CONFLICT, REMOVED and PROTOCOL a worker gives up, because it would be refused again. For nodes, see
+    """Codes for closing a connection. After REPLACED, SILENT and WebSocket's own codes, a worker connects again. After
+    NONSENSE, CONFLICT, REMOVED and PROTOCOL it gives up, because the service would refuse it again. For nodes, see
     `FINAL` in nodes/dialling.py."""
 
     LEFT = 1000  # the worker or node has left for good
@@ -27,13 +27,13 @@ class Close(IntEnum):
 
 
 class Nonsense(Exception):
-    """The peer sent a message that the protocol does not allow. The text of the error becomes the close reason."""
+    """The peer sent a message that the protocol does not allow. The error's text becomes the close reason."""
 
 
 class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """A heartbeat, sent by a side that has sent no other message for some seconds."""
+    """A heartbeat. A side sends it when it has sent nothing else for some seconds."""
 
 
 def close_reason(text: str) -> str:
-    """Return the text, cut to MAX_REASON bytes."""
+    """Cut a text to MAX_REASON bytes."""
     return text.encode()[:MAX_REASON].decode(errors="ignore")

@@ -1,5 +1,5 @@
-"""Sends whole messages over a Unix socket between two processes of one machine. Each frame is preceded by its length
-(four bytes, little-endian)."""
+"""Sends whole messages over a Unix socket between two processes of one machine. Before each message come four bytes
+with its length (little-endian)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUFFER = 1 << 20
 
 
 class Pipe(Socket):
-    """A socket over a stream. A peer that sends a frame of more than `max_frame` bytes is disconnected."""
+    """A `Socket` over a stream. If the peer sends a message of more than `max_frame` bytes, the connection ends."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_frame: int) -> None:
         self._reader = reader
@@ -23,7 +23,7 @@ class Pipe(Socket):
 
     @classmethod
     async def over(cls, end: socket.socket, max_frame: int) -> Self:
-        """Make a pipe over one end of a socket pair. The pipe owns this end, and closes it."""
+        """Make a pipe from one end of a socket pair. The pipe owns this end and closes it."""
         return cls(*await asyncio.open_unix_connection(sock=end, limit=BUFFER), max_frame)
 
     async def send(self, frame: bytes) -> None:
@@ -31,7 +31,7 @@ class Pipe(Socket):
             self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "little"))
             self._writer.write(frame)
             await self._writer.drain()
-        except (OSError, RuntimeError) as error:  # for a closed transport, uvloop raises RuntimeError
+        except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError if the transport is closed
             raise Disconnected(1006, str(error)) from error
 
     async def receive(self) -> bytes:
@@ -47,5 +47,5 @@ class Pipe(Socket):
         self._writer.close()
 
     def abort(self) -> None:
-        """Close the socket at once. Data that was not sent yet is dropped."""
+        """Close the socket at once, and drop unsent data."""
         self._writer.transport.abort()

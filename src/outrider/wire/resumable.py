@@ -1,8 +1,8 @@
-"""A socket that outlives its connections: frames that have not arrived are sent again over the next connection.
+"""A socket that survives broken connections: data that has not arrived is sent again over the next connection.
 
-`dialling.py` and `joined.py` pass each new connection to `carry`. Invariants: every frame arrives whole, once and in
-order, however often the connection breaks. Memory is bounded even if a peer acknowledges nothing or never stops
-sending.
+`dialling.py` and `joined.py` pass each new connection to `carry`. Invariants: every frame (one message) arrives whole,
+once and in order, however often the connection breaks. Memory is bounded even if the peer acknowledges nothing or never
+stops sending.
 """
 
 from __future__ import annotations
@@ -15,38 +15,41 @@ from outrider.wire.link import Disconnected, Socket
 from outrider.wire.link_protocol import Close
 
 PIECE = 256 << 10
-"""Frames are sent in pieces of this number of bytes, because a frame may be longer than the longest message of a
-connection, and because each piece shows that a slow connection is alive."""
+"""Frames are sent in pieces of this number of bytes. A connection limits the length of its messages, and on a slow
+connection each piece shows that the peer is alive."""
 HEADER = 9
-"""Number of bytes of each piece's header. The first byte is 1 if more of the frame follows. Then follows the number of
-pieces that the sender has received (uint64, little-endian). Acknowledgements travel only in these headers, so both ends
-must send from time to time."""
+"""Number of bytes before each piece. The first byte is 1 if the frame continues in the next piece. The other eight are
+the number of pieces that the sender has received so far (little-endian). There are no other acknowledgements, so both
+ends must send from time to time."""
 
 MAX_UNACKNOWLEDGED = 64 << 20
-"""While more than this number of bytes are not acknowledged by the peer, `send` waits."""
+"""`send` waits while more than this number of bytes are unacknowledged."""
 MAX_UNREAD = 64 << 20
-"""While complete frames of more than this number of bytes wait for `receive`, nothing is read from the connection."""
+"""While frames with more than this number of bytes wait for `receive`, nothing is read from the connection."""
 FRAME_COST = 256
-"""Bytes counted for an unread frame in addition to its length."""
+"""Bytes counted for a waiting frame in addition to its length."""
 
-# Reasons for the end of a connection. Each use makes a new exception, because a raised exception keeps alive the frames
-# of its traceback and their sockets.
+# Reasons for the end of a connection. Each use creates a new exception, because a raised exception keeps its traceback
+# alive, and with it the sockets of the traceback's frames.
 REPLACED = partial(Disconnected, 1006, "another connection has replaced this connection")
 NO_PIECE = partial(Disconnected, Close.NONSENSE, "no piece of this protocol")
 NOT_SENT = partial(Disconnected, Close.NONSENSE, "it acknowledges what was never sent")
 
 
 class ResumableSocket(Socket):
-    """A socket over one connection after another. `received` is the number of pieces received over all connections, to
-    be sent to the peer when the next connection begins. `most` is the maximum number of bytes of a frame from the peer.
-    While the frames that wait for `receive` have more than `most_unread` bytes, no more pieces are read."""
+    """A socket that uses one connection after another.
+
+    `received`: the number of pieces received so far, over all connections. The peer needs it when the next connection
+        begins.
+    `most`: the maximum number of bytes of a frame from the peer.
+    `most_unread`: while frames with more than this number of bytes wait for `receive`, no more pieces are read."""
 
     def __init__(self, most: int, *, most_unread: int = MAX_UNREAD) -> None:
         self.received = 0
         self.last_arrival = 0.0
-        """The event loop's time when the last piece arrived."""
+        """When the last piece arrived, by the event loop's clock."""
         self.taken = 0.0
-        """The event loop's time when the peer last acknowledged a piece."""
+        """When the peer last acknowledged a piece, by the event loop's clock."""
         self._most = most
         self._most_unread = most_unread
         self._unacknowledged: deque[tuple[bool, bytes]] = deque()
@@ -72,8 +75,8 @@ class ResumableSocket(Socket):
         self._close: tuple[int, str] | None = None
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame. If the connection breaks before the peer has acknowledged the frame, the next connection sends
-        the missing pieces again. Waits while too many bytes are unacknowledged."""
+        """Queue a frame. Waits while too many bytes are unacknowledged. If the connection breaks, the next connection
+        sends again all pieces that the peer has not received."""
         while self._unacknowledged_bytes > MAX_UNACKNOWLEDGED and not self._ended:
             self._changed.clear()
             await self._changed.wait()
@@ -91,27 +94,27 @@ class ResumableSocket(Socket):
         return frame
 
     async def close(self, code: int, reason: str) -> None:
-        """Close the socket for good. Frames not yet written are dropped."""
+        """Close the socket for good. Frames that are still queued are dropped."""
         self._close = code, reason
         self._to_write.set()
 
     def end(self, how: Disconnected) -> None:
-        """End the socket: no other connection follows, and `receive` raises `how`."""
+        """Mark the socket as ended. No other connection follows, and `receive` raises `how`."""
         self._ended = True
         self._changed.set()
         self._frames.put_nowait(how)
 
     def take_over(self) -> asyncio.Event:
-        """Detach the earlier connections: they send and receive nothing more, so `received` does not change until
-        `carry` is called. The caller must send `received` to the peer, and then call `carry` with the returned
+        """Detach the current connection. From now on it neither sends nor receives, so `received` does not change
+        until `carry` is called. The caller must send `received` to the peer, and then call `carry` with the returned
         event."""
         self._replaced.set()
         self._replaced = asyncio.Event()
         return self._replaced
 
     async def carry(self, socket: Socket, arrived: int, replaced: asyncio.Event) -> Disconnected:
-        """Send and receive over a connection until the connection ends or is `replaced`. Returns the reason for the
-        end. `arrived` is the number of pieces received by the peer."""
+        """Send and receive over a connection until it ends, or until another one replaces it (`replaced`). Returns the
+        reason. `arrived` is the number of pieces that the peer has received."""
         if replaced.is_set():
             return REPLACED()
         if not self._acknowledge(arrived):
@@ -133,7 +136,7 @@ class ResumableSocket(Socket):
         try:
             while True:
                 await self._to_write.wait()
-                if replaced.is_set():  # a newer connection writes the remaining pieces
+                if replaced.is_set():  # the new connection writes the remaining pieces
                     return REPLACED()
                 self._to_write.clear()
                 while self._close is None and self._written - self._acknowledged < len(self._unacknowledged):
@@ -157,8 +160,8 @@ class ResumableSocket(Socket):
                 return end
             if replaced.is_set():
                 return REPLACED()
-            # Only the last piece of a frame may be shorter than PIECE, because many tiny pieces would take far more
-            # memory than their bytes.
+            # Only the last piece of a frame may be shorter than PIECE, because tiny pieces need far more memory than
+            # their bytes.
             more = len(piece) >= HEADER and piece[0] != 0
             if len(piece) < HEADER or (more and len(piece) != HEADER + PIECE) or len(piece) > HEADER + PIECE:
                 return NO_PIECE()
@@ -181,8 +184,8 @@ class ResumableSocket(Socket):
                 self.last_arrival = asyncio.get_running_loop().time()
 
     def _acknowledge(self, arrived: int) -> bool:
-        """Record that the peer has received `arrived` pieces. Returns False if this side has never written so many
-        pieces."""
+        """Record that the peer has received `arrived` pieces. Returns False if this side has never written that
+        many."""
         if arrived > self._ever_written:
             return False
         before = self._acknowledged

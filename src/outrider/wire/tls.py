@@ -1,6 +1,6 @@
-"""TLS settings of both ends: the service's certificate, and the authorities accepted by clients.
+"""TLS settings for both ends: the certificate of the service, and the certificate authorities that a client accepts.
 
-Invariant: a client always verifies the certificate and the name of the service.
+Invariant: a client always verifies the service's certificate and name.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 from outrider.errors import InvalidField
 
 if TYPE_CHECKING:
-    import ssl  # imported inside functions, because some programs that import Outrider cannot load OpenSSL
+    import ssl  # some programs that import Outrider cannot load OpenSSL, so functions import it
 
 
 def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """Return the TLS context of a server with a certificate and its key, both PEM files. If `key` is None, the key is
-    in the certificate's file. Raises InvalidField if the files cannot be loaded."""
+    """Return the TLS context of a server. `certificate` and `key` are PEM files; with `key` None, the first file also
+    has the key. Raises InvalidField if the files cannot be loaded."""
     import ssl
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # Without a password OpenSSL would prompt for the password of an encrypted key on the terminal.
+        # If the key is encrypted and there is no password, OpenSSL asks for the password on the terminal.
         context.load_cert_chain(certificate, key, password="")
-    except OSError as error:  # SSLError is an OSError
+    except OSError as error:  # includes SSLError
         raise InvalidField(
             f"cannot serve with {certificate} and {key or 'the key in it'}: {error.strerror or error}",
             field="tls.certificate",
@@ -33,9 +33,9 @@ def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
 
 
 def trusting(ca: str | None) -> ssl.SSLContext | None:
-    """Return the TLS context of a client that accepts only the authorities in the PEM file `ca`. Returns None if `ca`
-    is None: the client accepts the authorities installed on this machine. Raises InvalidField if the file cannot be
-    loaded."""
+    """Return the TLS context of a client that accepts only the certificate authorities in the PEM file `ca`. If `ca` is
+    None, returns None, and the client accepts the authorities installed on this machine. Raises InvalidField if the
+    file cannot be loaded."""
     if ca is None:
         return None
     import ssl
@@ -49,7 +49,7 @@ def trusting(ca: str | None) -> ssl.SSLContext | None:
 
 
 def trusting_this_machine() -> ssl.SSLContext:
-    """Return the TLS context of a client that accepts the authorities installed on this machine."""
+    """Return the TLS context of a client that accepts the certificate authorities installed on this machine."""
     import ssl
 
     return ssl.create_default_context()

@@ -1,2 +1,2 @@
-"""Adapters for engine servers. vLLM, SGLang and OpenAI-compatible servers have one module each. The adapters share the
-other modules."""
+"""Adapters for engine servers: one module each for vLLM, SGLang, OpenAI-compatible servers, ProRL's servers and verl's
+workers. The other modules are shared by several adapters."""

@@ -1,7 +1,7 @@
 """Writes token ids as JSON by table lookup. Each id takes 8 bytes: seven characters, padded with spaces, and a comma.
 
-Every turn sends a long prompt, and table lookup takes half the time of converting each number to digits. Invariant: the
-ids of a long prompt are written once, into the bytes that are sent.
+Every turn sends a long prompt. Table lookup takes half the time of converting each number to digits. Invariant: the ids
+of a long prompt are written once, directly into the bytes that are sent.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from outrider.trajectory import Ids
 
 DIGITS = 7
 TABLED = 1 << 20
-"""Prompts with an id of this value or more are written by the JSON encoder instead of table lookup. Vocabularies are
-smaller, and a larger table would take much time and memory."""
+"""If a prompt contains an id of at least this value, the JSON encoder writes the prompt and the table is not used.
+Vocabularies are smaller than this, and a larger table would take much time and memory."""
 SHORT = 4096
-"""A prompt of fewer ids is written by the JSON encoder, because table lookup is not faster for short prompts."""
+"""The JSON encoder writes prompts of fewer ids than this, because table lookup is not faster for short prompts."""
 
 
 def body_with_ids(body: Mapping[str, Any], name: str, ids: Ids) -> list[bytes | memoryview]:
-    """Return `body` as JSON in consecutive pieces. The ids are added as the last field, with the key `name`. `body`
-    must not be empty."""
+    """Return `body` as JSON, in pieces to be sent one after another. The ids become its last field, with the key
+    `name`. `body` must not be empty."""
     return [orjson.dumps(body)[:-1], b',"%s":' % name.encode(), ids_json(ids), b"}"]
 
 
 def ids_json(ids: Ids) -> bytes | memoryview:
-    """Return the ids as a JSON array, which may contain spaces."""
+    """Return the ids as a JSON array. It may contain spaces."""
     if len(ids) < SHORT or int(ids.min()) < 0 or (largest := int(ids.max())) >= TABLED:
         return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
     written = np.empty(len(ids) + 1, dtype=np.uint64)
@@ -44,8 +44,8 @@ def ids_json(ids: Ids) -> bytes | memoryview:
 
 @functools.cache
 def _table(bits: int) -> npt.NDArray[np.uint64]:
-    """Return the JSON text of each id below 2**bits, as uint64 of shape (2**bits,). Each text has eight bytes: blanks,
-    the digits, and a comma."""
+    """Return the JSON text of every id below 2**bits, as uint64 of shape (2**bits,). The eight bytes of a text are
+    spaces, the digits, and a comma."""
     numbers = np.arange(1 << bits)
     characters = np.full((len(numbers), DIGITS + 1), ord(" "), dtype=np.uint8)
     characters[:, DIGITS] = ord(",")

@@ -1,8 +1,8 @@
-"""The adapter for any OpenAI-compatible server. It sends messages to `/v1/chat/completions` and streams the reply.
+"""The adapter for any OpenAI-compatible server. It sends messages to `/v1/chat/completions`, and reads a stream.
 
-The server renders the messages, so ids are available only if the server reports them, as vLLM does. A reply without ids
-is text, and never used for training. An SGLang server refuses to report ids in a stream, so attach it as kind `sglang`.
-Invariant: ids are passed on only with exactly one log-probability for each id.
+The server renders the messages, so token ids are known only if the server reports them, as vLLM does. A reply without
+ids is text, and is never used for training. SGLang servers refuse to report ids in a stream, so attach them as kind
+`sglang`. Invariant: ids are passed on only with exactly one log-probability for each id.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
 ROUTE = "/v1/chat/completions"
 LARGE_IMAGE = 256 << 10
-"""A request with an image of more than this many bytes is encoded in a thread, because the encoding as base64 and JSON
+"""A request with an image of more than this many bytes is encoded in a thread, because encoding it as base64 and JSON
 would block the event loop."""
 _OPENAI_ALTERS = ("presence_penalty", "frequency_penalty", "logit_bias")
 _OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA, ConstraintKind.TOOL_CALLS})
@@ -50,10 +50,10 @@ _OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON
 class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
     """The options of an OpenAI-compatible server.
 
-    - `ids`: if False, requests have only fields of OpenAI's own API, and the replies are text.
+    - `ids`: if False, requests contain only fields of OpenAI's own API, and replies are text.
     - `logprobs_mode`: the `--logprobs-mode` of a vLLM server.
-    - `nemo_rl`: the server is one of NeMo RL's vLLM workers. These list no models, and replace the beginning of a
-      prompt by `required_prefix_token_ids`."""
+    - `nemo_rl`: the server is a vLLM worker of NeMo RL, which lists no models, and replaces the beginning of a prompt
+      by `required_prefix_token_ids`."""
 
     ids: bool = True
     nemo_rl: bool = False
@@ -105,8 +105,8 @@ _EVENTS = msgspec.json.Decoder(_Event)
 
 
 class OpenAIEngine:
-    """Implements `ChatEngine` over one server. `mode` is CAPTURE if ids are requested, otherwise TEXT. If a reply has
-    no ids, the `output_ids` of its last chunk are None."""
+    """Implements `ChatEngine` with one server. `mode` is CAPTURE if ids are requested, otherwise TEXT. If a reply has
+    no ids, `output_ids` of its last chunk is None."""
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
         own = read_options(OpenAIOptions, options.options)
@@ -139,7 +139,7 @@ class OpenAIEngine:
         reply = _ChatReader(self.name, request, self.versions.served, capture=self.mode is TokenMode.CAPTURE)
         try:
             model = self._model
-            if not model:  # the options name no model, so the server's first model is used
+            if not model:  # the options name no model, so use the server's first one
                 model = self._model = served_model(await self._http.get("/v1/models"), None, self.name).id
             if any(part.size > LARGE_IMAGE for message in request.messages for part in images_in(message)):
                 body = await asyncio.to_thread(lambda: orjson.dumps(self._body(request, model)))
@@ -176,7 +176,7 @@ class OpenAIEngine:
         return ModelCard(self._model or "", max_model_len=context if isinstance(context, int) else None)
 
     async def set_version(self, version: int) -> None:
-        """Record the version of the server's weights. Replies that do not report a version get this version."""
+        """Record the version of the server's weights. A reply that reports no version gets this version."""
         self.versions = self.versions.with_version(version, 0)
 
     def _body(self, request: ChatRequest, model: str) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class OpenAIEngine:
 
 
 class _ChatReader:
-    """Reads one streamed reply event by event. `last` returns the chunk with the whole reply."""
+    """Reads a streamed reply event by event. `last` then returns the last chunk, which has the whole reply."""
 
     def __init__(self, engine: str, request: ChatRequest, version: int, *, capture: bool) -> None:
         self._engine = engine
@@ -254,8 +254,8 @@ class _ChatReader:
         choice = event.choices[0]
         delta, ids = choice.delta, choice.token_ids or []
         self._ids += ids
-        # Ids and tool calls are stored until the reply's end. Their size is limited, because an endless reply would
-        # fill the memory.
+        # Ids and tool calls are stored until the end of the reply. Their size is limited, because an endless reply
+        # would fill the memory.
         written = sum(len(call.function.arguments or "") + 1 for call in delta.tool_calls or [])
         self._size += written + len(ids)
         if self._size > max_characters(self._sampling):
@@ -276,7 +276,7 @@ class _ChatReader:
 
     def last(self) -> ChatChunk:
         """Return the last chunk, with the whole reply. Raises EngineUnavailable if the stream ended without a finish
-        reason, and EngineMisbehaved if log-probabilities are missing or version spans do not cover the reply
+        reason. Raises EngineMisbehaved if log-probabilities are missing, or if the version spans do not cover the reply
         exactly."""
         if self._finish is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the reply's end")
@@ -303,7 +303,8 @@ class _ChatReader:
 
 
 class _PartialCall:
-    """A tool call assembled from its deltas. The first delta has the name, and later deltas append to the arguments."""
+    """A tool call that arrives in several deltas. The first delta has the name; later deltas add text to the
+    arguments."""
 
     def __init__(self) -> None:
         self._id: str | None = None
@@ -320,8 +321,8 @@ class _PartialCall:
 
 
 def _constraint(constraint: Constraint) -> dict[str, Any]:
-    """Return the request fields for a constraint. OpenAI has fields for JSON and for tool calls. The other kinds of
-    constraint use vLLM's field `structured_outputs`."""
+    """Return the request fields for a constraint. JSON and tool calls use fields of OpenAI's API. Other constraints use
+    vLLM's field `structured_outputs`."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"response_format": {"type": "json_object"}}
@@ -335,8 +336,8 @@ def _constraint(constraint: Constraint) -> dict[str, Any]:
 
 
 def written_message(message: Message, *, reasoning: bool) -> dict[str, Any]:
-    """Return a message in OpenAI's format. If `reasoning` is True, the model's reasoning is added as
-    `reasoning_content`: OpenAI has no field for it, but servers that report ids read this one."""
+    """Return a message in OpenAI's format. With `reasoning`, the model's reasoning is added as `reasoning_content`.
+    OpenAI has no such field, but servers that report ids read it."""
     written = message_object(message)
     if message.parts:
         written["content"] = [*map(_part, message.parts)]

@@ -1,6 +1,6 @@
-"""Checks an engine's own options and its URL when the engine is constructed.
+"""Checks the options and the URL of an engine when the engine object is created.
 
-Invariant: a misspelled option raises InvalidField with the name of the option.
+Invariant: a misspelled option raises InvalidField with the option's name.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options that all engine servers have. `api_key` is sent as a bearer token; None sends no token."""
+    """The options of every engine server. `api_key` is sent as a bearer token; with None, no token is sent."""
 
     api_key: str | None = None
 
 
 def read_options(kind: type[T], values: dict[str, Any]) -> T:
-    """Convert option values to the struct `kind`. Raises InvalidField for an unknown name or a wrong type."""
+    """Convert option values to a struct of type `kind`. Raises InvalidField for an unknown name or a wrong type."""
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
@@ -32,8 +32,8 @@ def read_options(kind: type[T], values: dict[str, Any]) -> T:
 
 
 def server_url(options: EngineOptions) -> str:
-    """Return the server's base URL without a trailing slash or `/v1`. Raises InvalidField if the URL is missing, or is
-    not a valid http or https URL."""
+    """Return the server's base URL without a trailing slash or `/v1`. Raises InvalidField if it is missing or is not a
+    valid http or https URL."""
     url = (options.url or "").rstrip("/")
     try:
         parts = urlsplit(url)

@@ -1,7 +1,7 @@
-"""Converts policy versions to and from the format of the engines. An engine has a text label for its weights, and a
-reply may have a label for each span of tokens.
+"""Converts between policy versions and the text labels of engines. An engine labels its weights, and may report a label
+for each span of tokens in a reply.
 
-Invariant: the spans of a reply cover its output tokens, without gap or overlap.
+Invariant: the spans of a reply cover its output tokens without gap or overlap.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from outrider.trajectory import VersionSpan
 
 MAX_DIGITS = 10
 UNLABELLED = "default"
-"""The label that vLLM and SGLang report until a label is set. It stands for version 0, or for the version that was set
-for unlabelled weights."""
+"""The label that vLLM and SGLang report until a label is set. `unlabelled` in this module is the policy version that it
+stands for, by default 0."""
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
-    """A span in the engines' format: weights with the label `version` have sampled the output tokens [start, end)."""
+    """A span as engines report it: the weights labelled `version` have sampled the output tokens [start, end)."""
 
     version: str
     start: int
@@ -28,8 +28,8 @@ class LabelSpan(msgspec.Struct, frozen=True):
 
 
 def version_of(label: str, *, unlabelled: int = 0) -> int:
-    """Return the policy version for a label. `unlabelled` is the version for the label `UNLABELLED`. Raises
-    EngineMisbehaved for any other label that is not a decimal number of at most `MAX_DIGITS` digits."""
+    """Return the policy version for a label. The label UNLABELLED stands for version `unlabelled`. Any other label must
+    be a decimal number of at most MAX_DIGITS digits; otherwise raises EngineMisbehaved."""
     if label == UNLABELLED:
         return unlabelled
     if label.isascii() and label.isdecimal() and len(label) <= MAX_DIGITS:
@@ -47,8 +47,8 @@ def label_of(version: int) -> str:
 def spans_of(
     labels: Sequence[LabelSpan] | None, *, length: int, version: int, unlabelled: int = 0
 ) -> tuple[VersionSpan, ...]:
-    """Return the version spans of a reply of `length` tokens. These are the engine's spans or, if the engine sent none,
-    one span of `version`. `unlabelled` is the version for the label `UNLABELLED`.
+    """Return the version spans of a reply of `length` tokens. If the engine has sent no spans, return one span of
+    `version`. The label UNLABELLED stands for version `unlabelled`.
 
     Raises EngineMisbehaved if the engine's spans do not cover the reply exactly, or if a label is not a version.
     """

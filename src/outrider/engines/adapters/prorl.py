@@ -1,9 +1,9 @@
-"""The adapter for servers with ProRL Agent's token route. Also chooses the adapter for an address that a ProRL client
-registers.
+"""The adapter for servers with ProRL Agent's route for tokens. Also chooses the adapter for a server that a ProRL
+client registers.
 
-The route is `POST URL/generate` with `prompt_ids` and sampling parameters. The reply is one JSON object with
-`response_ids` and `logprobs`, so nothing is streamed. Invariant: ids are passed on only with exactly one
-log-probability for each id.
+The route is `POST URL/generate`. A request has `prompt_ids` and sampling parameters; the reply is one JSON object with
+`response_ids` and `logprobs`, not a stream. Invariant: ids are passed on only with exactly one log-probability for each
+id.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "logit_bias": {},
 }
-"""The sampling parameters that the route does not have, with the values that leave the sampling unchanged. Any other
+"""Sampling parameters that ProRL's route does not take, with the values that do not change the sampling. Any other
 value is refused."""
 
 
 class ProrlOptions(ServerOptions, frozen=True, kw_only=True):
     """The options of a server with ProRL's token route. `logprobs_mode` is the kind of the server's log-probabilities,
-    as vLLM names it. `context_tokens` is the length of the model's context, which the server does not report."""
+    in vLLM's words. `context_tokens` is the length of the model's context, which such a server does not report."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     context_tokens: int | None = None
@@ -62,9 +62,9 @@ class _Reply(msgspec.Struct):
 
 
 class ProrlEngine:
-    """Implements `Engine` and `SetsVersion` over one server. The server has no routes for pauses and weights. So a
-    pause with mode "finish" waits for the generations in flight, and other modes are refused. The server does not
-    report the version of its weights, so a generation gets the version that was set last."""
+    """Implements `Engine` and `SetsVersion` with one server. The server has no routes for pausing or for weights. A
+    pause with mode "finish" therefore waits for the generations in flight, and the other modes are refused. Every
+    generation gets the policy version that was set last, because the server reports none."""
 
     mode = TokenMode.TOKENS
 
@@ -110,8 +110,8 @@ class ProrlEngine:
         yield Chunk(ids=[], logprobs=[], finish=finish, stop_match=match, versions=versions)
 
     def _body(self, sampling: SamplingParams) -> dict[str, Any]:
-        """Return the request body without the ids. Raises EngineRejected for a parameter that the route does not
-        have."""
+        """Return the request body without the ids. Raises EngineRejected for a sampling parameter that the route does
+        not take."""
         for name, neutral in NEUTRAL.items():
             if getattr(sampling, name) != neutral:
                 raise EngineRejected(
@@ -132,8 +132,8 @@ class ProrlEngine:
         return body
 
     async def health(self) -> EngineHealth:
-        """Report the server as healthy if it sends any reply with a status below 500, such as 404: ProRL's API has no
-        route for health."""
+        """Report the server as healthy if it sends any reply with a status below 500, such as 404, because ProRL's API
+        has no route for health."""
         try:
             await self._http.check("/health")
         except StatusFailure as failure:
@@ -160,23 +160,27 @@ class ProrlEngine:
 
 
 def _finish(ids: list[int], sampling: SamplingParams) -> tuple[FinishReason, int | None]:
-    """Return the reason why a generation ended, and the stop token if there is one. Both are derived from the ids,
-    because the reply does not report them."""
+    """Return why a generation ended, and its stop token or None. The reply does not report them, so they are derived
+    from the ids."""
     if ids and ids[-1] in sampling.stop_token_ids:
         return FinishReason.STOP, ids[-1]
     return (FinishReason.LENGTH if len(ids) >= sampling.max_tokens else FinishReason.STOP), None
 
 
 async def kind_of_server(address: str, *, api_key: str | None = None) -> str:
-    """Return the kind of engine for an address that a ProRL client registers. The kind is `vllm` or `sglang` if every
-    model in the server's list has this value as `owned_by`. Otherwise it is `openai` if the address ends in `/v1`, and
-    `prorl` if not. Raises EngineUnavailable if no server answers, and InvalidField if the address is not a URL."""
+    """Return the kind of engine at an address that a ProRL client registers:
+
+    - `vllm` or `sglang`, if all models in the server's list have this value as `owned_by`.
+    - Otherwise `openai`, if the address ends in `/v1`.
+    - Otherwise `prorl`.
+
+    Raises EngineUnavailable if no server answers, and InvalidField if the address is not a URL."""
     http = HttpClient(address, server_url(EngineOptions(name=address, url=address)), api_key=api_key)
     await http.start()
     models: Any = None
     try:
         models = await http.get("/v1/models")
-    except (StatusFailure, EngineMisbehaved):  # the server has no list of models
+    except (StatusFailure, EngineMisbehaved):  # the server does not list its models
         pass
     finally:
         await http.close()

@@ -1,9 +1,10 @@
-"""Routers in front of engine servers: lists a router's workers, and sends orders (such as a pause) to each worker.
+"""Routers in front of engine servers. Lists the workers (servers) behind a router, and sends orders, such as a pause,
+to every worker.
 
-A router forwards a generation to one worker, or to two if prefill and decode are separate. A router forwards an order
-to at most one worker, so orders are sent to the workers directly. Tested with vllm-router 0.1.17 and sglang-router
-0.3.2. Invariant: when an order returns without an error, every listed worker that accepts connections has executed the
-order, and there is at least one such worker.
+A router passes a generation to one worker, or to two workers if they divide prefill and decode. It passes an order to
+at most one worker, so orders are sent to the workers directly. Tested with vllm-router 0.1.17 and sglang-router 0.3.2.
+Invariant: when an order returns without an error, every listed worker that accepts connections has carried it out, and
+there is at least one such worker.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class ListedWorker(msgspec.Struct, frozen=True):
 
     @property
     def server(self) -> str:
-        """The URL of the worker's server, without the rank at its end. If a server uses data parallelism, a router
-        lists each rank as a worker, such as `http://host:port@1`."""
+        """The URL of the worker's server. A router lists each rank of a data-parallel server as a worker, such as
+        `http://host:port@1`; here the rank (`@1`) is removed."""
         return _RANK.sub("", self.url).rstrip("/")
 
 
@@ -49,11 +50,11 @@ class _WorkerList(msgspec.Struct):
 
 
 class WorkersOutOfReach(EngineRejected):
-    """Raised if a router lists workers, but this service can connect to none of them."""
+    """A router lists workers, but this process can connect to none of them."""
 
 
 class Servers:
-    """The servers behind an engine's URL: all workers of a router, or the one server at the URL."""
+    """The servers behind an engine's URL: all workers if the URL is a router's, otherwise the server itself."""
 
     def __init__(self, engine: str, front: HttpClient, connect: Callable[[str], HttpClient]) -> None:
         self.routed = False
@@ -66,7 +67,7 @@ class Servers:
 
     @property
     def urls(self) -> list[str]:
-        """The URLs of the servers that receive orders, as found by the latest `find`."""
+        """The URLs of the servers to which orders, such as a pause, are sent. `find` updates them."""
         return list(self._workers) if self.routed else [self._front.url]
 
     async def close(self) -> None:
@@ -74,7 +75,7 @@ class Servers:
             await self._workers.popitem()[1].close()
 
     async def find(self) -> None:
-        """Check whether the URL is a router's, and connect to the router's current workers. Raises EngineError and
+        """Find out whether there is a router at the URL, and connect to its current workers. Raises EngineError and
         StatusFailure."""
         workers = await _listed_workers(self._front)
         self.routed = workers is not None
@@ -92,11 +93,11 @@ class Servers:
             self._workers[url] = client
 
     async def order_all(self, order: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """Send one order to all servers concurrently, and return their replies. Workers that accept no connection are
-        skipped, because they generate nothing and the router does not use them.
+        """Send an order to all servers concurrently, and return their replies. A worker that accepts no connection is
+        skipped, because it generates nothing and the router does not use it.
 
-        Raises the order's errors, WorkersOutOfReach if no worker accepts a connection, and EngineUnavailable if a
-        router lists no worker.
+        Raises the errors of the order, WorkersOutOfReach if no worker accepts a connection, and EngineUnavailable if a
+        router lists no workers.
         """
         if not self.routed:
             return [await order(self._front)]
@@ -121,21 +122,21 @@ class Servers:
         return answers
 
     async def query_all(self, question: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """Send one query to all servers, like `order_all`. If this process has never reached any of the workers, the
-        query is sent to the router instead."""
+        """Send a query to all servers, like `order_all`. If this process has never reached a worker, the query goes to
+        the router instead."""
         try:
             return await self.order_all(question)
         except WorkersOutOfReach:
-            if self._reached:  # the workers were reachable before, so the router's list may be outdated
+            if self._reached:  # workers could be reached before, so the router's list may be outdated
                 raise
             return [await question(self._front)]
 
 
 class Router:
-    """Implements `ListsEngines`: each worker of a router becomes an engine of the given kind, with the router's
-    options.
+    """Implements `ListsEngines` with a router: each of its workers becomes an engine of the given kind, with the
+    router's options.
 
-    Separate prefill and decode workers generate only in pairs, so a router of such workers is refused.
+    Workers that divide prefill and decode generate only in pairs, so their router is refused.
     """
 
     def __init__(self, kind: str, options: EngineOptions) -> None:
@@ -153,8 +154,8 @@ class Router:
         await self._http.close()
 
     async def list_engines(self) -> list[EngineSpec]:
-        """Return an engine spec for each worker's server. Raises EngineError, and InvalidField if there is no router at
-        the URL, or if prefill and decode are separate."""
+        """Return an engine spec for each worker's server. Raises EngineError. Raises InvalidField if there is no router
+        at the URL, or if its workers divide prefill and decode."""
         try:
             workers = await _listed_workers(self._http)
         except StatusFailure as failure:
@@ -185,12 +186,12 @@ SGLANG_ROUTER = partial(Router, "sglang")
 
 
 async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
-    """Return the workers that a router lists, None if the server is not a router. Raises EngineUnavailable, and
-    StatusFailure for a transient status or a refused key."""
+    """Return the workers that a router lists, or None if the server is not a router. Raises EngineUnavailable. Raises
+    StatusFailure for a transient status, and for 401 or 403."""
     try:
         return msgspec.convert(await http.get("/workers"), _WorkerList).workers
     except StatusFailure as failure:
-        # 401 and 403 are raised, because a router may require a key for its list.
+        # A router may require a key for its list, so 401 and 403 are raised.
         if failure.transient or failure.status in (401, 403):
             raise
         return None
@@ -199,8 +200,8 @@ async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
 
 
 def _not_connected(error: BaseException) -> bool:
-    """Return True if the error shows that the server accepts no connection. Returns False for a timeout or a broken
-    connection, because the worker may still run."""
+    """Return True if the error shows that the server accepts no connections. After a timeout or a broken connection,
+    the server may still be running, so return False."""
     cause = error.__cause__
     broken = isinstance(cause, TimeoutError | ConnectionError | ssl.SSLError)
     return isinstance(cause, ConnectionRefusedError) or (isinstance(cause, OSError) and not broken)

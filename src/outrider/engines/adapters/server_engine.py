@@ -1,8 +1,9 @@
-"""The common part of the adapters for vLLM and SGLang: one server that takes token ids, or a router of such servers.
+"""The part that the adapters for vLLM and SGLang have in common. Both use one server that takes token ids, or a router
+of such servers.
 
-Each adapter is a subclass with the server's routes, request bodies, events and labels. Generations, pauses and versions
-are the same for both servers, so the base class `ServerEngine` has their state. Invariant: if the policy version
-changes between a request and its first token, the reply is cut off before this token.
+Each adapter is a subclass of `ServerEngine` with the server's routes, request bodies, events and labels. `ServerEngine`
+handles generations, pauses and versions, which work alike for both. Invariant: if the policy version changes between a
+request and its first token, the reply is cut off before this token.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from outrider.wire.http_connections import Buffer
 WEIGHTS_SECONDS = 600.0
 ABORT_SECONDS = 1.0
 """After a pause with mode "abort", the adapter waits up to this many seconds for the aborted replies to end. Then it
-cuts off the replies that are still in flight."""
+cuts off the remaining ones."""
 
 
 class ServerEvent(msgspec.Struct):
-    """The common part of all servers' events. `error` is None unless this is an error event."""
+    """The field that the events of all servers have in common. `error` is None except in an error event."""
 
     error: Any = None
 
@@ -52,14 +53,16 @@ EventT = TypeVar("EventT", bound=ServerEvent)
 
 
 class ServerReply(Generic[EventT]):
-    """Reads the events of one generation into chunks. `last` returns the chunk with the tokens of the finishing event.
-    The stream is read to its end first, because the connection can then be reused, and because a later event may have
-    the token counts.
+    """Turns the events of one generation into chunks. `last` returns the last chunk, with the tokens of the event that
+    has the finish reason. Call it after the end of the stream, for two reasons: the connection can then be reused, and
+    a later event may have the token counts.
 
-    `versions` returns the current policy version. It is called when the request is sent, and again when the first token
-    arrives. If the version has changed in between, WasCut is raised: the server may have delayed the request, and may
-    sample it with new weights over old keys and values. `begun` is True once an event has arrived. `unfinished` is True
-    if the stream has ended without an error and without a finish.
+    `versions` returns the current policy version. It is called when the request is sent, and again at the first token.
+    If the version has changed in between, WasCut is raised: the server may have delayed the request, and would sample
+    with new weights over old keys and values.
+
+    `begun`: True once an event has arrived.
+    `unfinished`: True if the stream has ended with neither an error nor a finish reason.
     """
 
     event: ClassVar[msgspec.json.Decoder[Any]]
@@ -83,17 +86,17 @@ class ServerReply(Generic[EventT]):
         return self._last is not None
 
     def ask(self) -> str:
-        """Record the version with which the request is sent, and return the request's cache salt. Called right before
-        each attempt."""
+        """Record the version with which the request is sent, and return its cache salt. Called right before each
+        attempt to send it."""
         self._asked = self._current_versions()
         return self._asked.cache_salt
 
     def read(self, payloads: Sequence[bytes]) -> Chunk | None:
-        """Read events, and return their tokens as one chunk. Returns None if there are no tokens, or if the reply is
+        """Read events, and return their tokens as one chunk. Returns None if there are no tokens, or once the reply is
         finished.
 
-        Raises EngineMisbehaved for a malformed event, and StatusFailure for an error event. `unsent` then returns the
-        tokens that were read before this event.
+        Raises EngineMisbehaved for a malformed event, and StatusFailure for an error event. After that, `unsent`
+        returns the tokens of the events before it.
         """
         self.begun = True
         for event in decode_batch(self.event, self.events, payloads, self._engine):
@@ -103,12 +106,12 @@ class ServerReply(Generic[EventT]):
         return None if self.finished else self.unsent()
 
     def take(self, event: EventT) -> None:
-        """Read one event. Calls `first_token`, `add` and `finish`."""
+        """Read one event. An implementation calls `first_token`, `add` and `finish`."""
         raise NotImplementedError
 
     def first_token(self) -> None:
-        """Record the version at the first token. Later calls do nothing. Raises WasCut if the version has changed since
-        the request was sent."""
+        """Record the version at the first token. Only the first call has an effect. Raises WasCut if the version has
+        changed since the request was sent."""
         if self._versions is None:
             self._versions = self._current_versions()
             if self._asked is not None and self._versions.cache_salt != self._asked.cache_salt:
@@ -141,12 +144,12 @@ class ServerReply(Generic[EventT]):
         )
 
     def abort(self) -> None:
-        """Finish the reply with the tokens so far, because the server has aborted the request or this adapter has cut
-        it off."""
+        """End the reply with the tokens read so far. Called when the server has aborted the request or this adapter has
+        cut it off."""
         self.finish(FinishReason.ABORT)
 
     def unsent(self) -> Chunk | None:
-        """Return a chunk of the tokens that were read and not yet returned, None if there are none."""
+        """Return a chunk of the tokens that were read but not returned yet, or None if there are none."""
         if not self._ids:
             return None
         chunk = Chunk(
@@ -156,14 +159,14 @@ class ServerReply(Generic[EventT]):
         return chunk
 
     def check_finished(self) -> None:
-        """Raise EngineUnavailable if the stream has ended without a finish."""
+        """Raise EngineUnavailable if the stream has ended before the reply was finished."""
         if not self.finished:
             self.unfinished = True
             how = "ended its stream before the generation's end" if self.begun else "answered without a stream"
             raise EngineUnavailable(f"engine {self._engine!r} {how}")
 
     def last(self) -> Chunk:
-        """Return the finishing chunk. Call this only when `finished` is True."""
+        """Return the last chunk. Call this only when `finished` is True."""
         assert self._last is not None
         return msgspec.structs.replace(
             self._last,
@@ -178,13 +181,14 @@ ReplyT = TypeVar("ReplyT", bound=ServerReply[Any])
 
 
 class ServerEngine(Generic[ReplyT]):
-    """Implements `Engine`, `TokenizesText`, `SetsVersion` and `HoldsBack` over one server, or a router of such servers.
+    """Implements `Engine`, `TokenizesText`, `SetsVersion` and `HoldsBack` with one server, or with a router of such
+    servers.
 
     - `route`: the route for generations.
     - `label_route`: the route that reports the label of the weights.
-    - `pause_modes`: the server's name for each of our pause modes.
-    - `gated`: the pause modes in which this adapter holds back new requests by its own gate.
-    - `hint`: the hint of the error for a server without routes for pauses and weights.
+    - `pause_modes`: the server's name for each pause mode.
+    - `gated`: the pause modes in which this adapter itself holds back new requests.
+    - `hint`: the hint in the error message if a server has no routes for pauses and weights.
     """
 
     mode = TokenMode.TOKENS
@@ -229,12 +233,12 @@ class ServerEngine(Generic[ReplyT]):
                     self._gate.passage(cut.now),
                     aclosing(self._http.events(route, body, headers, cut)) as batches,
                 ):
-                    closings = self._gate.closings  # only later pauses can abort this request
+                    closings = self._gate.closings  # earlier pauses cannot abort this request
                     async for payloads in batches:
                         if (chunk := reply.read(payloads)) is not None:
                             yield chunk
                 reply.check_finished()
-            except Exception as error:  # tokens that were read before an error are yielded first
+            except Exception as error:  # before any error is raised, the tokens already read are yielded
                 aborted = isinstance(error, WasCut) or self.aborted(
                     error, reply, paused=self._gate.closings != closings
                 )
@@ -243,7 +247,7 @@ class ServerEngine(Generic[ReplyT]):
                 elif not reply.begun and (other := self.other_route(route, error, reply)) is not None:
                     route = other
                     continue
-                # A connection that breaks after the finish is not an error, because all tokens have arrived.
+                # If the connection breaks after the finish reason, all tokens have arrived, so this is not an error.
                 elif not (reply.finished and isinstance(error, EngineUnavailable)):
                     if (unsent := reply.unsent()) is not None:
                         yield unsent
@@ -262,23 +266,23 @@ class ServerEngine(Generic[ReplyT]):
             return
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
-        """Return a request's body in consecutive pieces. `attempt` is the number of the attempt, from 0. `salt` returns
-        the cache salt, and is called once for each attempt."""
+        """Return the body of a request, in pieces to be sent one after another. `attempt` counts the attempts to send
+        it, from 0. `salt` returns the cache salt; call it once per attempt."""
         raise NotImplementedError
 
     def aborted(self, error: Exception, reply: ReplyT, *, paused: bool) -> bool:
-        """Return True if the error shows that a pause has aborted the generation. `paused` is True if this adapter's
-        gate was closed while the request was in flight."""
+        """Return True if the error shows that a pause has aborted the generation. `paused` is True if this adapter was
+        paused while the request was in flight."""
         raise NotImplementedError
 
     def other_route(self, route: str, error: Exception, reply: ReplyT) -> str | None:
-        """Return another route to try if `route` has failed with this error before the first event. Returns None if no
-        other route can help."""
+        """Return another route to try after `route` has failed with `error` before the first event. Returns None if
+        there is no such route."""
         return None
 
     def note(self, last: Chunk, reply: ReplyT) -> None:
-        """Record properties of the server that only a reply shows, such as how the server streams. Called after each
-        reply. The default does nothing."""
+        """Called after each reply, to record properties of the server that only a reply shows, such as how it streams.
+        Does nothing by default."""
 
     async def health(self) -> EngineHealth:
         try:
@@ -299,14 +303,14 @@ class ServerEngine(Generic[ReplyT]):
         raise NotImplementedError
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause the servers. Raises EngineRejected if a server has no route for pauses."""
+        """Pause the servers. Raises EngineRejected if a server has no route for pausing."""
         if mode in self.gated:
             self._gate.close()
             if mode == "finish":
                 await self._gate.drained()
         await self.order_pause(self.pause_modes[mode])
         if mode == "abort":
-            # A request that reaches the server after the pause would wait there until the resume, so the remaining
+            # A request that reaches the server after the pause would wait there until the resume. So the remaining
             # replies are cut off.
             await self._gate.drained(ABORT_SECONDS)
             self._gate.cut_off()
@@ -314,7 +318,8 @@ class ServerEngine(Generic[ReplyT]):
     async def resume(self) -> None:
         try:
             await self.order_resume()
-        finally:  # even after an error, because a server that is still paused holds back generations itself
+        # open the gate even after an error, because a server that is still paused holds back generations itself
+        finally:
             self._gate.open()
 
     async def order_pause(self, mode: str) -> None:
@@ -332,10 +337,10 @@ class ServerEngine(Generic[ReplyT]):
 
     async def set_version(self, version: int) -> None:
         """Label the servers' weights with `version`. Generations in flight continue. If a server has no route for
-        labels, or if no worker of a router is reachable, `version` is only recorded here."""
+        labels, or no worker of a router can be reached, `version` is only recorded here."""
 
         async def label(server: HttpClient) -> bool:
-            # Without `abort_all_requests`, SGLang would abort all generations.
+            # By default, SGLang would abort all generations.
             body = {"new_version": str(version), "abort_all_requests": False}
             try:
                 await server.post("/update_weight_version", body)
@@ -364,7 +369,7 @@ class ServerEngine(Generic[ReplyT]):
         return answer.get("tokens") if isinstance(answer, dict) else None
 
     async def control(self, path: str, body: Any = None, *, seconds: float | None = CONTROL_SECONDS) -> list[Any]:
-        """POST an order to all servers, and return the JSON replies. Raises EngineError."""
+        """POST an order to all servers, and return their JSON replies. Raises EngineError."""
         try:
             return await self._servers.order_all(lambda server: server.post(path, body, seconds=seconds))
         except StatusFailure as failure:
@@ -372,8 +377,8 @@ class ServerEngine(Generic[ReplyT]):
             raise (error.replace(hint=self.hint) if failure.status == 404 and self.hint else error) from None
 
     async def _served_version(self, server: HttpClient) -> int:
-        """Return the version of the weights that a server serves, or the last known version if the server reports no
-        label."""
+        """Return the version of the weights that a server uses. If the server reports no label, return the last known
+        version."""
         try:
             answer = await server.get(self.label_route)
         except StatusFailure as failure:

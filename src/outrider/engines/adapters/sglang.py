@@ -1,9 +1,9 @@
 """The adapter for SGLang servers. Sends and receives token ids through `/generate`.
 
-The adapter was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU. Tests use recorded
-replies of this server. The code for images follows the sources of 0.5.15 to 0.5.23, and was never tested with a real
-server. The events of a stream are cumulative (the default) or incremental, as the counts in each event show. Invariant:
-an id is passed on only with the log-probability that the server sent for the same id.
+It was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU, whose recorded replies are
+used in tests. The code for images follows the sources of 0.5.15 to 0.5.23, and was never tested with a real server. The
+events of a stream may be cumulative (the default) or incremental, as the counts in each event show. Invariant: an id is
+passed on only with the log-probability that the server sent for it.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from outrider.wire.http_connections import Buffer
 log = logging.getLogger("outrider.engine")
 
 CONSTRAINT_FIELDS = {
-    ConstraintKind.JSON_OBJECT: "json_schema",  # with a schema for any object, as in SGLang's chat route
+    ConstraintKind.JSON_OBJECT: "json_schema",  # with a schema that allows any object, as SGLang's chat route does
     ConstraintKind.JSON_SCHEMA: "json_schema",
     ConstraintKind.REGEX: "regex",
     ConstraintKind.GRAMMAR: "ebnf",
     ConstraintKind.TOOL_CALLS: "structural_tag",
 }
 ABORTED = 499
-"""The code of the error event that the server sends if a pause has aborted a request."""
+"""The code of the error event that the server sends for a request that a pause has aborted."""
 ABORTED_WORDS = re.compile(rb"Request \w{32} was aborted")
 OLD_IMAGES = (
     "may keep what its image encoder made of images with earlier weights: if the image encoder is trained, start SGLang"
     " with SGLANG_VLM_CACHE_SIZE_MB=0"
 )
 IDS_PER_TOKEN = 4096
-"""If a prompt has images, the server sends one event for every 1 + (number of prompt ids) // IDS_PER_TOKEN tokens.
-Events of one token would be too expensive for a long prompt, because each event repeats all ids of the prompt."""
+"""With images in the prompt, the server sends one event for 1 + (number of prompt ids) // IDS_PER_TOKEN tokens. For a
+long prompt, an event per token would cost too much, because each event repeats all ids of the prompt."""
 SETTINGS_SECONDS = 5.0
-"""Timeout of the request for the server's settings. SGLang 0.5.17 took 1.3 s to answer."""
+"""Timeout for the request of the server's settings. SGLang 0.5.17 took 1.3 s to answer."""
 INCREMENTAL = (
     "repeats all tokens of a reply with each new one, which halves its speed with many replies at once: start SGLang"
     " with --incremental-streaming-output"
@@ -90,13 +90,13 @@ class _Event(ServerEvent):
     output_ids: list[int] = msgspec.field(default_factory=list)
     meta_info: _Meta | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    """The ids of the prompt. If the request asks for them, every event repeats them, so only the first event's ids are
-    decoded."""
+    """The ids of the prompt, if the request asks for them. Every event repeats them, so they are decoded only in the
+    first event."""
 
 
 class _SGLangReply(ServerReply[_Event]):
-    """Reads the events of `/generate`. `repeats` is True if events repeat the tokens of earlier events. It is None
-    until a second event with tokens has arrived."""
+    """Reads the events of `/generate`. `repeats` is True if events repeat the tokens of earlier events, and None until
+    the second event with tokens shows this."""
 
     event = msgspec.json.Decoder(_Event)
     events = msgspec.json.Decoder(list[_Event])
@@ -115,8 +115,8 @@ class _SGLangReply(ServerReply[_Event]):
             raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
         if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
             raise StatusFailure(finish.status_code or 0, orjson.dumps({"message": finish.message}))
-        # `total` counts the tokens so far, and `new` those since the last event. A cumulative event has `total` ids,
-        # and an incremental event `new`. For the first event both are equal.
+        # `total` is the number of tokens so far, and `new` the number since the last event. A cumulative event has
+        # `total` ids, an incremental event `new` ids. In the first event, both are equal.
         total, new = meta.completion_tokens, meta.completion_tokens - self._length
         ids, entries = event.output_ids, meta.output_token_logprobs
         if new:
@@ -137,7 +137,7 @@ class _SGLangReply(ServerReply[_Event]):
         if any(token_id != entry[1] for token_id, entry in zip(ids, entries, strict=True)):
             raise EngineMisbehaved(f"engine {self._engine!r} gave the log-probability of other tokens than it sampled")
         self.add(ids, checked_logprobs(ids, [entry[0] for entry in entries], self._engine))
-        # If the reply has no version spans, the event's weight label applies to the event's new tokens.
+        # For a reply without version spans, the label of an event applies to the new tokens of the event.
         if (label := meta.weight_version) is not None and new:
             start = total - new if self._labels else 0
             if self._labels and self._labels[-1].version == label:
@@ -157,8 +157,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     """A `ServerEngine` that also implements `LoadsWeights`.
 
     The server computes log-probabilities after temperature and before truncation, so their kind is SAMPLING. SGLang has
-    no pause mode "finish". Instead, `pause("finish")` closes this adapter's gate, waits until its generations have
-    ended, and then pauses the server.
+    no pause mode "finish". For this mode, `pause` holds back new generations, waits until all running ones have ended,
+    and then pauses the server.
     """
 
     reply = _SGLangReply
@@ -166,11 +166,11 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     logprob_kind = LogprobKind.SAMPLING
     route = "/generate"
     label_route = "/model_info"
-    session_header = "X-SMG-Routing-Key"  # a header, because routers drop the body's field `routing_key`
+    session_header = "X-SMG-Routing-Key"  # a header, because routers drop the field `routing_key` of the body
     pause_modes: ClassVar[dict[PauseMode, str]] = {"finish": "abort", "abort": "abort", "keep": "retract"}
-    """The server's name for each pause mode. "finish" maps to `abort`, because our generations have ended by then.
-    "keep" does not map to `in_place`: the server would exit if its cache is flushed during any generation, even that of
-    a health check."""
+    """The server's name for each pause mode. "finish" can use `abort`, because all generations have ended by then.
+    "keep" does not use `in_place`: with it, the server would exit if its cache is flushed during any generation, even a
+    health check's."""
     gated = frozenset({"finish", "abort"})
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
@@ -182,9 +182,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         return self._generate_with_images(request) if request.images else super().generate(request)
 
     async def _generate_with_images(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Generate, and check the ids of the prompt that the server reports with the first token. For each image, the
-        server inserts one placeholder for each token of the grid that it computes. So if the reported ids equal the
-        request's ids, the server has read each image at the right position and with the same grid."""
+        """Generate, and check the prompt ids that the server reports with the first token. The server computes the size
+        of each image in patches (its grid) itself, and inserts one placeholder for each token of the image. If the
+        reported ids equal the request's ids, it has read every image at the right position and in the right size."""
         read = False
         async with aclosing(super().generate(request)) as chunks:
             async for chunk in chunks:
@@ -202,7 +202,7 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
                 hint=f"add its workers instead: outrider engines add sglang-router={self._http.url}",
             )
         sampling = request.sampling
-        # The server returns 400 for an unknown key in `sampling_params`, so only documented keys are sent.
+        # The server replies 400 to an unknown key in `sampling_params`, so only documented keys are sent.
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -248,20 +248,21 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         return [*_image_data(request.images), b"," + orjson.dumps(body)[1:-1] + b',"input_ids":', ids_json(ids), b"}"]
 
     def aborted(self, error: Exception, reply: _SGLangReply, *, paused: bool) -> bool:
-        """Return True if the server has aborted the request, even if this adapter has not paused the server. In a
-        stream the error code shows the abort. In any other response only the message shows it."""
+        """Return True if the server has aborted the request, even if this adapter did not pause it. In a stream, the
+        error code shows this; in any other response, only the message does."""
         return isinstance(error, StatusFailure) and (
             error.status == ABORTED or (error.status == 400 and ABORTED_WORDS.search(error.body) is not None)
         )
 
     def note(self, last: Chunk, reply: _SGLangReply) -> None:
-        """Set or clear `advice` if the reply shows whether the server's events are cumulative."""
+        """Update `advice` if the reply shows whether the server's events are cumulative."""
         if reply.repeats is not None:
             self._advise(reply.repeats)
 
     async def check(self) -> None:
-        """Find the servers, and check a router at the URL. A server's own `/health` is not used, because it samples a
-        token. This takes a second, or 20 s while the server is paused. The routes used here respond at any time."""
+        """Find the servers, and check the router if there is one at the URL. A server's own `/health` is not used:
+        it samples a token, which takes a second, or 20 s while the server is paused. The routes used here always
+        respond."""
         await self._servers.find()
         if self._servers.routed:
             await self._http.check("/health")
@@ -274,8 +275,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         await self.control("/continue_generation", {})
 
     async def update_weights(self, weights: str, version: int) -> None:
-        """Load weights from a folder that the server can read. The server drops its cached keys and values. A paused
-        server stays paused. Raises EngineRejected if the server has not loaded the weights."""
+        """Load weights from a folder that the server can read. The server then drops its cached keys and values. A
+        paused server stays paused. Raises EngineRejected if the server has not loaded the weights."""
         body = {
             "model_path": weights,
             "weight_version": str(version),
@@ -294,8 +295,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         self._warn_of_images()
 
     def _warn_of_images(self) -> None:
-        """Log a warning once: the server may combine new weights with its encodings of images by the old weights. No
-        request clears its cache of encoded images, and the cache has no salt."""
+        """Log once that the server may combine new weights with images that were encoded with old weights. No request
+        clears its cache of encoded images, and this cache has no salt."""
         if self._read_images and not self._warned:
             self._warned = True
             log.warning("engine %s %s", self.name, OLD_IMAGES)
@@ -307,7 +308,7 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
     async def _request_settings(self) -> None:
         """Query the servers' settings once, and set `advice` if a server does not stream incrementally. If the query
-        fails, `note` sets `advice` from the replies."""
+        fails, `note` sets `advice` later."""
         if self._requested_settings:
             return
         self._requested_settings = True
@@ -321,9 +322,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
 
 def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
-    """Return the ids of a prompt with a single placeholder for each image. The server replaces this placeholder by one
-    for each token of the image. Raises EngineRejected if there is a placeholder outside of the images, because the
-    server would read it as one more image."""
+    """Return the ids of a prompt with one placeholder id for each image. The server replaces it by one placeholder for
+    each token of the image. Raises EngineRejected if there is a placeholder outside of the images, because the server
+    would take it for another image."""
     kept = np.ones(len(ids), dtype=np.bool_)
     for image in images:
         kept[image.span.start + 1 : image.span.start + image.span.length] = False
@@ -338,8 +339,8 @@ def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
 
 
 def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
-    """Return the first part of a request body, with the images of the prompt. It has several pieces, because the images
-    are many megabytes."""
+    """Return the beginning of a request body: the images of the prompt. It stays in several pieces, because images have
+    many megabytes."""
     pieces: list[Buffer] = [b'{"image_data":']
     for at, image in enumerate(images):
         pieces += [b',"data:image/png;base64,' if at else b'["data:image/png;base64,', image.item, b'"']
@@ -347,7 +348,7 @@ def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
 
 
 def _check_read(request: GenerateRequest, chunk: Chunk, engine: str) -> None:
-    """Raise EngineMisbehaved if the prompt's ids as reported by the server differ from the request's ids."""
+    """Raise EngineMisbehaved if the server reports other prompt ids than the request has."""
     if chunk.prompt_ids is None:
         raise EngineMisbehaved(
             f"engine {engine!r} does not report the ids of a prompt with images",
@@ -371,6 +372,6 @@ def decode_ids(raw: msgspec.Raw, engine: str) -> list[int] | None:
 
 
 def request_name(request: GenerateRequest, attempt: int) -> str:
-    """Return the `rid` of one attempt of a request. When SGLang aborts a request, it aborts all requests whose `rid`
-    begins with this request's `rid`, so all `rid`s have the same length."""
+    """Return the `rid` of one attempt to send a request. SGLang aborts all requests whose `rid` begins with the `rid`
+    to abort. So all `rid`s have the same length."""
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()

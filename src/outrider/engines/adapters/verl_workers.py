@@ -5,8 +5,8 @@ Invariants:
 
 - A call moves to another worker only while no part of its reply has arrived.
 - If a worker is lost, its calls fail at once.
-- The ids of a reply are passed on only together with the prompt's ids and one log-probability for each id. Any other
-  reply is text, and never used for training. Its ids are only in the worker's report.
+- The ids of a reply are passed on only together with the ids of the prompt and one log-probability for each id. Any
+  other reply is text and never used for training; its ids appear only in the worker's report.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ REFUSED: dict[str, Any] = {
     "logit_bias": {},
     "constraint": None,
 }
-"""Sampling parameters for which the workers' protocol has no key. A request is refused if it has a value other than the
-one listed."""
+"""Sampling parameters that the workers' protocol cannot express, with their usual values. A request with any other
+value is refused."""
 
 FINAL: dict[str, type[EngineError]] = {
     ContextOverflow.code: ContextOverflow,
@@ -55,12 +55,13 @@ FINAL: dict[str, type[EngineError]] = {
     RequestError.code: EngineRejected,
     InvalidField.code: EngineRejected,
 }
-"""The error that a call raises for the `error_code` in a worker's reply. For these codes the call is not sent to
-another worker, because it would fail in the same way."""
+"""The error to raise for an `error_code` in a worker's reply. With these codes, the call would fail on any other
+worker, too, so it is not sent again."""
 
 
 class VerlWorkersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`call_seconds`: maximum seconds of a call. `logprobs`: the kind of the workers' log-probabilities."""
+    """The options of the engine for verl's workers. `call_seconds` is the maximum length of a call, `logprobs` the kind
+    of the workers' log-probabilities."""
 
     call_seconds: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     logprobs: LogprobKind = LogprobKind.SAMPLING
@@ -77,7 +78,7 @@ class _Call(msgspec.Struct):
 
 
 class CompletionResponse(msgspec.Struct, tag_field="type", tag="completion_response"):
-    """A worker's reply to a call. Only Outrider's own workers send the keys from `prompt_token_ids` on."""
+    """A worker's reply to a call. Only Outrider's own workers send `prompt_token_ids` and the keys after it."""
 
     request_id: str
     completion_text: str | None = None
@@ -100,8 +101,8 @@ class CompletionResponse(msgspec.Struct, tag_field="type", tag="completion_respo
 
 
 class VerlWorker:
-    """One connection of a worker. `send` queues a message for the worker. `keeps_ids` is True if the worker uses
-    `required_prefix_token_ids` as the beginning of a call's prompt."""
+    """A worker's connection. `send` queues a message to the worker. `keeps_ids` is True if the worker begins the prompt
+    of a call with the call's `required_prefix_token_ids`."""
 
     def __init__(self, worker_id: str, send: Callable[[dict[str, Any]], None], *, keeps_ids: bool = False) -> None:
         self.worker_id = worker_id
@@ -110,20 +111,20 @@ class VerlWorker:
         self.calls: dict[str, asyncio.Future[CompletionResponse]] = {}
 
     def take(self, response: CompletionResponse) -> None:
-        """Pass a reply to its call. A reply to a call that was given up is dropped."""
+        """Give a reply to the call that waits for it. If the call was given up, the reply is dropped."""
         call = self.calls.get(response.request_id)
         if call is not None and not call.done():
             call.set_result(response)
 
     def lost(self) -> None:
-        """Fail all calls of the worker."""
+        """Fail all open calls of the worker."""
         for call in self.calls.values():
             if not call.done():
                 call.set_exception(EngineUnavailable(f"worker {self.worker_id!r} has lost its connection"))
 
 
 class VerlWorkersEngine:
-    """Implements `ChatEngine`, `SetsVersion` and `AwaitsWorkers`. A call goes to the least loaded worker."""
+    """Implements `ChatEngine`, `SetsVersion` and `AwaitsWorkers`. A call goes to the worker with the least load."""
 
     mode = TokenMode.CAPTURE
     awaits_workers = True
@@ -145,7 +146,7 @@ class VerlWorkersEngine:
         return len(self._workers)
 
     async def start(self) -> None:
-        """Do nothing: workers connect by themselves."""
+        """Do nothing, because workers connect by themselves."""
 
     async def close(self) -> None:
         for worker in self._workers:
@@ -162,7 +163,7 @@ class VerlWorkersEngine:
         worker.lost()
 
     async def set_version(self, version: int) -> None:
-        """Set the version of replies that do not report a version."""
+        """Set the version of replies that report no version."""
         self._version = version
 
     async def health(self) -> EngineHealth:
@@ -190,10 +191,11 @@ class VerlWorkersEngine:
             return
 
     async def _answer(self, worker: VerlWorker, request: ChatRequest) -> CompletionResponse:
-        """Send a request to a worker and return the reply. The time of sending and the duration of the round trip are
-        added to the reply's `timing`.
+        """Send a request to a worker and return its reply. The time of sending and the duration are added to the
+        reply's `timing`.
 
-        Raises EngineUnavailable if the worker is lost, fails or does not answer in time, and the errors of FINAL."""
+        Raises EngineUnavailable if the worker is lost, fails or does not answer in time. If the reply has an error code
+        of FINAL, raises that error."""
         number = f"{request.request_id}-{next(self._numbers)}"
         answer: asyncio.Future[CompletionResponse] = asyncio.get_running_loop().create_future()
         worker.calls[number] = answer
@@ -268,7 +270,7 @@ class VerlWorkersEngine:
 
 
 def check_sampling(request: ChatRequest) -> None:
-    """Raise EngineRejected for a parameter that the workers' protocol does not have."""
+    """Raise EngineRejected for a sampling parameter that the workers' protocol cannot express."""
     sampling: SamplingParams = request.sampling
     for name, usual in REFUSED.items():
         if getattr(sampling, name) != usual:
@@ -280,7 +282,7 @@ def check_sampling(request: ChatRequest) -> None:
 
 
 def call_of(request: ChatRequest, number: str) -> dict[str, Any]:
-    """Return the message that sends a request to a worker. `number` is the id of the call."""
+    """Return the message that sends a request to a worker. `number` identifies the call."""
     sampling = request.sampling
     return {
         "type": "completion_request",
@@ -298,7 +300,7 @@ def call_of(request: ChatRequest, number: str) -> dict[str, Any]:
 
 
 def _packed(ids: list[int], engine: str) -> bytes:
-    """Pack the ids of a worker's reply. Raises EngineMisbehaved for a number that is not an id."""
+    """Pack the ids of a worker's reply. Raises EngineMisbehaved if a number cannot be an id."""
     if min(ids) < 0:
         raise EngineMisbehaved(f"engine {engine!r}: a worker sent the id {min(ids)}")
     try:

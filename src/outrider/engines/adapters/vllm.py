@@ -1,10 +1,9 @@
 """The adapter for vLLM servers. Sends and receives token ids through `/inference/v1/generate`.
 
-Before 0.11, or without `--enable-scale-out`, a server has no such route. Before 0.20 the route does not stream. In
-these cases the adapter sends ids to `/v1/completions`. The first request shows which route a server has. The adapter
-reads both formats of the route's log-probabilities: with ids as text (up to 0.31) and with ids as integers (after
-0.31). Structured output needs a server of 0.11 or later. Invariant: an id is passed on only together with the
-log-probability that the server sent for the same id.
+Servers before 0.11, and servers without `--enable-scale-out`, do not have this route. Before 0.20 the route does not
+stream. In these cases the adapter uses `/v1/completions`; the first request shows which route a server has. The adapter
+reads both formats of log-probabilities: with ids as text (up to 0.31) and as integers (after 0.31). Structured output
+needs 0.11 or later. Invariant: an id is passed on only with the log-probability that the server sent for it.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ UNCOUNTED = "does not say how many tokens of a prompt it had cached: start vLLM 
 
 class VLLMOptions(ServerOptions, frozen=True, kw_only=True):
     """The options of a vLLM server. `logprobs_mode` is the server's `--logprobs-mode`, which no route reports. If
-    `control` is False, the adapter calls no route for pauses or weights, because the server's owner pauses the server
-    and changes its weights."""
+    `control` is False, the owner of the server pauses it and changes its weights, so the adapter calls no routes for
+    that."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     control: bool = True
@@ -115,8 +114,8 @@ class _Event(ServerEvent):
 
 
 class _VLLMReply(ServerReply[_Event]):
-    """Reads the events of the generate route and of `/v1/completions`. The token counts arrive in a later event than
-    the finish."""
+    """Reads the events of the generate route and of `/v1/completions`. The token counts arrive after the event with the
+    finish reason."""
 
     event = msgspec.json.Decoder(_Event)
     events = msgspec.json.Decoder(list[_Event])
@@ -144,7 +143,7 @@ class _VLLMReply(ServerReply[_Event]):
         cached = details.cached_tokens if details else None
         return msgspec.structs.replace(
             super().last(),
-            # The server reports -1 if the request was aborted while queued.
+            # The server reports -1 if the request was aborted before it left the queue.
             cached_tokens=None if cached == -1 else cached,
             prompt_tokens=self._usage.prompt_tokens,
         )
@@ -153,7 +152,7 @@ class _VLLMReply(ServerReply[_Event]):
 class VLLMEngine(ServerEngine[_VLLMReply]):
     """A `ServerEngine` that also implements `LoadsWeights`.
 
-    Log-probabilities are passed on as the server sends them. The option `logprobs_mode` gives their kind (RAW by
+    Log-probabilities are passed on as the server sends them. The option `logprobs_mode` names their kind (RAW by
     default), and must equal the server's `--logprobs-mode`. Pausing and loading weights need a server in development
     mode.
     """
@@ -186,9 +185,9 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
                 yield chunk
 
     async def _check_pixel_form(self) -> None:
-        """Check that the servers take pixels in the form of `RequestImage.item`, by having them prepare a small image.
-        A model would read pixels in another form as a different image, without an error. Raises EngineRejected if the
-        form differs."""
+        """Check that the servers take pixels in the form that `RequestImage.item` has, by letting them prepare a small
+        image. Pixels in another form would be read as a different image, without an error. Raises EngineRejected if a
+        server takes another form."""
         part = {"type": "image_url", "image_url": {"url": PROBE_IMAGE}}
         body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
         if self._model is not None:
@@ -211,8 +210,8 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
         sampling = request.sampling
-        # Every field that affects the sampling is sent, because the server would use the model's generation_config.json
-        # for a missing field.
+        # Send every field that affects the sampling. For a missing field, the server would use the model's
+        # generation_config.json.
         params: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -231,7 +230,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         if sampling.constraint is not None:
             params["structured_outputs"] = structured_outputs(sampling.constraint)
         mark = salt()
-        # Each attempt has its own id, because the server may still run an earlier attempt whose connection broke.
+        # Each attempt has its own id. The server may still be running an earlier attempt whose connection broke.
         body: dict[str, Any] = {
             "request_id": f"{request.request_id}-{attempt}",
             "cache_salt": mark,
@@ -243,7 +242,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         if route == GENERATE:
             body["sampling_params"] = params
             if request.images:
-                body["return_token_ids"] = True  # without this field the server does not report where the images are
+                body["return_token_ids"] = True  # otherwise the server does not report where the images are
                 return [
                     *_features(request.images, mark),
                     b"," + orjson.dumps(body)[1:-1] + b',"token_ids":',
@@ -260,16 +259,16 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         return body_with_ids(body, "prompt", request.input_ids)
 
     def aborted(self, error: Exception, reply: _VLLMReply, *, paused: bool) -> bool:
-        # When a pause aborts a stream, vLLM 0.26 often ends the response without an error, but sends no finish.
+        # When a pause aborts a stream, vLLM 0.26 often ends it with neither an error nor a finish reason.
         return paused and reply.unfinished
 
     def other_route(self, route: str, error: Exception, reply: _VLLMReply) -> str | None:
-        # The server has no generate route, or a generate route that does not stream.
+        # The server has no generate route, or the route does not stream.
         missing = isinstance(error, StatusFailure) and error.status in ROUTE_MISSING
         return COMPLETIONS if route == GENERATE and (missing or reply.unfinished) else None
 
     def note(self, last: Chunk, reply: _VLLMReply) -> None:
-        """Set `advice` if the server does not report cached tokens, and clear it if the server does."""
+        """Set `advice` if the server does not report cached tokens, otherwise clear it."""
         if last.prompt_tokens is not None and last.finish is not FinishReason.ABORT:
             if last.cached_tokens is None and not self.advice:
                 log.info("engine %s %s", self.name, UNCOUNTED)
@@ -284,7 +283,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         await self.control(f"/pause?mode={mode}", seconds=None)
 
     async def order_resume(self) -> None:
-        if self._control:  # otherwise the server's owner resumes it
+        if self._control:  # otherwise the owner of the server resumes it
             await self.control("/resume")
 
     async def set_version(self, version: int) -> None:
@@ -304,10 +303,10 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         """Load weights from a folder in Hugging Face layout that the server can read, and drop all cached keys and
         values.
 
-        The adapter calls `reload_weights`, a method of vLLM's workers, through `/collective_rpc`, because vLLM's own
-        routes for weights do not read from disk. Raises EngineRejected if the server is not in development mode. It is
-        also raised for a folder that is visible here and has no weights, because vLLM would exit. Raises
-        EngineUnavailable if the server has exited, or has not dropped its cache.
+        The adapter calls `reload_weights`, a method of vLLM's workers, through `/collective_rpc`, because vLLM's routes
+        for weights do not read from disk. Raises EngineRejected if the server is not in development mode, or if this
+        process sees that the folder has no weights, with which vLLM would exit. Raises EngineUnavailable if the server
+        has exited or has not dropped its cache.
         """
         self._check_control()
         if (trouble := await asyncio.to_thread(unreadable_weights, self._servers.urls, weights)) is not None:
@@ -327,7 +326,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
                 f"engine {self.name!r} has ended itself over the weights in {weights}: {error.message}",
                 hint="start it again; vLLM ends when it cannot read a folder of weights",
             ) from error
-        # If this route could not reset the cache, it responds with status 200 and reports the failure in the body.
+        # If the route cannot reset the cache, it still replies with status 200, and reports the failure in the body.
         answers = await self.control("/reset_prefix_cache?reset_running_requests=true")
         if any(isinstance(answer, dict) and answer.get("success") is False for answer in answers):
             raise EngineUnavailable(f"engine {self.name!r} has new weights, and keeps the prefix cache of the old ones")
@@ -335,7 +334,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
 
 
 def pixel_form(rendered: Any) -> str:
-    """Return the type of the pixel values in a reply of the render route, or "unknown" if there are none."""
+    """Return the type of the pixel values in a reply of the render route, or "unknown" if it has none."""
     try:
         [item] = (rendered[0] if isinstance(rendered, list) else rendered)["features"]["kwargs_data"]["image"]
         return str(msgspec.msgpack.decode(base64.b64decode(item))["pixel_values"]["data"][0])
@@ -344,9 +343,9 @@ def pixel_form(rendered: Any) -> str:
 
 
 def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
-    """Return the first part of a request body, with the images of the prompt. It has several pieces, because the pixel
-    values are many megabytes and are sent without a copy. The server caches the output of its image encoder by the
-    image's hash. The hashes depend on the cache salt, so output of older weights is not reused."""
+    """Return the beginning of a request body: the images of the prompt. It stays in several pieces, because the pixel
+    values have many megabytes and are sent without a copy. The server caches encoded images by the hash given here. The
+    hash depends on the cache salt, so that no encoding by older weights is reused."""
     hashes = [hashlib.sha256(f"{salt}/{image.span.digest}".encode()).hexdigest() for image in images]
     placed = {
         "mm_hashes": {"image": hashes},
@@ -359,11 +358,10 @@ def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
 
 
 def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
-    """Return what is wrong with a folder of weights. Returns None for a good folder, and for a folder that is not
-    visible from here.
+    """Return what is wrong with a folder of weights. Returns None if it is good, or if it cannot be seen from here.
 
-    The folder counts as visible if one of `servers` (URLs) is on this machine and the parent folder exists here. The
-    parent is checked because a server in a container sees other folders.
+    A folder can be seen if one of the URLs in `servers` is on this machine and the folder's parent exists here. The
+    parent is checked because a server in a container has other folders.
     """
     path = Path(weights)
     local = any(urlsplit(url).hostname in LOCAL_HOSTS for url in servers)
@@ -376,20 +374,20 @@ def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
             return "it is no folder"
         if not any(file.name.endswith(WEIGHT_FILES) for file in list(path.iterdir())):
             return f"it holds no file {', '.join(WEIGHT_FILES)}"
-    except OSError:  # unreadable here, but the server's process may have other permissions
+    except OSError:  # not readable for this process, but perhaps for the server
         return None
     return None
 
 
 def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[float]:
-    """Return the log-probabilities of `ids`, from either route's format. Raises EngineMisbehaved if a log-probability
-    is missing, or belongs to another id."""
+    """Return the log-probabilities of `ids`, in the format of the generate route or of `/v1/completions`. Raises
+    EngineMisbehaved if one is missing or belongs to another id."""
     if given is None:
         return checked_logprobs(ids, [], engine)
     if given.token_logprobs is not None:
         return checked_logprobs(ids, given.token_logprobs, engine)
     entries = given.content or []
-    if len(entries) == len(ids) == 1:  # shortcut for an event of one token, the usual case
+    if len(entries) == len(ids) == 1:  # fast path for the usual event, which has one token
         value = entries[0].logprob
         if entries[0].token_id == ids[0] and value is not None and value > MISSING_LOGPROB:
             return [value]

@@ -1,6 +1,6 @@
 """A small language model served inside the service process, for demos, tests and machines without an engine. Two
-modules work with any model: `batch` has continuous batching, and `function_engine` makes an engine from a generate
-function."""
+modules work with any model: `batch` does continuous batching, and `function_engine` turns a generate function into an
+engine."""
 
 from outrider.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 

@@ -1,9 +1,9 @@
 """Continuous batching: generations join and leave a running batch, and each step samples one token for each of them.
 
-The module is independent of event loops, threads and the kind of model. The owner of the batch calls `step` repeatedly.
-Compared with one generation after another, a batch of 8 takes a quarter of the time and a batch of 32 about a seventh
-(measured on one core with the demo's policy). Invariant: each token is sampled over keys and values that were computed
-with the weights of the token's version. So all keys and values are computed again when the weights change.
+The module does not depend on event loops, threads or the kind of model. The batch's owner calls `step` again and again.
+A batch of 8 takes a quarter of the time of 8 generations one after another, and a batch of 32 about a seventh (measured
+on one core with the demo's policy). Invariant: each token is sampled over keys and values computed with the weights of
+the token's version. So all keys and values are computed again when the weights change.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from outrider.engines.embedded.sequence import TokenSequence
 from outrider.trajectory import Ids, VersionSpan
 
 Cache = list[tuple[Tensor, Tensor]]
-"""The keys and values of each layer. Each tensor has the shape (rows, heads, columns, head size)."""
+"""The keys and the values of each layer. Each tensor has the shape (rows, heads, columns, head size)."""
 
 
 class Forward(Protocol):
     """One call of a model, on any device.
 
     - `ids` and `positions`: shape (rows, tokens).
-    - `mask`: shape (rows, columns), 0 for padding. The columns are those of the cache, then those of `ids`.
+    - `mask`: shape (rows, columns), 0 for padding. The columns are those of `cache`, followed by those of `ids`.
 
-    Returns the logits after the last column of `ids`, as float32 on the CPU of shape (rows, vocab), and the cache with
-    the new columns."""
+    Returns the logits after the last column of `ids`, as float32 on the CPU of shape (rows, vocab). Also returns the
+    cache with the new columns."""
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]: ...
 
 
 class Row:
-    """One generation. `ids` are the ids of the prompt and of the output so far. `cached` counts the prompt tokens whose
-    keys and values were reused. The owner sets `gone` when the output is no longer needed."""
+    """One generation of the batch. `ids` are the ids of the prompt and of the output so far. `cached` counts the prompt
+    tokens whose keys and values were reused. The owner sets `gone` when nobody needs the output any more."""
 
     def __init__(self, sequence: TokenSequence) -> None:
         self.sequence = sequence
@@ -54,8 +54,8 @@ RowT = TypeVar("RowT", bound=Row)
 
 class RowBatch(Generic[RowT]):
     """The running generations with their keys and values, padded on the left so that all rows end in the same column.
-    The batch also stores the keys and values of the last `kept` rows that have left, and reuses them for prompts that
-    begin with the same ids. Not thread-safe."""
+    The batch also stores the keys and values of the last `kept` rows that have left it, for later prompts that begin
+    with the same ids. Not thread-safe."""
 
     def __init__(self, forward: Forward, *, kept: int = 0) -> None:
         self.rows: list[RowT] = []
@@ -67,10 +67,10 @@ class RowBatch(Generic[RowT]):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not type-checked
     def step(self, new: list[RowT], version: int, *, stale: bool = False) -> list[tuple[RowT, Chunk]]:
-        """Sample one token for each row, new rows included, with the weights of `version`. `stale` is True if the
-        weights have changed since the previous step. Returns the chunk of each row. If a chunk has a `finish`, its row
+        """Sample one token for each row, including the `new` rows, with the weights of `version`. `stale` is True if
+        the weights have changed since the previous step. Returns a chunk for each row. A row whose chunk has a `finish`
         has left the batch."""
-        # The decorator is no_grad and not inference_mode, because a model may store buffers computed here, and training
+        # no_grad instead of inference_mode, because a model may store tensors computed here as buffers, and training
         # cannot use inference tensors.
         self._keep([place for place, row in enumerate(self.rows) if not row.gone])
         if stale:
@@ -110,7 +110,7 @@ class RowBatch(Generic[RowT]):
         return outputs
 
     def _prefill(self, new: list[RowT]) -> Tensor:
-        """Add rows to the batch. Returns the logits after the last token of each new row."""
+        """Add rows to the batch, and return the logits after the last token of each."""
         found = [self._prefix(row) for row in new]
         old = max(row.cached for row in new)
         width = max(len(row.ids) - row.cached for row in new)
@@ -133,8 +133,8 @@ class RowBatch(Generic[RowT]):
         return logits
 
     def _prefix(self, row: RowT) -> Cache:
-        """Find the longest stored prefix of the row's ids. Return the prefix's keys and values, and set `row.cached` to
-        its length. The prefix never includes the last id, because its logits are needed for sampling."""
+        """Find the longest stored prefix of the row's ids, set `row.cached` to its length, and return its keys and
+        values. The prefix never includes the last id, whose logits are needed for sampling."""
         limit = len(row.ids) - 1
         asked = np.asarray(row.ids[:limit])
         best: Cache = []
@@ -147,8 +147,8 @@ class RowBatch(Generic[RowT]):
         return [(keys[:, :, : row.cached], values[:, :, : row.cached]) for keys, values in best]
 
     def _keep(self, places: list[int]) -> None:
-        """Remove all rows except those at the indexes `places`, and the columns that are padding in every remaining
-        row. Stores the keys and values of the removed rows."""
+        """Keep only the rows at the indexes `places`, and store the keys and values of the others. Also removes columns
+        that are padding in all remaining rows."""
         if len(places) == len(self.rows):
             return
         if self._left.maxlen:
@@ -173,7 +173,7 @@ def _positions(mask: Tensor, tokens: int) -> Tensor:
 
 
 def _stacked(parts: tuple[tuple[Tensor, Tensor], ...], width: int) -> tuple[Tensor, Tensor]:
-    """Stack the keys and the values of several groups of rows, padded on the left to `width` columns."""
+    """Stack the keys and values of several groups of rows, padded on the left to `width` columns."""
 
     def stack(tensors: list[Tensor]) -> Tensor:
         return torch.cat([pad(each, (0, 0, width - each.shape[2], 0)) for each in tensors])

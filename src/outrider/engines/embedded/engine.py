@@ -1,6 +1,7 @@
 """The embedded engine: a small model served inside this process, for demos, tests and laptops.
 
-`EmbeddedEngine` is a `FunctionEngine` over a `SamplerThread`. The module imports torch only when the engine starts.
+`EmbeddedEngine` is a `FunctionEngine` whose generate function uses a `SamplerThread`. torch is imported only when the
+engine starts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 
 
 class EmbeddedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The embedded engine's options. At most `slots` sequences run at once. `context_tokens` defaults to the model's
-    maximum context. `threads` is the number of torch's threads; more than one rarely helps a model of this size."""
+    """The options of the embedded engine.
+
+    `slots`: maximum number of sequences that run at once.
+    `context_tokens`: by default the model's maximum context.
+    `threads`: the number of torch's threads. More than one rarely helps a model of this size."""
 
     slots: Annotated[int, msgspec.Meta(ge=1)] = 32
     context_tokens: Annotated[int, msgspec.Meta(ge=2)] | None = None
@@ -38,8 +42,8 @@ class EmbeddedEngine(FunctionEngine):
     """Serves the model in the folder `options.model` (Hugging Face layout: config.json, *.safetensors, tokenizer.json).
 
     Raises EngineUnavailable if torch or safetensors is not installed, and InvalidField for wrong options. `start`
-    raises EngineUnavailable if the folder has no config.json, and ModelMismatch or EngineRejected if the model in the
-    folder cannot be served.
+    raises EngineUnavailable if there is no config.json in the folder, and ModelMismatch or EngineRejected if the model
+    cannot be served.
     """
 
     capabilities = frozenset({Capability.VERSIONED_CACHE})
@@ -81,8 +85,8 @@ class EmbeddedEngine(FunctionEngine):
             await asyncio.to_thread(self._thread.__exit__, None, None, None)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating. With "finish" the method returns when all generations have ended. "abort" ends them with
-        their tokens so far, and "keep" freezes them until `resume`."""
+        """Stop generating. With "finish", the method returns when all generations have ended. "abort" ends them with
+        the tokens sampled so far, and "keep" freezes them until `resume`."""
         self._running().freeze(mode == "keep")
         await super().pause(mode)
 
@@ -91,11 +95,11 @@ class EmbeddedEngine(FunctionEngine):
         await super().resume()
 
     async def update_weights(self, weights: str | Path | Mapping[str, Any], version: int) -> None:
-        """Serve other weights. Tokens sampled from now on have the policy version `version`.
+        """Replace the weights. Tokens sampled from now on have the policy version `version`.
 
-        `weights` is a safetensors file, a folder of such files, or a mapping of published (Hugging Face) names to
-        tensors. It must have every tensor of the model. The keys and values of running generations are computed again.
-        Raises EngineRejected if the weights are refused. The old weights then stay in use.
+        `weights` is a safetensors file, a folder of such files, or a mapping of Hugging Face names to tensors. Every
+        tensor of the model must be there. The keys and values of running generations are computed again. Raises
+        EngineRejected if the weights are refused; the old weights then stay in use.
         """
         thread = self._running()
 
@@ -111,8 +115,8 @@ class EmbeddedEngine(FunctionEngine):
         await asyncio.to_thread(update)
 
     def _load(self) -> SamplerThread:
-        """Load the model, and make its sampler thread without starting it. Blocks, so call this in a thread. Raises
-        InvalidField if `context_tokens` exceeds the model's context."""
+        """Load the model, and create its sampler thread without starting it. Blocks, so call this in a thread. Raises
+        InvalidField if `context_tokens` is more than the model's context."""
         from outrider.engines.embedded.batch import RowBatch
         from outrider.engines.embedded.sampler_thread import QueuedRow, SamplerThread
         from outrider.engines.embedded.sequence import RequestChecker

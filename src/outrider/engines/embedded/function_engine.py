@@ -1,7 +1,7 @@
-"""Makes an `Engine` from one generate function, and adds pausing, aborting and policy versions.
+"""Turns a generate function into an `Engine`, with pausing, aborting and policy versions.
 
-Invariant: a token has the policy version that its chunk names. If the chunk names none, the token has the version that
-was set when the chunk arrived.
+Invariant: a token has the policy version that its chunk names. Without such a version, it has the version that was set
+when the chunk arrived.
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ from outrider.errors import EngineMisbehaved, EngineUnavailable
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Chunk] | Awaitable[Chunk]]
-"""The function called for each generation: an async generator function that yields chunks, or a coroutine function that
-returns the whole output as one chunk."""
+"""The function called for each generation. It is either an async generator function that yields chunks, or a coroutine
+function that returns the whole output as one chunk."""
 
 
 class FunctionEngine:
-    """Implements `Engine`, `SetsVersion`, `TakesConstraints` and `TokenizesText` over `generate`. Without `tokenize`,
-    `token_check` returns None.
+    """Implements `Engine`, `SetsVersion`, `TakesConstraints` and `TokenizesText` with the function `generate`.
 
-    The last chunk may have the `versions` of the whole output. Otherwise tokens have the version that was set
-    (`set_version`, or the attribute `version`) when they arrived. An earlier chunk may name the versions of its own
-    tokens, as spans over the whole output, if it has waited in a queue while the version may have changed. `healthy`
-    returns a description of a fault, or "" if there is none. `changed` is called after each new version.
+    The policy version of a token comes from the first of these sources that exists:
+
+    1. `versions` of the last chunk, which cover the whole output.
+    2. `versions` of the token's chunk, as spans over the whole output, for a chunk that may wait in a queue while the
+       version changes.
+    3. The version that was set (`set_version`, or the attribute `version`) when the chunk arrived.
+
+    `tokenize`: without it, `token_check` returns None.
+    `healthy`: returns what is wrong, or "" if nothing is.
+    `changed`: called after each new version.
     """
 
     mode = TokenMode.TOKENS
@@ -78,10 +83,10 @@ class FunctionEngine:
         self._changed_version()
 
     async def start(self) -> None:
-        """Do nothing, because a function has no resources to open."""
+        """Do nothing, because a function has nothing to open."""
 
     async def close(self) -> None:
-        """Do nothing, because a function has no resources to close."""
+        """Do nothing, because a function has nothing to close."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         spans: list[VersionSpan] = []
@@ -111,7 +116,7 @@ class FunctionEngine:
     async def health(self) -> EngineHealth:
         try:
             trouble = "" if self._healthy is None else await self._healthy()
-        except Exception as error:  # `healthy` may raise any error, and `health` must not raise
+        except Exception as error:  # `healthy` may raise any error, but `health` must not raise
             trouble = f"{type(error).__name__}: {error}"
         return EngineHealth(
             ok=not trouble,
@@ -122,8 +127,8 @@ class FunctionEngine:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generations. With "finish" and "abort", the generate function no longer runs when this method returns.
-        With "keep", the current step of each generation continues, and its chunk is yielded after `resume`."""
+        """Pause generations. After "finish" and "abort", the generate function no longer runs when this method returns.
+        With "keep", each generation finishes its current step, and yields the chunk after `resume`."""
         self._gate.close()
         if mode == "finish":
             await self._gate.drained()
@@ -133,7 +138,7 @@ class FunctionEngine:
             self._aborts += 1
             self._changed.send()
             for step in self._steps:
-                if not step.expired():  # an expired step is already being aborted
+                if not step.expired():  # an expired step is being aborted already
                     step.reschedule(0)
             changed = self._changed.next()
             while self._steps:
@@ -153,7 +158,7 @@ class FunctionEngine:
         return None if self._tokenize is None else self._tokenize(text)
 
     async def _thawed(self, aborts: int) -> None:
-        """Wait until generations are no longer frozen, or until this generation is aborted."""
+        """Wait while generations are frozen, unless this generation is aborted."""
         changed = self._changed.next()
         while self._frozen and self._aborts == aborts:
             await changed.wait()
@@ -173,7 +178,7 @@ class FunctionEngine:
                 await stream.aclose()
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], aborts: int) -> Chunk:
-        """Return the next chunk, or an empty last chunk with the finish ABORT if the generation is aborted first.
+        """Return the next chunk. If the generation is aborted first, return an empty last chunk with finish ABORT.
         Raises EngineUnavailable if the function ends early, and EngineMisbehaved if it yields anything but a
         `Chunk`."""
         aborted = Chunk(ids=[], logprobs=[], finish=FinishReason.ABORT)

@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama family (Llama, Qwen2), in plain torch.
 
-The caller of `hidden` chooses the attention, so the same module serves (with attention over a cache) and trains (with
-attention over the whole sequence). Invariant: parameters are float32. The weights for query, key and value are one
-matrix, and those for gate and up another.
+The caller of `hidden` chooses the attention: over a cache to serve the model, over the whole sequence to train it.
+Invariant: parameters are float32. The weights for query, key and value form one matrix, and the weights for gate and up
+another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FAMILIES = ("llama", "qwen2")
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a model, from its config.json. `context` is the length in tokens of the longest sequence that the
-    model supports."""
+    """The sizes of a model, from its config.json. `context` is the length in tokens of the longest sequence that it
+    supports."""
 
     vocab: int
     hidden: int
@@ -39,7 +39,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read a Hugging Face config. Raises ModelMismatch for an architecture that this module does not support."""
+        """Read the sizes from a Hugging Face config. Raises ModelMismatch for an architecture that this module does not
+        support."""
         family = config.get("model_type")
         if family not in FAMILIES:
             raise ModelMismatch(
@@ -76,18 +77,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attend(Protocol):
-    """Attention of one layer over the new tokens. The shape of query is (batch, heads, tokens, dim), and of key and
-    value (batch, kv heads, tokens, dim). The result has query's shape."""
+    """Computes the attention of one layer for the new tokens. `query` has the shape (batch, heads, tokens, dim), `key`
+    and `value` have (batch, kv heads, tokens, dim). The result has the shape of `query`."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute grouped-query attention without copying keys: the heads that share a key are rows of one matrix.
+    """Compute grouped-query attention without copying keys: query heads that share a key head become rows of one
+    matrix.
 
-    The shape of query is (batch, heads, tokens, dim), and of key and value (batch, kv heads, length, dim). mask is
-    None, or a boolean tensor from `grouped_mask` of shape (batch or 1, 1, heads / kv heads * tokens, length) that is
-    True where attention is allowed.
+    `query` has the shape (batch, heads, tokens, dim), `key` and `value` have (batch, kv heads, length, dim). `mask` is
+    None, or a boolean tensor from `grouped_mask` of shape (batch or 1, 1, heads / kv heads * tokens, length), True
+    where attention is allowed.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
@@ -96,13 +98,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 
 def grouped_mask(mask: Tensor, group: int) -> Tensor:
-    """Repeat a mask of shape (batch, tokens, length) for the `group` query heads of each key head. Returns the shape
-    (batch, 1, group * tokens, length), as `attention` needs it."""
+    """Repeat a mask of shape (batch, tokens, length) for the `group` query heads of each key head. The result has the
+    shape (batch, 1, group * tokens, length) that `attention` needs."""
     return mask[:, None].repeat(1, 1, group, 1)
 
 
 class CausalAttention:
-    """Attention of whole sequences over themselves, for training."""
+    """Attention of whole sequences to themselves, for training."""
 
     def __init__(self, shape: ModelShape, tokens: int) -> None:
         causal = torch.ones(1, tokens, tokens, dtype=torch.bool).tril()
@@ -113,14 +115,14 @@ class CausalAttention:
 
 
 class CachedAttention:
-    """Attention of new tokens over cached tokens and themselves. The attribute `cache` begins as a copy of the
-    argument. Each call adds the keys and values of its tokens. `mask`, of shape (rows, columns), is 0 for padding."""
+    """Attention of new tokens to cached tokens and to themselves. `mask`, of shape (rows, columns), is 0 for padding.
+    The attribute `cache` starts as a copy of the argument, and each call adds the keys and values of its tokens."""
 
     def __init__(self, shape: ModelShape, mask: Tensor, tokens: int, cache: list[tuple[Tensor, Tensor]]) -> None:
         self.cache = list(cache)
         columns = mask.shape[1]
         own = torch.arange(columns) - torch.arange(columns - tokens, columns)[:, None]
-        # Padding attends to itself, because the softmax of a row without allowed columns is NaN.
+        # Padding attends to itself, because the softmax of a row without allowed columns would be NaN.
         allowed = (mask[:, None].bool() & (own < 0)) | (own == 0)
         self._mask = grouped_mask(allowed, shape.heads // shape.kv_heads)
 
@@ -134,8 +136,8 @@ class CachedAttention:
 
 
 class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
-    """One block: attention, then a gated MLP. Each reads an RMS norm of its input, and its result is added to the
-    input."""
+    """One block of the model: attention, then a gated MLP. Each reads an RMS norm of its input, and its result is added
+    to that input."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -178,15 +180,15 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.Parameter(torch.ones(shape.hidden))
         self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab, bias=False)
-        # The rotary tables have the shape (context, head_dim). The second half repeats the first, as in Hugging Face's
-        # layout.
+        # The rotary tables have the shape (context, head_dim). The second half of each row repeats the first, as in
+        # Hugging Face's layout.
         inverse = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
         angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), inverse).repeat(1, 2)
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the hidden states after the last layer and norm, of shape (batch, tokens, hidden). The shape of `ids`
-        is (batch, tokens), and of `positions` (batch or 1, tokens)."""
+        """Return the hidden states after the last layer and its norm, of shape (batch, tokens, hidden). `ids` has the
+        shape (batch, tokens), `positions` has (batch or 1, tokens)."""
         x = self.embed(ids)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for index, layer in enumerate(self.layers):
@@ -194,13 +196,13 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         return functional.rms_norm(x, (self.shape.hidden,), self.norm, self.shape.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits, of shape (..., vocab), for the result of `hidden`, of shape (..., hidden)."""
+        """Return the logits, of shape (..., vocab), for hidden states of shape (..., hidden)."""
         weight = self.embed.weight if self.head is None else self.head.weight
         return functional.linear(hidden, weight)
 
     def extend(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Compute the logits of the next tokens over a cache, as specified by `batch.Forward`."""
+        """Compute the logits of the next tokens from `cache` and `ids`; see `batch.Forward`."""
         attend = CachedAttention(self.shape, mask, ids.shape[1], cache)
         return self.logits(self.hidden(ids, positions, attend)[:, -1]), attend.cache

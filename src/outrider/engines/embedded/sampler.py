@@ -1,7 +1,7 @@
-"""Samples one token for each sequence from its logits, with the sequence's own parameters and random numbers.
+"""Samples one token for each sequence from its logits. Each sequence has its own parameters and random numbers.
 
 Invariant: the reported log-probability is always the log-softmax of the raw logits. Penalties, bias, temperature and
-truncation change the distribution from which the token is drawn, but not this value.
+truncation change how the token is drawn, but not this value.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from outrider.errors import EngineRejected
 
 
 class SampledToken(msgspec.Struct, frozen=True):
-    """A token id and the natural log of its raw probability."""
+    """A token id, and its natural log-probability computed from the raw logits."""
 
     token: int
     logprob: float
 
 
 class SamplingState:
-    """The sampling parameters of one sequence, its random numbers, and its counts of earlier tokens for the penalties.
+    """The sampling parameters of a sequence, its random numbers, and its counts of earlier tokens for the penalties.
     The same seed gives the same random numbers."""
 
     def __init__(self, params: SamplingParams, *, prompt: Iterable[int] = ()) -> None:
@@ -44,7 +44,7 @@ class SamplingState:
             self._output[token] += 1
 
     def alter(self, logits: Tensor) -> None:
-        """Change one row of logits, of shape (vocab,), in place: add the bias, apply the penalties as vLLM does, and
+        """Change a row of logits, of shape (vocab,), in place: add the bias, apply the penalties as vLLM does, and
         forbid stop tokens before the minimum length."""
         params, penalty = self.params, self.params.repetition_penalty
         for token, bias in params.logit_bias.items():
@@ -58,18 +58,18 @@ class SamplingState:
             logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
         if self._output.total() < params.min_tokens:
             stops = {token for token in params.stop_token_ids if token < len(logits)}
-            if len(stops) < len(logits):  # if every token is a stop token, one of them must be sampled
+            if len(stops) < len(logits):  # if every token is a stop token, one must be sampled
                 logits[list(stops)] = -torch.inf
 
     def uniform(self) -> float:
-        """Return the next random number in [0, 1). With temperature 0, returns 0 and consumes no random number."""
+        """Return the next random number in [0, 1). With temperature 0, return 0 without consuming a random number."""
         if self.params.temperature == 0:
             return 0.0
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Check that all sampling parameters are in range. Raises EngineRejected with the name of a wrong parameter."""
+    """Check that all sampling parameters are in range. Raises EngineRejected with the name of the wrong one."""
     legal = {
         "max_tokens": params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
@@ -89,11 +89,11 @@ def check_sampling(params: SamplingParams) -> None:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """Sample one token for each row of `logits`, float32 of shape (sequences, vocab). With temperature 0 the likeliest
-    token is chosen.
+    """Sample one token for each row of `logits`, float32 of shape (sequences, vocab). With temperature 0, this is the
+    likeliest token.
 
-    The method is inverse transform sampling in float64. A row with a temperature above 0 consumes one random
-    number of its state.
+    The method is inverse transform sampling in float64. A row with a temperature above 0 consumes one random number of
+    its state.
     """
     raw = logits.log_softmax(dim=-1)
     altered_rows = [row for row, state in enumerate(states) if state.params.altered]
@@ -104,15 +104,15 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     chosen = logits.argmax(dim=-1)
     if any(state.params.temperature != 0 for state in states):
         temperatures = _column([state.params.temperature for state in states])
-        # For rows with temperature 0 the likeliest token is chosen below. The lower bound of the temperature only
-        # avoids a division by zero in these rows.
+        # In rows with temperature 0, the likeliest token is chosen below. There the lower bound only avoids a division
+        # by zero.
         weights = (logits.double() / temperatures.clamp_min(1e-6)).softmax(dim=-1)
         if any(state.params.top_k > 0 or state.params.top_p < 1 or state.params.min_p > 0 for state in states):
             weights = _truncate(weights, [state.params for state in states])
         cumulative = weights.cumsum(dim=-1)
         uniform = _column([state.uniform() for state in states]) * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, uniform, right=True)[:, 0]
-        # After rounding, a random number can equal the last cumulative sum, and `drawn` is then past the last token.
+        # After rounding, a random number can equal the last cumulative sum. Then `drawn` is past the last token.
         fallback = (temperatures[:, 0] == 0) | (drawn >= logits.shape[-1])
         chosen = torch.where(fallback, chosen, drawn)
     logprobs = raw.gather(1, chosen[:, None])[:, 0].tolist()
@@ -120,8 +120,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 
 
 def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return the weights, set to zero for tokens excluded by min_p, top_k or top_p. top_p is applied to the tokens that
-    remain after the other two. The likeliest token always remains."""
+    """Return the weights with 0 for the tokens that min_p, top_k or top_p exclude. top_p applies to the tokens that the
+    other two leave. The likeliest token always remains."""
     vocab = weights.shape[-1]
     ordered, tokens = weights.sort(dim=-1, descending=True, stable=True)
     min_p = _column([each.min_p for each in params])
@@ -130,7 +130,7 @@ def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     keep = (ordered >= min_p * ordered[:, :1]) & (torch.arange(vocab) < top_k[:, None])
     kept = ordered * keep
     before = kept.cumsum(dim=-1) - kept
-    # top_p 1 is tested separately, because rounding in the cumulative sum could otherwise cut off unlikely tokens.
+    # With top_p 1, rounding in the cumulative sum could cut off unlikely tokens, so this value is tested separately.
     kept = kept * ((before < top_p * kept.sum(dim=-1, keepdim=True)) | (top_p == 1))
     return torch.zeros_like(weights).scatter(1, tokens, kept)
 

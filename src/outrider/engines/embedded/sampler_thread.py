@@ -1,6 +1,7 @@
-"""The thread that samples from a model. Between two steps, other threads may lock the model for other work.
+"""The thread that samples from a model. Between two steps, another thread may take the model for other work, such as
+new weights.
 
-Invariant: the model is used either by the sampler or by the thread that holds the weights, never by both at once.
+Invariant: at any time, either the sampler or one other thread uses the model.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from outrider.engines.embedded.sequence import RequestChecker
 from outrider.errors import EngineUnavailable
 
 MAX_WAITING = 4096
-"""Maximum number of generations, running or waiting. More generations are refused with EngineUnavailable, and the
-caller retries them."""
+"""Maximum number of generations, running or waiting. Further ones are refused with EngineUnavailable, and their callers
+try again."""
 
 
 class QueuedRow(Row):
-    """A row with a queue of its chunks. The sampler thread writes to the queue, and a task of the event loop reads the
-    chunks."""
+    """A row of the batch with a queue of its chunks. The sampler thread fills the queue, and a task of the event loop
+    reads it."""
 
     def __init__(self, checker: RequestChecker, request: GenerateRequest) -> None:
         super().__init__(checker.check(request))
         self._loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # max_tokens limits the queue's size
+        self.queue: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # max_tokens limits its size
 
     def give(self, item: Chunk | EngineUnavailable) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no consumer
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody reads the queue
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
 class SamplerThread:
-    """Samples up to `rows` generations of `batch` at once, between `__enter__` and `__exit__`. `engine` must have this
-    thread's `generate` as its generate function, and gives the tokens their version. `threads` is the number of torch's
-    threads, None for torch's default."""
+    """Samples up to `rows` generations of `batch` at once, from `__enter__` to `__exit__`. `engine` must call this
+    thread's `generate`, and provides the version of the tokens. `threads` is the number of torch's threads, or None for
+    torch's default."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class SamplerThread:
     ) -> None:
         self.checker = checker
         self.end: str | None = None
-        """The reason why the thread has ended, None while the thread runs."""
+        """The reason why the thread has ended, or None while it runs."""
         self._engine = engine
         self._batch = batch
         self._slots = rows
@@ -77,7 +78,7 @@ class SamplerThread:
         self._stale = False
         self._stepped = engine.version
         self._closed = False
-        # The thread is a daemon, so that a step, which cannot be interrupted, does not delay the exit of the process.
+        # A daemon thread, because a step cannot be interrupted and must not delay the exit of the process.
         self._thread = threading.Thread(target=self._run, name=engine.name, daemon=True)
 
     def __enter__(self) -> Self:
@@ -94,9 +95,9 @@ class SamplerThread:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Stop sampling while the block runs, so that the block can use the model alone. The block begins between two
-        steps of the sampler. Between two blocks the sampler runs at least one step, if it has work. Raises RuntimeError
-        inside another block of the same thread."""
+        """Stop sampling while the block runs, so that only the block uses the model. The block begins between two
+        steps. Between two such blocks, the sampler runs at least one step if it has work. Raises RuntimeError inside
+        another such block of the same thread."""
         with self._state:
             if self._holder == threading.get_ident():
                 raise RuntimeError("this thread has the weights already")
@@ -113,18 +114,18 @@ class SamplerThread:
                 self._state.notify_all()
 
     def weights_changed(self) -> None:
-        """Make the next step compute all keys and values again, before it samples a token."""
+        """Called after a change of weights. The next step then computes all keys and values again before it samples."""
         with self._state:
             self._stale = True
 
     def freeze(self, frozen: bool) -> None:
-        """Stop sampling after the current step if `frozen` is True, otherwise resume sampling."""
+        """With True, stop sampling after the current step. With False, resume."""
         with self._state:
             self._frozen = frozen
             self._state.notify_all()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Run one generation and yield its chunks, as specified by `Engine.generate`."""
+        """Run one generation and yield its chunks, as `Engine.generate` does."""
         row = QueuedRow(self.checker, request)
         with self._state:
             if self.end is not None:
@@ -154,7 +155,7 @@ class SamplerThread:
                 torch.set_num_threads(self._threads)
             while self._step():
                 """Each step samples one token for each running generation."""
-        except Exception as error:  # the model may raise any error, and waiting generations must receive it
+        except Exception as error:  # the model may raise any error, which the waiting generations must receive
             end = f"the model failed: {type(error).__name__}: {error}"
         with self._state:
             self.end = end
@@ -165,7 +166,7 @@ class SamplerThread:
             row.give(EngineUnavailable(end))
 
     def _step(self) -> bool:
-        """Wait for work, and run one step of sampling. If the sampler is closed, runs no step and returns False."""
+        """Wait for work and run one step. Returns False without a step if the sampler is closed."""
         with self._state:
             self._state.wait_for(self._may_step)
             if self._closed:

@@ -1,7 +1,7 @@
-"""One sequence that the batch generates: its sampling state, its stop conditions, and the check of its request.
+"""One sequence of the batch: the check of its request, its sampling state, and its stop conditions.
 
-Invariant: a TokenSequence exists only for a valid request: all ids are in the vocabulary, the prompt is shorter than
-the context, and the sampling parameters are in range.
+Invariant: a TokenSequence exists only for a valid request. All its ids are in the vocabulary, the prompt is shorter
+than the context, and the sampling parameters are in range.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from outrider.trajectory import FinishReason, Ids, VersionSpan
 
 
 class SequenceStop(msgspec.Struct, frozen=True):
-    """The end of a sequence. `match` is the stop token id or stop string that ended the sequence, None if the token
-    limit ended it."""
+    """Why a sequence has ended. `match` is the stop token id or stop string that ended it, or None if it has reached
+    the maximum number of tokens."""
 
     reason: FinishReason
     match: int | str | None = None
 
 
 class StopChecker:
-    """Checks each token of one output for the end of the output: a stop id, a stop string or the token limit.
+    """Checks after each token whether the output ends: at a stop id, at a stop string, or at the maximum number of
+    tokens.
 
-    `limit` is the maximum number of output tokens. `text` decodes the output, and is None without stop strings. The
-    token that completes a match is part of the output.
+    `limit` is this maximum. `text` decodes the output; it is None if there are no stop strings. The token that
+    completes a stop string is part of the output.
     """
 
     def __init__(self, params: SamplingParams, *, limit: int, text: TextStream | None) -> None:
@@ -40,7 +41,7 @@ class StopChecker:
         self._keep = max((len(string) for string in params.stop), default=1) - 1
 
     def push(self, token: int) -> SequenceStop | None:
-        """Check the next token. Returns the stop if this token ends the output, otherwise None."""
+        """Check the next token. Returns the reason if the output ends with it, otherwise None."""
         self._left -= 1
         if token in self._ids:
             return SequenceStop(FinishReason.STOP, token)
@@ -49,7 +50,7 @@ class StopChecker:
             found = [(at, string) for string in self._strings if (at := seen.find(string)) >= 0]
             if found:
                 return SequenceStop(FinishReason.STOP, min(found, key=lambda match: match[0])[1])
-            # A stop string may span several tokens, so the end of the text is kept: one character less than the longest
+            # A stop string may span several tokens. So keep the end of the text: one character less than the longest
             # stop string.
             self._tail = seen[-self._keep :] if self._keep else ""
         return SequenceStop(FinishReason.LENGTH) if self._left == 0 else None
@@ -65,14 +66,14 @@ class TokenSequence:
         self._versions: list[int] = []
 
     def accept(self, sampled: SampledToken, version: int) -> SequenceStop | None:
-        """Add a token sampled under policy version `version`. Returns the stop if this token ends the sequence,
+        """Add a token that was sampled with policy version `version`. Returns the reason if the sequence ends with it,
         otherwise None."""
         self._versions.append(version)
         self.sampling.accept(sampled.token)
         return self._stops.push(sampled.token)
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Return the policy versions of the output's tokens, as half-open spans over the output."""
+        """Return the policy versions of the output's tokens, as half-open spans."""
         spans: list[VersionSpan] = []
         for index, version in enumerate(self._versions):
             if spans and spans[-1].version == version:
@@ -83,10 +84,10 @@ class TokenSequence:
 
 
 class RequestChecker:
-    """Turns a request into a sequence, and refuses requests that the model cannot serve.
+    """Turns requests into sequences, and refuses requests that the model cannot serve.
 
-    `vocab` is the number of logits, `context` the maximum length of a sequence in tokens. Requests with stop strings
-    are refused if `tokenizer` is None.
+    `vocab` is the number of logits, `context` the maximum length of a sequence in tokens. If `tokenizer` is None,
+    requests with stop strings are refused.
     """
 
     def __init__(self, *, vocab: int, context: int, tokenizer: Tokenizer | None) -> None:
@@ -95,13 +96,12 @@ class RequestChecker:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int] | None:
-        """Return the token ids of a text. Special tokens in the text are recognised. Returns None without a
-        tokenizer."""
+        """Return the token ids of a text, or None without a tokenizer. Special tokens in the text are recognised."""
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def check(self, request: GenerateRequest) -> TokenSequence:
-        """Make the sequence for a request. Prompt and output together are limited to the context. Raises
-        ContextOverflow if the prompt fills the context, and EngineRejected for any other invalid request."""
+        """Create the sequence for a request. Prompt and output together must fit into the context. Raises
+        ContextOverflow if the prompt alone fills it, and EngineRejected for any other invalid request."""
         sampling = request.sampling
         check_sampling(sampling)
         if sampling.constraint is not None:

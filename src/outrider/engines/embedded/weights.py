@@ -1,7 +1,7 @@
-"""Reads, updates and exports the model's weights. Maps Hugging Face's tensor names to the fused parameters of model.py.
+"""Reads, updates and exports the weights of the model. Hugging Face publishes some tensors separately that are one
+fused parameter in model.py.
 
-Invariant: an update checks every tensor before it changes any parameter, so an update is applied completely or not at
-all.
+Invariant: an update checks every tensor before it changes a parameter, so it is applied completely or not at all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ StateDict = Mapping[str, Tensor]
 
 
 class FusedSlice(msgspec.Struct, frozen=True):
-    """The location of a published tensor: the tensor `name` is rows [start, start + rows) of the model's parameter
+    """Where a published tensor belongs: the tensor `name` is rows [start, start + rows) of the model's parameter
     `parameter`."""
 
     name: str
@@ -34,7 +34,7 @@ class FusedSlice(msgspec.Struct, frozen=True):
 
 
 def fused_slices(shape: ModelShape) -> Iterator[FusedSlice]:
-    """Yield the location of every published tensor of a model of this shape."""
+    """Yield a `FusedSlice` for every published tensor of a model of this shape."""
     yield FusedSlice("model.embed_tokens.weight", "embed.weight", 0, shape.vocab)
     yield FusedSlice("model.norm.weight", "norm", 0, shape.hidden)
     if not shape.tied:
@@ -55,7 +55,7 @@ def fused_slices(shape: ModelShape) -> Iterator[FusedSlice]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the folder's config.json. Raises ModelMismatch if it is missing or unreadable."""
+    """Read config.json in a model's folder. Raises ModelMismatch if it is missing or unreadable."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -69,8 +69,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a safetensors file, or of every such file in a folder. Raises EngineRejected if there is no
-    such file, or if a file is unreadable."""
+    """Return all tensors of a safetensors file, or of all such files in a folder. Raises EngineRejected if there are
+    none, or if a file is unreadable."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise EngineRejected(f"no *.safetensors in {path}")
@@ -84,9 +84,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def apply_weights(model: Llama, state: StateDict) -> None:
-    """Copy published tensors into the model's parameters, converting to float32.
+    """Copy published tensors into the model's parameters, as float32.
 
-    Raises EngineRejected if a tensor is missing, has another shape, or is not finite. No parameter is changed then.
+    Raises EngineRejected if a tensor is missing, has another shape, or is not finite. In that case, no parameter is
+    changed.
     """
     targets = {part.name: _target(model, part) for part in fused_slices(model.shape)}
     for name, target in targets.items():
@@ -95,7 +96,7 @@ def apply_weights(model: Llama, state: StateDict) -> None:
             raise EngineRejected(f"weights lack {name}")
         if source.shape != target.shape:
             raise EngineRejected(f"{name} has shape {tuple(source.shape)}, the model {tuple(target.shape)}")
-        # One NaN would make every logit NaN, and no later error would show that the weights are the cause.
+        # A single NaN would make every logit NaN, without an error that shows the cause.
         if not bool(torch.isfinite(source).all()):
             raise EngineRejected(f"{name} holds values that are not finite")
     with torch.no_grad():
@@ -104,12 +105,12 @@ def apply_weights(model: Llama, state: StateDict) -> None:
 
 
 def export_weights(model: Llama) -> dict[str, Tensor]:
-    """Return contiguous copies of the model's weights, by published name."""
+    """Return contiguous copies of the model's weights, by their published names."""
     return {part.name: _target(model, part).clone() for part in fused_slices(model.shape)}
 
 
 def load_model(folder: Path) -> Llama:
-    """Load a model, ready to serve, from a folder in Hugging Face layout. Raises ModelMismatch or EngineRejected."""
+    """Load a model from a folder in Hugging Face layout, ready to serve. Raises ModelMismatch or EngineRejected."""
     shape = ModelShape.from_config(read_config(folder))
     model = Llama(shape)
     model.requires_grad_(False)

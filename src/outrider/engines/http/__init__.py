@@ -1,4 +1,4 @@
 """The HTTP client for engine servers: retries, server-sent events, and the translation of error responses.
 
-The servers' own protocols are in `engines.adapters`.
+Each server's own protocol is in `engines.adapters`.
 """

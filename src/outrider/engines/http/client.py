@@ -1,4 +1,4 @@
-"""The HTTP client for all engine servers: sends JSON, reads JSON or server-sent events, and retries generations that
+"""The HTTP client for all engine servers. Sends JSON, reads JSON or server-sent events, and retries generations that
 have not begun.
 
 Invariant: once the first event of a response was read, the request is not sent again.
@@ -24,22 +24,22 @@ CONNECTION_ERRORS = (OSError, TimeoutError)
 CONTROL_SECONDS = 30.0
 MAX_ERROR_BODY = 64 << 10
 MAX_ANSWER = 8 << 20
-"""Maximum bytes of a response that is not a stream, and of one event of a stream. An event of SGLang may have a whole
-reply: the limit allows a reply of 200,000 tokens."""
+"""Maximum bytes of a response that is not a stream, and of one event of a stream. An event of SGLang may contain a
+whole reply; this number allows 200,000 tokens."""
 DONE = b"[DONE]"
 
 
 DEFAULT_RETRY = RetryPolicy(first=0.2, longest=10.0, attempts=4)
-"""The default retry policy for generations that have not begun. If the server sends Retry-After, it replaces the
-policy's own wait, up to `longest` seconds."""
+"""The default retry policy for generations that have not begun. If the server sends Retry-After, the client waits for
+that time instead, but at most `longest` seconds."""
 
 
 class WasCut(Exception):
-    """Raised by a request to the server if its `Cut` ends it before the response has begun."""
+    """A `Cut` has ended the request before the response began."""
 
 
 class Cut:
-    """Lets another task end a request whose response has not begun, even while the request waits for a retry."""
+    """Lets another task end a request whose response has not begun, even while the request waits before a retry."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -48,14 +48,14 @@ class Cut:
         self._response: Response | None = None
 
     def now(self) -> None:
-        """Make the request raise WasCut. Has no effect once the response has begun."""
+        """End the request, which then raises WasCut. Has no effect once the response has begun."""
         if not self.begun:
             self._made.set()
             if self._response is not None:
                 self._response.cut()
 
     def check(self) -> None:
-        """Raise WasCut if `now` has taken effect."""
+        """Raise WasCut if `now` has ended the request."""
         if self._made.is_set():
             raise WasCut
 
@@ -64,16 +64,16 @@ class Cut:
         self._response = response
 
     async def wait(self, seconds: float) -> None:
-        """Wait for `seconds`, or until `now` takes effect."""
+        """Wait for `seconds` seconds, or until `now` ends the request."""
         await wait_for_event(self._made, seconds)
 
 
 class HttpClient:
-    """The connections to one engine server, between `start` and `close`. Every method raises:
+    """The connections to one engine server, from `start` to `close`. Every method raises:
 
     - EngineUnavailable: the server cannot be reached or stops responding.
     - StatusFailure: the response has a status of 400 or more.
-    - EngineMisbehaved: the response is too long or not JSON.
+    - EngineMisbehaved: the response is too long or is not JSON.
     """
 
     def __init__(self, name: str, url: str, *, api_key: str | None = None, retry: RetryPolicy = DEFAULT_RETRY) -> None:
@@ -95,17 +95,17 @@ class HttpClient:
             connections.close()
 
     async def check(self, path: str) -> None:
-        """GET the path once, and accept any body, because routers reply "OK" to a health check and servers reply
+        """Send a GET without retries, and accept any body: routers reply "OK" to a health check, and servers reply
         nothing."""
         await self._call("GET", path, (), CONTROL_SECONDS)
 
     async def get(self, path: str) -> Any:
-        """Send a GET without retries. Returns the response's JSON value, None for an empty response."""
+        """Send a GET without retries. Returns the JSON value of the response, or None if it is empty."""
         return self._parsed(path, await self._call("GET", path, (), CONTROL_SECONDS))
 
     async def post(self, path: str, body: Any = None, *, seconds: float | None = CONTROL_SECONDS) -> Any:
-        """Send a POST without retries. Returns the response's JSON value, None for an empty response. `seconds` is the
-        time limit, None for no limit."""
+        """Send a POST without retries. Returns the JSON value of the response, or None if it is empty. The time limit
+        is `seconds`; None means no limit."""
         return self._parsed(
             path, await self._call("POST", path, () if body is None else (orjson.dumps(body),), seconds)
         )
@@ -117,12 +117,12 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         cut: Cut | None = None,
     ) -> AsyncGenerator[list[bytes], None]:
-        """POST the pieces of `body(attempt)`, and yield the payloads of the response's server-sent events, up to
-        `[DONE]` or the end of the response. Each list has the payloads of one read, and is never empty.
+        """POST `body(attempt)`, and yield the payloads of the response's server-sent events until `[DONE]` or the end
+        of the response. Each list has the payloads of one read, and is never empty.
 
-        Connection failures and transient statuses are retried until the first payload has arrived. Closing the
-        generator closes the connection, so the server aborts its work. `cut.now` does the same before the first
-        payload, and this method then raises WasCut.
+        Until the first payload arrives, the request is sent again after a connection failure or a transient status.
+        Closing the generator closes the connection, so that the server aborts its work. Before the first payload,
+        `cut.now` does this, too, and this method then raises WasCut.
         """
         cut = cut or Cut()
         attempts = self._retry.attempts or 1
@@ -198,8 +198,8 @@ class HttpClient:
 
 
 async def _read_rest(response: Response) -> None:
-    """Read the few bytes after `[DONE]`, because a connection can be reused only if its response was read to the end.
-    If the end does not arrive within a second, the connection is not reused, and no error is raised."""
+    """Read the few bytes after `[DONE]`, because a connection can be reused only after the whole response was read. If
+    they do not arrive within a second, the connection is not reused, but no error is raised."""
     if response.complete:
         return
     with suppress(*CONNECTION_ERRORS):

@@ -1,7 +1,7 @@
-"""Translates an engine server's statuses and error bodies to Outrider's errors.
+"""Translates statuses and error bodies of engine servers to Outrider's errors.
 
-The wording of errors differs between engines, routes and versions. So a context overflow is recognised by an error
-code, or by the status and the numbers in the message.
+Engines, routes and versions word their errors differently. So a context overflow is recognised by an error code, or by
+the status together with the numbers in the message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.errors import ContextOverflow, EngineError, EngineRejected, Engine
 MAX_QUOTED = 500
 OVERFLOW_STATUSES = frozenset({400, 413, 422})
 UNKNOWN_STATUS = 0
-"""The status of a failure without an HTTP status, such as an error event in a stream."""
+"""Stands for the status of a failure that has no HTTP status, such as an error event in a stream."""
 
 _HINTS = {
     401: "check the engine's api_key option",
@@ -29,16 +29,16 @@ _STATUS = re.compile(r"[0-9]{1,3}")
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's sizes in tokens: the prompt, the maximum output, and the model's context. Prompt and context are None
-    if unknown."""
+    """The sizes of a request in tokens: its prompt, its maximum output, and the model's context. Prompt and context are
+    None if unknown."""
 
     prompt: int | None = None
     output: int = 0
     context: int | None = None
 
     def overflow(self) -> Overflow | None:
-        """Return the sizes of prompt and context if the prompt alone fills the context. Returns None if the prompt is
-        shorter than the context, or if one of the sizes is unknown."""
+        """Return the sizes of prompt and context if the prompt alone fills the context. Returns None if it does not, or
+        if one of the sizes is unknown."""
         if self.prompt is None or self.context is None or self.prompt < self.context:
             return None
         return Overflow(self.prompt, self.context)
@@ -48,11 +48,11 @@ UNSIZED = Sizes()
 
 
 class StatusFailure(Exception):
-    """A server's refusal before translation: the HTTP status (or UNKNOWN_STATUS) and the body.
+    """A server's refusal: its HTTP status (or UNKNOWN_STATUS) and body.
 
-    `HttpClient` raises this failure. The adapter turns it into an EngineError with `translate`, because only the
-    adapter has the request's sizes. `retryable` is True if the server reports the failure as retryable. `retry_after`
-    is the wait in seconds that the server requests, or None.
+    `HttpClient` raises this failure. The adapter converts it to an EngineError with `translate`, because only the
+    adapter has the sizes of the request. `retryable` is True if the server says that a retry may help. `retry_after` is
+    the wait in seconds that the server requests, or None.
     """
 
     def __init__(self, status: int, body: bytes, *, retryable: bool = False, retry_after: float | None = None) -> None:
@@ -64,13 +64,13 @@ class StatusFailure(Exception):
 
     @property
     def transient(self) -> bool:
-        """True if the same request may succeed later, on this engine or on another engine."""
+        """True if the request may succeed later, on this engine or on another one."""
         return self.retryable or self.status in (408, 425, 429) or self.status >= 500
 
 
 def failure_of_event(error: Any) -> StatusFailure:
-    """Return the failure for an `{"error": ...}` event of a stream. `error` is the event's value. The status is its
-    `code` or `status_code`, if numeric."""
+    """Return the failure for an `{"error": ...}` event of a stream. `error` is the value in the event. Its `code` or
+    `status_code` becomes the status, if numeric."""
     status, retryable = UNKNOWN_STATUS, False
     if isinstance(error, dict):
         code = error.get("code", error.get("status_code"))
@@ -81,14 +81,18 @@ def failure_of_event(error: Any) -> StatusFailure:
 
 
 def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> EngineError:
-    """Return the error for a failure: ContextOverflow if the error code or the numbers in the message show an overflow,
-    EngineUnavailable for a transient failure, EngineError for UNKNOWN_STATUS, and otherwise EngineRejected."""
+    """Convert a failure to an error:
+
+    - ContextOverflow, if the error code or the numbers in the message show an overflow.
+    - EngineUnavailable, if the failure is transient.
+    - EngineError, for UNKNOWN_STATUS.
+    - EngineRejected otherwise."""
     code = None
     try:
         content = orjson.loads(failure.body)
     except orjson.JSONDecodeError:
         message = failure.body[:MAX_QUOTED].decode(errors="replace").strip() or "(no body)"
-    else:  # engines differ in where they put the message and the error code
+    else:  # engines put the message and the error code in different places
         inner = content.get("error", content) if isinstance(content, dict) else content
         words = inner
         if isinstance(inner, dict):
@@ -106,8 +110,8 @@ def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> En
 
 
 def _written(said: Any) -> bytes:
-    """Encode an engine's error value as JSON. Returns a substitute for a value that is nested too deeply, because
-    orjson reads 1,024 nested lists but writes only 254."""
+    """Encode the error value of an engine as JSON. Returns a fixed text if it is nested too deeply: orjson reads 1,024
+    nested lists but writes only 254."""
     try:
         return orjson.dumps(said)
     except orjson.JSONEncodeError:
@@ -123,6 +127,6 @@ def _overflows(status: int, message: str, sizes: Sizes) -> bool:
     total = sizes.prompt + sizes.output
     if sizes.context is not None:
         return total > sizes.context or sizes.prompt >= sizes.context
-    # If the prompt is as long as the context, the message has the same number twice: "The input (64 tokens) is longer
-    # than ... length (64 tokens)".
+    # If the prompt is exactly as long as the context, the message has the same number twice: "The input (64 tokens) is
+    # longer than ... length (64 tokens)".
     return any(size in numbers and (min(numbers) < size or numbers.count(size) > 1) for size in (sizes.prompt, total))

@@ -1,4 +1,4 @@
-"""Reads server-sent events incrementally: accepts bytes as they arrive, and returns the `data:` payloads.
+"""Parses server-sent events: accepts bytes as they arrive, and returns the payloads of `data:` lines.
 
 Event names, ids and comments are dropped, because no supported engine uses them. Invariant: the payloads do not depend
 on how the stream is divided into chunks.
@@ -10,8 +10,8 @@ from __future__ import annotations
 class SseReader:
     """The parser of one `text/event-stream` response.
 
-    Lines may end in LF, CRLF or CR. Several data lines of one event are joined by a newline. An incomplete event at the
-    end of the stream is dropped, as the HTML standard requires (section 9.2.6).
+    Lines may end in LF, CRLF or CR. If an event has several data lines, they are joined by a newline. An incomplete
+    event at the end of the stream is dropped, as the HTML standard requires (section 9.2.6).
     """
 
     def __init__(self) -> None:
@@ -20,9 +20,9 @@ class SseReader:
         self._after_cr = False
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Return the payloads of the events that this chunk completes."""
+        """Parse a chunk, and return the payloads of the events that it completes."""
         if chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") and not (self._partial or self._data):
-            # Engines usually send whole events of one line each. Splitting such a chunk takes half the time of the
+            # Engines usually send whole events of one line each. Splitting such a chunk takes half as long as the
             # general parser below, which also handles line breaks in a payload.
             payloads = chunk[6:-2].split(b"\n\ndata: ")
             if chunk.count(b"\n") == 2 * len(payloads) and b"\r" not in chunk:

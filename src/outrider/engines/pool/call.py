@@ -1,10 +1,9 @@
-"""Runs one call on the engines of a pool: chooses an engine, sends the request, checks each chunk, and retries after
-failures.
+"""Runs one model call on the engines of a pool: chooses an engine, sends the request, checks each chunk, and tries
+again after failures.
 
-Another engine takes over if the session's engine fails or misbehaves before the first chunk. A generation may be cut
-off by a pause of the policy, or because its engine is silent. It then continues as a new request if possible
-(`ContinuedGeneration`). Invariant: a generation that cannot continue is retried only if its consumer has received no
-token.
+If the session's engine fails or misbehaves before the first chunk, another engine takes over. A pause of the policy, or
+a silent engine, may cut a generation off. If possible, it then continues as a new request (`ContinuedGeneration`).
+Invariant: a generation that cannot continue is tried again only if its consumer has received no token.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 FAILOVERS = 3
-"""Maximum retries of a request. After more failures the request itself may be the cause. If engines are unavailable,
-and the pool has more engines than this, the maximum is the number of engines."""
+"""Maximum number of times that a call is tried again. After more failures, the request itself may be the cause. While
+engines are unavailable, each engine of the pool may be tried."""
 
 
 class EngineCalls:
-    """Runs calls on the engines in `members`. `EnginePool` describes the arguments after `flights`."""
+    """Runs calls on the engines in `members`. The arguments after `flights` are explained in `EnginePool`."""
 
     def __init__(
         self,
@@ -74,21 +73,20 @@ class EngineCalls:
         self._serves = serves
 
     async def select(self, session_key: str, overdue: Overdue | None = None) -> ServingEngine:
-        """Return the session's engine, preferably an engine that takes tokens. The engine's mode shows whether
-        `generate` or `chat` has to be called next. Raises EngineUnavailable if no engine serves within `patience`
-        seconds.
+        """Return the session's engine, preferably one that takes token ids. Its `mode` shows whether to call `generate`
+        or `chat` next. Raises EngineUnavailable if no engine serves within `patience` seconds.
 
-        If the session's engine is overloaded, this call moves the session to the least loaded engine. Call it only
+        If the session's engine is overloaded, the session moves to the least loaded engine. So call this method only
         between two generations of the session.
         """
         self.placement.rebalance(session_key)
         return serving(await self.engine_for(session_key, (True, False), overdue))
 
     def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
-        """Generate on the session's engine. Another engine takes over if this engine fails or misbehaves before the
-        first chunk. A reply that is cut off later, by a pause of the policy or because its engine stops responding, is
-        continued if the request's sampling allows it (`SamplingParams.continuable`). `overdue` counts the seconds by
-        which the session's waits are too long.
+        """Generate on the session's engine. If it fails or misbehaves before the first chunk, another engine takes
+        over. A reply that is cut off later, by a pause of the policy or because the engine stops responding, continues
+        if the request's sampling allows it (`SamplingParams.continuable`). `overdue` counts the seconds by which the
+        session waits too long.
 
         Raises the errors of `Engine.generate` and of `check_ids`, EngineUnavailable if no engine serves within
         `patience` seconds, and EngineMisbehaved for an impossible reply.
@@ -96,14 +94,14 @@ class EngineCalls:
         return PoolReply(self, request, overdue)
 
     def chat(self, request: ChatRequest, overdue: Overdue | None = None) -> PoolReply[ChatChunk]:
-        """Generate on an engine that takes messages. Failover, `overdue` and errors are the same as for `generate`."""
+        """Generate on an engine that takes messages. Otherwise the same as `generate`."""
         return PoolReply(self, request, overdue)
 
     async def engine_for(
         self, session_key: str, kinds: tuple[bool, ...], overdue: Overdue | None, avoid: str | None = None
     ) -> EngineRecord:
-        """Return the session's engine (`Placement.pick`). Waits if no engine serves, and raises EngineUnavailable after
-        the pool's patience."""
+        """Return the session's engine (`Placement.pick`). If no engine serves, waits for one for `patience` seconds,
+        and then raises EngineUnavailable."""
         if (member := self.placement.pick(session_key, kinds, avoid)) is not None:
             return member
         try:
@@ -113,7 +111,7 @@ class EngineCalls:
                         await self.placement.arrivals.next().wait()
                     return member
         except TimeoutError:
-            # A pause does not use up the patience, because engines may be down during a pause.
+            # During a pause, engines may be unavailable. So after a pause, the wait starts again.
             if self.gate.mode is not None:
                 await self.gate_opened(overdue)
                 return await self.engine_for(session_key, kinds, overdue, avoid)
@@ -130,8 +128,9 @@ class EngineCalls:
 
 
 class PoolReply(Generic[T]):
-    """One call. The reply is an async iterator over checked chunks. The consumer must close it like a generator, with
-    `contextlib.aclosing`. `serving` is the engine of the next chunks, None before an engine has been assigned."""
+    """The reply to a call, as an async iterator over checked chunks. The consumer must close it with
+    `contextlib.aclosing`. `serving` describes the engine of the next chunks. It is None until an engine has been
+    assigned."""
 
     def __init__(self, calls: EngineCalls, request: AnyRequest, overdue: Overdue | None) -> None:
         self.serving: ServingEngine | None = None
@@ -140,9 +139,9 @@ class PoolReply(Generic[T]):
         self._overdue = overdue
         tokens = request if isinstance(request, GenerateRequest) else None
         self._cuttable = tokens if tokens is not None and tokens.sampling.continuable else None
-        """The request if its reply can be continued after a cut, otherwise None."""
+        """The request if its reply can be continued after it was cut off, otherwise None."""
         self._continued: ContinuedGeneration | None = None
-        """The reply over all its requests, None while there was no cut."""
+        """The reply over all its requests, or None if it was never cut off."""
         self._avoid: str | None = None
         self._give_up_at: float | None = None
         self._failed = self._dropped = 0
@@ -150,15 +149,15 @@ class PoolReply(Generic[T]):
 
     @property
     def served(self) -> ServingEngine:
-        """The engine that generates the chunks, available from the first chunk on. The value may change until the last
-        chunk: another engine may take over, and a chat reply without ids in its last chunk gets the mode TEXT. Raises
+        """The engine that generates the chunks, known from the first chunk on. It can change until the last chunk,
+        because another engine may take over. A chat reply whose last chunk has no ids gets the mode TEXT. Raises
         EngineUnavailable before an engine has been assigned."""
         if self.serving is None:
             raise EngineUnavailable("no engine has answered yet")
         return self.serving
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
-        """Return the version spans of the first `length` tokens of a reply that has no last chunk, because it was ended
+        """Return the version spans of the first `length` tokens. Used for a reply without a last chunk, which was ended
         early or given up."""
         earlier = () if self._continued is None else self._continued.versions
         spans = [span for span in earlier if span.end <= length]
@@ -170,7 +169,7 @@ class PoolReply(Generic[T]):
     def __aiter__(self) -> Self:
         return self
 
-    # `__anext__` and `aclose` return the generator's own awaitables, because a coroutine would add a frame per chunk.
+    # `__anext__` and `aclose` are not coroutines, because a coroutine would cost one more frame for each chunk.
     def __anext__(self) -> Awaitable[T]:
         return self._chunks.__anext__()
 
@@ -178,7 +177,7 @@ class PoolReply(Generic[T]):
         return self._chunks.aclose()
 
     async def _run(self) -> AsyncGenerator[Any, None]:
-        """Yield the checked chunks of the whole reply. `EngineCalls.generate` describes the errors."""
+        """Yield the checked chunks of the whole reply. Raises the errors of `EngineCalls.generate`."""
         calls, asked = self._calls, self._request
         if isinstance(asked, GenerateRequest):
             check_ids(asked, calls.vocabulary)
@@ -222,8 +221,8 @@ class PoolReply(Generic[T]):
                 if given.finish is not None:
                     return
                 self._end_part(attempt, cut)
-            # An error that is raised while a local variable refers to it forms a reference cycle. The cycle would keep
-            # the call's request in memory until a garbage collection.
+            # No local variable may refer to an error that is raised. Otherwise the error and this frame would form a
+            # reference cycle, which keeps the request in memory until a garbage collection.
             except EngineUnavailable as error:
                 if not self._note_failure(attempt, error):
                     raise
@@ -253,8 +252,8 @@ class PoolReply(Generic[T]):
                 asked = self._continued.request()
 
     def _check_same_kind(self, member: EngineRecord) -> None:
-        """Raise EngineUnavailable if the engine's kind of log-probabilities differs from that of the reply so far, or
-        if the engine does not take the images of the request."""
+        """Raise EngineUnavailable if the engine cannot continue the reply: its log-probabilities are of another kind
+        than those of the reply so far, or it does not take the images of the request."""
         images = self._request.images if isinstance(self._request, GenerateRequest) else ()
         if images and (form := serving(member).image_form) is not images[0].form:
             takes = "no images" if form is None else f"images as {form}, and not as {images[0].form}"
@@ -267,12 +266,13 @@ class PoolReply(Generic[T]):
             )
 
     def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
-        """Record the last chunk of an engine's reply. Returns True if the reply was cut off and continues as a new
-        request."""
+        """Handle the last chunk of an engine's reply. Returns True if the engine has cut the reply off and it continues
+        as a new request."""
         # `ours` is True if this pool was paused during the generation. The chunk's version may then be old.
         ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
-            # If something outside this pool has aborted the generation, it is repeated only if it had no token yet.
+            # If something other than this pool has aborted the generation, it starts again, but only if it has no token
+            # yet.
             again = self._cuttable is not None if ours else not attempt.generated and self._dropped < FAILOVERS
             if again:
                 self._dropped += not ours
@@ -288,20 +288,22 @@ class PoolReply(Generic[T]):
         return self._continued
 
     def _end_part(self, attempt: _Attempt, last: Chunk | None) -> None:
-        """Record the tokens of an engine whose reply continues as a new request. `last` is the engine's last chunk."""
+        """Record the tokens from an engine before the reply continues as a new request. `last` is the last chunk of
+        this engine."""
         self._to_continue().cut(cast(TokenCheck, attempt.check).ids, last, attempt.version)
 
     def _note_failure(self, attempt: _Attempt, error: EngineUnavailable) -> bool:
-        """Record the engine's failure. Returns True if another engine can take over."""
+        """Record that the engine has failed. Returns True if another engine can take over."""
         calls, member, gate, now = self._calls, attempt.member, self._calls.gate, loop_time()
         silent = isinstance(error, EngineSilent)
-        if silent:  # not marked as failed, because SilenceWatch does this if no call of the engine gets a chunk
+        if silent:  # the engine may still answer other calls; if not, SilenceWatch marks it as failed
             calls.placement.leave(self._request.session_key, member)
             self._avoid = member.name
         else:
             calls.health.mark_failed(member, error)
         self._failed += 1
-        if attempt.begun or self._give_up_at is None:  # a chunk from this engine restarts the patience
+        # a chunk from this engine restarts the patience
+        if attempt.begun or self._give_up_at is None:
             self._give_up_at = now + calls.patience
         ended_it = gate.mode is not None or attempt.cuts != gate.cuts
         if (ended_it or (silent and self._failed <= FAILOVERS)) and self._cuttable is not None:
@@ -317,7 +319,7 @@ class PoolReply(Generic[T]):
         return mistake
 
     def _note_misbehaviour(self, attempt: _Attempt, fault: EngineMisbehaved) -> bool:
-        """Record the engine's misbehaviour. Returns True if another engine can take over."""
+        """Record that the engine has misbehaved. Returns True if another engine can take over."""
         calls, member = self._calls, attempt.member
         calls.health.mark_suspect(member, fault, self._request)
         self._failed += 1
@@ -325,12 +327,12 @@ class PoolReply(Generic[T]):
 
 
 class _Attempt:
-    """One request of a call to one engine.
+    """One request to one engine, as part of a call.
 
-    - `generated`: number of tokens received.
+    - `generated`: the number of tokens received.
     - `begun`: True once a chunk has passed the checks.
-    - `new_tokens`: number of prompt tokens that are not in the session's context on this engine.
-    - `version`, `cuts`: the engine's policy version and the gate's number of cuts when the request began."""
+    - `new_tokens`: the number of prompt tokens that this engine has not read for the session before.
+    - `version`, `cuts`: the engine's policy version and the gate's `cuts` when the request began."""
 
     def __init__(self, calls: EngineCalls, member: EngineRecord, asked: AnyRequest, *, whole: bool) -> None:
         self.member = member

@@ -1,8 +1,8 @@
-"""Checks each request and each chunk of a reply.
+"""Checks each request, and each chunk of a reply.
 
-Chunks are checked because engines are other people's programs, and their output is stored, trained on and shown to
-clients. Requests are checked because some servers, such as SGLang 0.5.17, exit on an id that their model does not have.
-Invariant: no part of an impossible chunk is passed on.
+Chunks are checked because engines are other people's programs, and their output is stored, used for training and shown
+to clients. Requests are checked because some servers, such as SGLang 0.5.17, exit on an id that their model does not
+have. Invariant: no part of an impossible chunk is passed on.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from outrider.tokens.rendering.tokenizer import ANY_IDS, Vocabulary
 from outrider.trajectory import VersionSpan
 
 ROUNDING = 1e-3
-"""The largest value that is accepted as a log-probability. Values slightly above 0 are rounding errors: engines
-subtract two float32 numbers, a token's logit and the log of the sum over all tokens. For a nearly certain token the two
-numbers are equal except for their rounding, which is 2.4e-4 at 2,048. An accepted value is recorded as received."""
+"""The largest accepted log-probability. Values slightly above 0 are rounding errors: an engine subtracts two float32
+numbers, the logit of a token and the log of the sum over all tokens. For a nearly certain token both are equal except
+for rounding (2.4e-4 at 2,048). An accepted value is recorded as it is."""
 
 LOWEST = -9999.0
-"""The number that vLLM sends in place of a missing log-probability, -inf and NaN. The log-probabilities of sampled
-tokens must be greater."""
+"""vLLM sends this number in place of -inf, NaN and missing log-probabilities. The log-probabilities of sampled tokens
+must be greater."""
 
 MAX_QUOTED = 1000
-"""The maximum number of characters that an error quotes from an engine's own message."""
+"""An error quotes at most this number of characters from an engine's own message."""
 
 CHARACTERS_PER_TOKEN = 1024
-"""An upper bound of a token's length in characters. The longest tokens of common tokenizers have 128 characters."""
+"""Assumed maximum length of a token in characters. The longest tokens of common tokenizers have 128."""
 FREE_CHARACTERS = 64 << 10
-"""The number of characters that a reply may have in addition to `CHARACTERS_PER_TOKEN` for each token."""
+"""A reply may have this number of characters in addition to CHARACTERS_PER_TOKEN for each token."""
 
 MAX_MODEL = 1000
-"""Maximum length in characters of a model's name, which is shown in the status."""
+"""Maximum length in characters of a model's name that an engine reports. The status shows it."""
 OVERFLOW_SLACK = 64
-"""An engine may refuse prompts that are up to this number of tokens shorter than the context, because servers reserve a
-few tokens."""
+"""An engine may refuse a prompt that is at most this number of tokens shorter than the context, because servers reserve
+a few tokens."""
 LEAST_CONTEXT = 2048
-"""The assumed length in tokens of an unknown context. No model that agents use has a shorter context."""
+"""Assumed length of a context of unknown length, in tokens. No model that agents use has a shorter context."""
 MESSAGE_TOKENS = 64
-"""An upper bound of the number of tokens that a chat template adds to a message or to a tool."""
+"""Assumed maximum number of tokens that a chat template adds to a message or a tool."""
 
 
 def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
-    """Check that a prompt has ids, and that all token ids of a request are in the vocabulary. Raises InvalidField for
-    an id of `logit_bias` or `stop_token_ids`, because the id may come from an agent. Raises EngineRejected for an id of
-    the prompt, because it comes from the renderer or an engine."""
+    """Check that a prompt has ids, and that all token ids of a request are in the vocabulary. Raises InvalidField for a
+    wrong id in `logit_bias` or `stop_token_ids`, which may come from an agent. Raises EngineRejected for a wrong id in
+    the prompt, which comes from the renderer or an engine."""
     sampling, end = request.sampling, vocabulary.end
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
         for token in ids:
@@ -74,20 +74,20 @@ def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
 
 
 def max_characters(sampling: SamplingParams) -> int:
-    """Return the maximum length of a reply's text in characters."""
+    """Return the maximum number of characters in the text of a reply."""
     return FREE_CHARACTERS + CHARACTERS_PER_TOKEN * sampling.max_tokens
 
 
 def overflow_fault(
     engine: str, request: AnyRequest, context: int | None, error: ContextOverflow
 ) -> EngineMisbehaved | None:
-    """Return an error if an engine has refused a prompt as too long although the prompt fits the model's context.
-    Returns None if the refusal may be right. The check is needed because a prompt that is too long counts as the
-    agent's fault, and ends the session with a grade.
+    """Return an error if an engine has refused a prompt as too long although it fits the model's context. Returns None
+    if the engine may be right. This check is needed because a prompt that is too long counts as the agent's fault, and
+    ends the session with a grade.
 
-    `context` is the model's context in tokens, from the settings or else from the engine's report, None if unknown. A
-    message has at most as many tokens as bytes. There is no such limit for images, so a refusal of a request with
-    images is always accepted.
+    `context` is the model's context in tokens, from the settings or else from the engine's report, or None if unknown.
+    The check assumes that a message has at most as many tokens as bytes. For images there is no such maximum, so a
+    refusal of a request with images is always accepted.
     """
     if isinstance(request, GenerateRequest):
         most = len(request.input_ids)
@@ -112,7 +112,7 @@ def _bytes_of(message: Message) -> int:
 
 
 class TokenCheck:
-    """Checks one reply of token ids, chunk by chunk. `ids` holds the ids of the chunks so far."""
+    """Checks a reply of token ids, chunk by chunk. `ids` has the ids received so far."""
 
     def __init__(
         self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary, images: Sequence[RequestImage] = ()
@@ -126,7 +126,7 @@ class TokenCheck:
         self._finished = False
 
     def take(self, chunk: Chunk) -> int:
-        """Check the next chunk and return its number of tokens. Raises EngineMisbehaved for an impossible chunk."""
+        """Check the next chunk and return its number of tokens. Raises EngineMisbehaved if the chunk is impossible."""
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         new, ids = chunk.ids, self.ids
@@ -154,7 +154,7 @@ class TokenCheck:
         _check_count(self._engine, "prompt tokens", chunk.prompt_tokens)
         _check_count(self._engine, "cached tokens", chunk.cached_tokens)
         if isinstance(chunk.stop_match, str):
-            # If its logits are NaN, SGLang sends the stop string "NaN happened", and the last id was not sampled.
+            # If its logits are NaN, SGLang sends "NaN happened" as the stop string. Then the last id was not sampled.
             if chunk.stop_match not in self._sampling.stop:
                 raise EngineMisbehaved(
                     f"engine {self._engine!r} stopped at {chunk.stop_match[:100]!r}, which is no requested stop string"
@@ -164,7 +164,7 @@ class TokenCheck:
 
 
 class ChatCheck:
-    """Checks one reply of text, chunk by chunk. If the last chunk has ids, they are checked, too."""
+    """Checks a reply of text, chunk by chunk. If the last chunk has ids, they are checked, too."""
 
     def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
         self._engine = engine
@@ -174,8 +174,8 @@ class ChatCheck:
         self._finished = False
 
     def take(self, chunk: ChatChunk) -> int:
-        """Check the next chunk. Returns the number of tokens of the whole reply if this is the last chunk and the
-        engine reports the number, otherwise 0. Raises EngineMisbehaved for an impossible chunk."""
+        """Check the next chunk. For the last chunk, returns the number of tokens of the whole reply if the engine
+        reports it; otherwise 0. Raises EngineMisbehaved if the chunk is impossible."""
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         self._characters += len(chunk.text) + len(chunk.reasoning)
@@ -207,15 +207,15 @@ class ChatCheck:
 
 
 def check_of(request: AnyRequest, engine: str, vocabulary: Vocabulary) -> TokenCheck | ChatCheck:
-    """Make the check for the reply to a request."""
+    """Return a new check for the reply to a request."""
     if isinstance(request, GenerateRequest):
         return TokenCheck(engine, request.sampling, vocabulary, request.images)
     return ChatCheck(engine, request.sampling, vocabulary)
 
 
 def check_health(engine: str, health: EngineHealth) -> None:
-    """Check an engine's health report. Raises EngineMisbehaved for an impossible version or context, or for too long a
-    model name."""
+    """Check an engine's health report. Raises EngineMisbehaved if the version or the context is impossible, or if the
+    model's name is too long."""
     _check_count(engine, "its version", health.version)
     if len(health.model or "") > MAX_MODEL:
         raise EngineMisbehaved(f"engine {engine!r} names a model with {len(health.model or '')} characters")
@@ -224,12 +224,12 @@ def check_health(engine: str, health: EngineHealth) -> None:
 
 
 def mistake_of(engine: str, error: Exception) -> EngineMisbehaved:
-    """Return the error for an exception of the engine's code that is not an OutriderError."""
+    """Return the EngineMisbehaved for an unexpected exception in an engine's code."""
     return EngineMisbehaved(f"engine {engine!r} raised {type(error).__name__}: {str(error)[:MAX_QUOTED]}")
 
 
 def too_long(engine: str, sampling: SamplingParams) -> EngineMisbehaved:
-    """Return the error for a reply with more text than `max_characters`."""
+    """Return the error for a reply whose text is longer than `max_characters`."""
     return EngineMisbehaved(f"engine {engine!r} sent more text than {sampling.max_tokens} tokens can have")
 
 
@@ -240,7 +240,7 @@ def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbe
 
 
 def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> None:
-    alone = len(ids) == len(logprobs) == 1  # shortcut for a chunk of one token, the usual case
+    alone = len(ids) == len(logprobs) == 1  # fast path for the usual chunk, which has one token
     if alone and vocabulary.contains(ids[0]) and LOWEST < logprobs[0] <= ROUNDING:
         return
     if len(ids) != len(logprobs):
@@ -255,8 +255,8 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
-    # `max` and `sum` are faster than a loop, which runs only if one of these two checks fails. No value is above
-    # `ROUNDING`, so a value that is too low makes the sum too low. Every comparison with NaN is false.
+    # `max` and `sum` are faster than the loop, which runs only if one of the two comparisons is False. No value is
+    # above ROUNDING, so a single value that is too low makes the sum too low. Comparisons with NaN are False.
     if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
         for value in logprobs:
             if not LOWEST < value <= ROUNDING:
@@ -269,8 +269,8 @@ def _check_prompt(engine: str, ids: list[int]) -> None:
 
 
 def _check_versions(engine: str, versions: Sequence[VersionSpan], tokens: int) -> None:
-    """Check that the spans cover the output of `tokens` tokens without gap or overlap, and that the versions are from 0
-    to `MAX_COUNT`. Accepts a reply without spans. Raises EngineMisbehaved."""
+    """Check that the spans cover `tokens` tokens without gap or overlap, and that each version is from 0 to MAX_COUNT.
+    A reply may have no spans. Raises EngineMisbehaved."""
     if not versions:
         return
     edge = 0

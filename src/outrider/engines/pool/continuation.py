@@ -1,6 +1,6 @@
 """Continues replies that were cut off.
 
-Invariant: a continued reply has exactly the ids, log-probabilities and version spans from the engines, each at its
+Invariant: a continued reply has exactly the ids, log-probabilities and version spans that the engines sent, each at its
 position in the whole reply.
 """
 
@@ -17,16 +17,16 @@ from outrider.tokens.rendering.tokenizer import TextStream
 from outrider.trajectory import FinishReason, VersionSpan
 
 MAX_SEED = (1 << 31) - 1
-"""The largest seed of a continued request. Every engine accepts seeds of 31 bits."""
+"""The largest seed of a request that continues a reply. Every engine accepts seeds of 31 bits."""
 
 
 class ContinuedGeneration:
-    """One generation over several requests. `versions` has the spans of the tokens that were sampled before the newest
-    request.
+    """One generation that takes several requests, because it was cut off. At each cut, one request ends and the next
+    begins. `versions` has the spans of the tokens sampled before the newest request.
 
-    Each new request asks for the remaining tokens only, with a seed of its own. This class searches for stop strings
-    that began before a cut. `text` makes the decoder for this search. If `text` is None, such stop strings are not
-    found.
+    Each new request asks only for the remaining tokens, with its own seed. Engines do not find stop strings that began
+    before their request, so this class searches for them with the decoder that `text` creates. If `text` is None, there
+    is no search.
     """
 
     def __init__(self, request: GenerateRequest, text: Callable[[], TextStream] | None) -> None:
@@ -35,13 +35,13 @@ class ContinuedGeneration:
         self._text = text
         self._sampled: list[int] = []
         self._cuts = 0
-        self._given = 0  # tokens that the newest request has sampled so far
+        self._given = 0  # number of tokens that the newest request has sampled
         self._cached: int | None = None
         self._watch: StopWatch | None = None
 
     def cut(self, ids: Sequence[int], last: Chunk | None, version: int) -> None:
-        """Record that the newest request has sampled `ids` and was cut off. `last` is the engine's last chunk, or None
-        if the engine sent none. If there are no spans in `last`, the tokens have the version `version`."""
+        """Record that the newest request was cut off after it had sampled `ids`. `last` is the engine's last chunk, or
+        None if it sent none. If `last` has no version spans, the tokens have the version `version`."""
         self._given = len(ids)
         self.versions = self._joined(last.versions if last else (), version)
         if last is not None:
@@ -54,8 +54,8 @@ class ContinuedGeneration:
             self._watch = StopWatch(stops, self._text(), self._sampled)
 
     def ended(self) -> Chunk | None:
-        """Return the last chunk if the reply was already complete when it was cut off: the engine may have sampled the
-        last token without checking whether the reply ends there. Returns None if the reply has to continue."""
+        """Return the last chunk if the reply was already complete when it was cut off, otherwise None. It can be
+        complete because the engine may sample the last token and not yet check whether the reply ends there."""
         sampling, count = self._request.sampling, len(self._sampled)
         last = self._sampled[-1] if self._sampled else None
         string = self._watch.completed if self._watch is not None else None
@@ -74,11 +74,11 @@ class ContinuedGeneration:
         )
 
     def request(self) -> GenerateRequest:
-        """Return the request that continues the reply. Its `request_id` has 32 characters, like every `request_id`."""
+        """Return the request that continues the reply. Its `request_id` has 32 characters, like any other."""
         first, sampling, count = self._request, self._request.sampling, len(self._sampled)
         name = f"{first.request_id}/{self._cuts}".encode()
         seed = sampling.seed
-        if seed is not None and count:  # with the same seed the engine would repeat its random numbers
+        if seed is not None and count:  # the same seed would repeat the same random numbers
             digest = blake2b(f"{seed}/{count}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little") & MAX_SEED
         return GenerateRequest(
@@ -95,8 +95,8 @@ class ContinuedGeneration:
         )
 
     def take(self, chunk: Chunk, version: int) -> Chunk:
-        """Convert a chunk of the newest request to a chunk of the whole reply. If the engine sends no spans, the
-        request's tokens have the version `version`."""
+        """Convert a chunk of the newest request to a chunk of the whole reply. If the engine sends no version spans,
+        the tokens have the version `version`."""
         if self._watch is not None and chunk.ids:
             chunk = self._stopped(chunk, self._watch)
         self._given += len(chunk.ids)
@@ -116,8 +116,8 @@ class ContinuedGeneration:
             self._cached = min(last.cached_tokens, len(self._request.input_ids))
 
     def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
-        """Return the chunk, shortened if one of its tokens completes a stop string that began before the cut. It is
-        then the last chunk, and ends after this token."""
+        """Return the chunk. If one of its tokens completes a stop string that began in an earlier request, the reply
+        ends with this token, and the chunk is shortened."""
         before = len(self._sampled) + self._given
         for number, token_id in enumerate(chunk.ids, start=1):
             match = watch.push(token_id)
@@ -134,21 +134,22 @@ class ContinuedGeneration:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """Return the prompt as reported by the engine, without the ids that were sampled before the cut. An id 0 is
-        appended for each of these ids that the engine reports wrongly or not at all. The result is then longer than the
-        prompt, and so recorded as drift."""
+        """Return the prompt that the engine reports, without the ids of the reply: the prompt of a request that
+        continues a reply ends with the ids of the reply so far. For each of these ids that is reported wrongly or not
+        at all, an id 0 is appended. The result is then longer than the original prompt, which is recorded as a
+        deviation (drift)."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
         return reported[:length] + [0] * wrong
 
     def _joined(self, versions: tuple[VersionSpan, ...], version: int) -> tuple[VersionSpan, ...]:
-        """Return the version spans of the reply so far. `versions` are the spans of the newest request. If they are
-        empty, its tokens have the version `version`."""
+        """Return the version spans of the reply so far. `versions` are the spans of the newest request. If there are
+        none, its tokens have the version `version`."""
         start, count = len(self._sampled), self._given
         spans = list(self.versions)
         for span in versions or (VersionSpan(version, 0, count),):
-            # a stop string that spans the cut may end the reply earlier than the engine does
+            # a stop string that began in an earlier request may end the reply earlier than the engine does
             end = min(span.end, count)
             if end <= span.start:
                 continue
@@ -160,11 +161,12 @@ class ContinuedGeneration:
 
 
 class StopWatch:
-    """Searches for a stop string that began before a cut. The engine itself finds stop strings that begin after the
-    cut. `completed` is the stop string that the last token before the cut has completed, None if there is none.
+    """Searches for a stop string that spans a cut: it begins before a request was cut off, and ends in the next
+    request. `completed` is the stop string that ends with the last token before the cut, or None. `over` is True once
+    no stop string can span the cut any more.
 
-    The first character after the cut is treated as a character before the cut, because its first bytes may belong to a
-    token before the cut. `over` is True once no stop string can still span the cut.
+    The first character after the cut counts as a character before it, because its first bytes may belong to a token
+    before the cut.
     """
 
     def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:
@@ -185,13 +187,13 @@ class StopWatch:
         return len(self._seen) >= self._before + self._longest
 
     def push(self, token_id: int) -> str | None:
-        """Add the next token. Returns the stop string that this token completes if the stop string began before the
-        cut, otherwise None."""
+        """Add the next token. If it completes a stop string that began before the cut, return this string, otherwise
+        None."""
         searched = len(self._seen)
         self._seen += self._text.push((token_id,))
         for stop in self._stops:
-            # A match must end in the new token's text. So the search starts at the first position where such a match
-            # can begin. The text before it was searched by the engine or by earlier calls.
+            # A match must end in the text of the new token. So the search starts at the first position where such a
+            # match can begin. The engine or an earlier call has searched the text before.
             if 0 <= self._seen.find(stop, max(0, searched - len(stop) + 1)) <= self._before:
                 return stop
         return None

@@ -1,8 +1,8 @@
-"""The generations in flight of one pool. Measures how long each consumer waits for its engine, and can cut a generation
+"""The generations in flight of a pool. Measures how long each consumer waits for its engine, and can cut a generation
 off.
 
-Choosing engines and sending requests is the work of `call.py`. `silence.py` decides which engine is silent. Invariant:
-a generation is cut off only while its consumer waits for the engine.
+`call.py` chooses engines and sends requests; `silence.py` decides which engine is silent. Invariant: a generation is
+cut off only while its consumer waits for the engine.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from outrider.engines.pool.waits import PREFILL_TOKENS_PER_SECOND, Overdue, Sess
 from outrider.errors import EngineSilent
 
 CHARACTERS_PER_TOKEN = 4
-"""A rough ratio for estimating the number of tokens of a text. The estimate is used for an engine's load and for the
-time that a reply may take."""
+"""Rough number of characters per token. It is used to estimate the load of an engine, and the time that a reply may
+take."""
 
 
 class Flights:
-    """The generations in flight of one pool. The set `all` has the generations. The event `some` is set while
-    `SilenceWatch` has to check them. `given_up` is called when a generation ends because its consumer has stopped
-    waiting for a chunk."""
+    """The generations in flight of a pool (`all`). `SilenceWatch` checks them while the event `some` is set. `given_up`
+    is called when a generation ends because its consumer no longer waits for a chunk."""
 
     def __init__(self, limits: SilenceLimits, given_up: Callable[[Flight], None]) -> None:
         self.limits = limits
@@ -36,9 +35,9 @@ class Flights:
 class Flight:
     """One generation on one engine. Measures how long the consumer waits for the engine.
 
-    The consumer iterates over the chunks with `async for` within `with flight:`. `new_tokens` is the number of prompt
-    tokens that are not in the session's context on this engine. Iteration raises the engine's errors, and EngineSilent
-    if `SilenceWatch` has cut the generation off.
+    The consumer reads the chunks with `async for`, inside `with flight:`. `new_tokens` is the number of prompt tokens
+    that the engine has not read for the session before. Iteration raises the engine's errors. It raises EngineSilent if
+    `SilenceWatch` has cut the generation off.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Flight:
         self._first_tokens = 0
         self.tokens = 0
         self._finished: float | None = None
-        """Time of the reply's last chunk, None before it has arrived."""
+        """When the last chunk of the reply arrived, or None before that."""
         self._known = member.pace.known
         self.forgiven = 0.0
         """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. The generation is not cut
@@ -109,15 +108,15 @@ class Flight:
             self._end_stretch(now)
             self._raise_if_cut()
             if isinstance(error, asyncio.CancelledError):
-                # The engine serves the session's earlier calls first, so this wait begins only after their last chunk.
+                # The engine first serves earlier calls of the session. So this wait begins only after their last chunk.
                 began = max(began, 0.0 if self.overdue is None else self.overdue.behind(wait))
                 self.given_up = began, now
             raise
         now = loop.time()
         seconds = now - began
-        # If this wait for a chunk was overdue, the session's `Overdue` is updated. It is also updated after a long
-        # wait, because a later call of the session may be overdue while it is queued behind this call. A later call
-        # cannot be overdue within `least` seconds after a chunk of this call.
+        # `Overdue` sums up the session's overdue seconds. It is updated if this wait for a chunk was overdue. It is
+        # also updated after a long wait, because a later call that is queued behind this one may be overdue. Within
+        # `least` seconds after a chunk of this call, no later call can be overdue.
         if seconds > self._least or seconds > wait.allowance - wait.waited:
             self._end_stretch(now)
         else:
@@ -137,7 +136,7 @@ class Flight:
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
             self.forgiven = 0.0 if self._known else wait.overdue
-            # later chunks do not get the unused seconds of a fast first chunk
+            # later chunks do not get the seconds that a fast first chunk did not use
             wait.allowance = wait.waited + self._least
         self.tokens += tokens
         wait.allowance += tokens * self._token_due
@@ -148,33 +147,35 @@ class Flight:
         return chunk
 
     def cut(self, error: EngineSilent) -> None:
-        """Cut the generation off. Does nothing if the consumer does not wait for the engine, or is being cancelled."""
+        """Cut the generation off. Has no effect if the consumer is not waiting for the engine, or is being
+        cancelled."""
         task = self._task
         if self.wait.since is None or self.error is not None or task is None or task.cancelling() > self._cancelling:
             return
         self.error = error
-        # The task is cancelled directly and not by a timer. When a timer fires, the consumer may no longer wait for the
-        # engine, and would be cancelled elsewhere.
+        # Cancel the task now and not with a timer. Before a timer runs, the consumer may have stopped waiting for the
+        # engine, and would be cancelled somewhere else.
         task.cancel()
 
     def _raise_if_cut(self) -> None:
-        """Raise EngineSilent if the generation was cut off and nothing else has cancelled the consumer."""
+        """Raise EngineSilent if the generation was cut off, unless the consumer was cancelled for another reason,
+        too."""
         if self.error is not None and self._task is not None and self._task.uncancel() <= self._cancelling:
             raise self._take_error() from None
 
     def _take_error(self) -> EngineSilent:
-        """Remove the error from the flight and return it. If the flight kept the error, the two would form a reference
+        """Return the error and remove it from this flight. Otherwise the error and the flight would form a reference
         cycle."""
         assert self.error is not None
         error, self.error = self.error, None
         return error
 
     def land(self) -> None:
-        """End the flight, after a success or a failure. Records its measurements in the engine's pace."""
+        """End the flight, after a success or a failure, and record how fast the engine was in its `Pace`."""
         if self.overdue is not None:
             self.overdue.remove(self.wait)
-        # Calls without a finish and calls with a slow consumer are not recorded, because they do not show the engine's
-        # pace.
+        # Calls that did not finish, and calls with a slow consumer, do not show how fast the engine is. So they are not
+        # recorded.
         at_once = self._finished is not None and self._finished - self.began <= 2 * self.wait.waited + 1.0
         if self._first is not None and self._finished is not None and at_once:
             self.member.pace.note(
@@ -189,7 +190,7 @@ class Flight:
 
     @property
     def longest_wait(self) -> float:
-        """Total seconds of waiting after which the call may be treated as lost."""
+        """After this number of seconds of waiting, the engine may have lost the call."""
         if self.begun:
             return self.wait.allowance + self.grace
         whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)
@@ -197,7 +198,7 @@ class Flight:
 
     @property
     def grace(self) -> float:
-        """Additional seconds before the engine is checked, if its pace is unknown. 0 if the pace is known."""
+        """Additional seconds before an engine is checked if its usual speed (pace) is unknown, otherwise 0."""
         if self._known:
             return 0.0
         if self.begun:

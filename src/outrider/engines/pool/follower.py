@@ -1,5 +1,5 @@
-"""A pool that follows another process's pool. The follower has the leader's engines and policy, and generates on these
-engines directly.
+"""A pool that follows the pool of another process (the leader). The follower has the leader's engines and policy, and
+generates on the engines directly.
 
 The leading pool sends its `PoolState`. Only the leader checks new engines, and orders engines to pause, to load weights
 and to resume. `outrider.nodes` connects the processes. Invariants:
@@ -30,13 +30,13 @@ log = logging.getLogger("outrider.engine")
 
 
 ADOPT_SECONDS = 30.0
-"""Timeout in seconds for starting an engine in this process and applying the leader's state to it."""
+"""Maximum seconds for starting an engine in this process and applying the leader's state to it."""
 AGAIN_SECONDS = 1.0
-"""Seconds until the next attempt to use an engine that could not be started."""
+"""If an engine could not be started, it is tried again after this number of seconds."""
 
 
 class Leader(Protocol):
-    """Receives the reports of a following pool. `settled` reports the state of the follower's gate. `engine_failed`
+    """The leader, as a following pool sees it. `settled` reports the state of the follower's gate. `engine_failed`
     reports an engine that has failed in the follower's process."""
 
     def settled(self, report: GateReport) -> None: ...
@@ -44,8 +44,8 @@ class Leader(Protocol):
 
 
 class FollowedPolicy(Policy):
-    """The follower's copy of the leader's policy. It sends no orders to engines. It reports the gate's state to the
-    leader after each change of the gate, and when a generation ends during a pause."""
+    """The follower's copy of the leader's policy. It sends no orders to engines. It reports the state of its gate to
+    the leader after each change, and when a generation ends during a pause."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class FollowedPolicy(Policy):
         self._report()
 
     def _report(self) -> None:
-        # The cut is counted before the report, because the leader has the engines abort their generations as soon as it
-        # gets the report.
+        # Count the pause in `gate.cuts` before the report. When the leader gets the report, it orders the engines to
+        # abort their generations at once.
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
             self._cut = self._closings
             self.gate.cuts += 1
@@ -92,8 +92,8 @@ class FollowedPolicy(Policy):
         self._leader.engine_failed(member.name)
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
-        """Return the version of an engine that responds again. Raises EngineUnavailable if the leader does not
-        currently use the engine, or if the engine's weights are outdated."""
+        """Return the version of an engine that responds again. Raises EngineUnavailable if the leader does not use the
+        engine now, or if the engine's weights are outdated."""
         engine = self._engines.get(member.name)
         if engine is None or not engine.ok:
             raise EngineUnavailable(
@@ -108,17 +108,17 @@ class FollowedPolicy(Policy):
 
 
 class Forwarded(Protocol):
-    """A follower's stand-in for an engine that only the leader's process has. `apply_state` receives the leader's state
-    of the engine."""
+    """Represents, in a follower, an engine that only the leader's process has. `apply_state` receives the leader's
+    state of the engine."""
 
     def apply_state(self, state: EngineState) -> None: ...
 
 
 class PoolFollower:
-    """Applies the leader's states to a following pool, within `async with PoolFollower(...)`.
+    """Applies the states of the leader to a following pool, inside `async with PoolFollower(...)`.
 
-    `forwarded` makes a local stand-in (`Forwarded`) for an engine that only the leader's process has. The owner must
-    pass each state from the leader to `follow`.
+    If only the leader's process has an engine, `forwarded` creates a `Forwarded` that represents it here. The owner
+    must pass each state from the leader to `follow`.
     """
 
     def __init__(
@@ -145,18 +145,18 @@ class PoolFollower:
         await self._tasks.__aexit__(None, None, None)
 
     def uses(self) -> dict[str, EngineUse]:
-        """Return this process's use of each engine, by engine name."""
+        """Return how this process uses each engine, by engine name."""
         return {name: use_of(member) for name, member in self.pool.members.items()}
 
     def set_loads(self, loads: Mapping[str, float]) -> None:
-        """Set the load that other processes put on each engine."""
+        """Record the load that other processes put on each engine."""
         for name, load in loads.items():
             if (member := self.pool.members.get(name)) is not None:
                 member.load_elsewhere = load
                 self.pool.placement.refresh(member)
 
     def follow(self, state: PoolState) -> None:
-        """Apply the leader's new state: a pause immediately, and everything else in the background."""
+        """Apply a new state of the leader: a pause at once, everything else in the background."""
         self._state = state
         if state.paused is not None:
             self._policy.follow(state)
@@ -173,7 +173,7 @@ class PoolFollower:
             try:
                 async with asyncio.timeout(ADOPT_SECONDS):
                     await self._follow_engine(engine, state)
-            except Exception as error:  # an engine's code may raise any error, or work only in the leader's process
+            except Exception as error:  # an engine's code may raise any error, or may work only in the leader's process
                 failures.note(name, error)
                 asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._work.set)
             else:
@@ -195,7 +195,7 @@ class PoolFollower:
         self._followed[engine.name] = engine
         if engine.spec is None:
             cast(Forwarded, self.pool.engine(engine.name)).apply_state(engine)
-        # If the leader's versions are the same as before, this process may have newer ones, which are kept.
+        # If the leader's versions have not changed, this process may have newer ones, which it keeps.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):
@@ -211,18 +211,18 @@ class PoolFollower:
                 await self.pool.remove(name, seconds=seconds)
             except Exception:  # an engine's code may raise any error
                 log.exception("engine %s cannot be closed", name)
-            self._work.set()  # now a new engine with the same name can be adopted
+            self._work.set()  # now an engine of the same name can join
 
         self._tasks.create_task(leave(), name=f"removal of {name}")
 
 
 def apply_state(pool: EnginePool, state: EngineState, known: EngineState | None = None) -> None:
-    """Apply the leader's state of an engine to this pool's engine of the same name. `known` is the state that was
-    applied before, None if there is none."""
+    """Apply the leader's state of an engine to the engine of the same name in this pool. `known` is the state applied
+    before, or None."""
     member = pool.members[state.name]
     member.health, member.draining = state.health, state.draining
-    # This process may have received a newer version than the leader. The newer version is replaced only if the leader
-    # has gone back to an older version.
+    # This process may know a newer version than the leader does. It keeps the newer one, unless the leader has gone
+    # back to an older version.
     gone_back = known is not None and state.version < known.version
     member.version = state.version if gone_back else max(member.version, state.version)
     member.read_constraints()

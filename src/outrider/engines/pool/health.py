@@ -1,10 +1,9 @@
-"""Checks whether each engine of a pool works: by health reports, probes of failed engines, and trials of suspect
+"""Checks whether each engine of a pool works, with health reports, probes of failed engines, and trials of suspect
 engines.
 
 A failed engine gets no work. It is probed until it responds and has the policy's weights. An engine that has sent an
-impossible reply is suspect until it has passed several trials. A suspect engine gets new sessions only if there is no
-other engine. Invariant: after an engine has joined, only this module and the engine's removal change whether the engine
-serves.
+impossible reply is suspect until it has passed several trials. It gets new sessions only if there is no other engine.
+Invariant: after an engine has joined, only this module and the engine's removal change whether it serves.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ EngineCheck = Callable[[AnyEngine], Awaitable[None]]
 log = logging.getLogger("outrider.engine")
 
 GOOD_REPLIES = 3
-"""Number of trials that a suspect engine must pass in a row, before it is trusted again."""
+"""A suspect engine must pass this number of trials in a row before it is trusted again."""
 HEALTH_SECONDS = 60.0
-"""Timeout in seconds for an engine's health report and the pool's `check`, both together."""
+"""Maximum seconds for an engine's health report and the pool's `check` of the engine together."""
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
-"""Maximum number of tokens of a trial's reply."""
+"""Maximum number of tokens in the reply of a trial."""
 
 
 class MakesPolicy(Protocol):
@@ -59,9 +58,12 @@ class MakesPolicy(Protocol):
 
 
 class HealthChecks:
-    """Checks and records the health of the engines in `members`. `changes` is published after each change that the
-    followers need. `check` may refuse an engine by raising an EngineError. `tasks` runs the background work. `probing`
-    gives the waits between probes and between trials."""
+    """Checks the engines in `members`, and records their health.
+
+    `changes`: announces each change that followers need to know.
+    `check`: may refuse an engine by raising an EngineError.
+    `tasks`: runs the background work.
+    `probing`: the waits between probes, and between trials."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class HealthChecks:
         self._probing = probing
 
     def run(self, member: EngineRecord, what: EngineTask, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work on an engine in the background. The engine's removal cancels the work."""
+        """Run work on an engine in the background. It is cancelled when the engine is removed."""
         member.tasks[what] = task = self._tasks.create_task(work, name=f"{what} {member.name}")
         return task
 
@@ -100,7 +102,7 @@ class HealthChecks:
         )
 
     def mark_failed(self, member: EngineRecord, error: EngineError) -> None:
-        """Record the failure, assign no more work to the engine, and probe the engine until it works again."""
+        """Record a failure. The engine gets no more work, and is probed until it works again."""
         member.failures += 1
         member.detail = error.message
         if member.serves:
@@ -111,20 +113,20 @@ class HealthChecks:
         member.ok = False
         self._placement.refresh(member)
         self._changes.publish(None)
-        if (probe := member.tasks.get("probe")) is not None:  # an earlier probe that still runs is replaced
+        if (probe := member.tasks.get("probe")) is not None:  # this probe replaces an earlier one that still runs
             probe.cancel()
         member.tasks["probe"] = self._tasks.until_done(f"probe {member.name}", lambda: self._probe(member))
 
     def mark_found(self, member: EngineRecord) -> None:
-        """Mark the engine as serving again."""
+        """Record that the engine serves again."""
         member.ok, member.behind, member.detail, member.silent = True, False, "", None
         member.read_constraints()
         self._placement.welcome(member)
         self._changes.publish(None)
 
     def mark_suspect(self, member: EngineRecord, error: EngineMisbehaved, request: AnyRequest) -> None:
-        """Mark the engine as suspect, and start trials. A suspect engine gets new sessions only if there is no other
-        engine. The session of the impossible reply leaves the engine, and can be assigned to another engine."""
+        """Mark the engine as suspect and start trials. A suspect engine gets new sessions only if there is no other
+        one. The session with the impossible reply leaves the engine, so that another one can be assigned."""
         self._placement.leave(request.session_key, member)
         member.misbehaved += 1
         if member.suspect is None:
@@ -135,21 +137,21 @@ class HealthChecks:
             self.run(member, "trial", self._run_trials(member, request))
 
     def look(self, engine: str) -> None:
-        """Check an engine in the background, because a follower could not use it or has reported a newer version. An
-        engine that fails the check is marked as failed."""
+        """Check an engine in the background, because a follower could not use it or has reported a newer version. If it
+        fails the check, it is marked as failed."""
         member = self._members.get(engine)
         if member is not None and member.serves and not member.runs("check"):
             self.run(member, "check", self._look(member))
 
     async def check(self, engine: AnyEngine) -> None:
-        """Run the pool's `check` on an engine or on a worker of an engine. Raises the errors of `check`."""
+        """Run the pool's `check` on an engine, or on one of its workers. Raises the errors of `check`."""
         if self._check is not None:
             await self._check(engine)
 
     async def vet(self, engine: AnyEngine) -> EngineHealth:
-        """Request an engine's health report and run the pool's `check`. Returns the report. Raises EngineUnavailable if
-        the engine is not healthy or does not respond, EngineMisbehaved for impossible numbers, and the errors of
-        `check`."""
+        """Request an engine's health report, run the pool's `check` on the engine, and return the report. Raises
+        EngineUnavailable if the engine is not healthy or does not respond, EngineMisbehaved for impossible numbers, and
+        the errors of `check`."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 health = await engine.health()
@@ -176,10 +178,10 @@ class HealthChecks:
     async def prove(
         self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
-        """Check that an engine generates a token within `seconds`, and return its health. For an engine whose workers
-        connect to the service, a connection is enough unless `by_token` is set, because the workers' model may be slow.
+        """Check that an engine generates a token within `seconds`, and return its health. Engines whose workers connect
+        to the service need only a connected worker, because the workers' model may be slow, unless `by_token` is set.
         Returns None if the policy is paused meanwhile, because a pause does not wait for this check. Raises EngineError
-        if the check fails."""
+        if the engine fails the check."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
         if gate.mode is not None:
@@ -189,7 +191,8 @@ class HealthChecks:
                 with gate.ended_by_closing(clock):
                     health = await self.vet(engine)
                     if by_token or not member.awaits_workers:
-                        with suppress(EngineRejected, ContextOverflow):  # a refusal is a response, too
+                        # a refusal shows, too, that the engine responds
+                        with suppress(EngineRejected, ContextOverflow):
                             await self._read_small_reply(engine, request, whole=False)
                     return health
         except TimeoutError:
@@ -238,9 +241,9 @@ class HealthChecks:
                 self.mark_found(member)
 
     async def _run_trials(self, member: EngineRecord, request: AnyRequest) -> None:
-        """Run trials of a suspect engine until it has passed `GOOD_REPLIES` trials in a row and is no longer suspect.
-        An engine passes a trial if it is healthy, sends a valid short reply to the request that made it suspect, and
-        does not misbehave in any session during the trial."""
+        """Run trials of a suspect engine until it has passed GOOD_REPLIES in a row; then it is no longer suspect. The
+        engine passes a trial if it is healthy, replies correctly to a short version of the request that made it
+        suspect, and misbehaves in no session meanwhile."""
         good = failed = 0
         while good < GOOD_REPLIES:
             before = member.misbehaved
@@ -254,7 +257,7 @@ class HealthChecks:
                 good = 0
                 member.misbehaved += 1
                 member.suspect = error.message
-            except Exception:  # the trial has failed; the engine's code may raise any error
+            except Exception:  # the engine's code may raise any error; the trial has failed
                 good, failed = 0, failed + 1
             else:
                 good = good + 1 if member.misbehaved == before else 0
@@ -263,9 +266,9 @@ class HealthChecks:
         self._placement.refresh(member)
 
     async def _read_small_reply(self, engine: AnyEngine, request: AnyRequest, *, whole: bool = True) -> None:
-        """Send a copy of the request with few `max_tokens`, and check the whole reply. If `whole` is False, only wait
+        """Send a copy of the request with few `max_tokens`, and check the whole reply. If `whole` is False, wait only
         for the first chunk, which shows that the engine is not silent. Raises the errors of the engine and of the
-        check, and EngineUnavailable if the stream ends without a finish."""
+        check. Raises EngineUnavailable if the stream ends without a finish reason."""
         name = uuid4().hex
         few = msgspec.structs.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, TRIAL_TOKENS))
         trial = msgspec.structs.replace(request, request_id=name, session_key=name, sampling=few)

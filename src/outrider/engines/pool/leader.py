@@ -1,7 +1,7 @@
-"""The code of the leading pool. If several processes have pools, the pool of the service leads, and the others follow.
+"""The code of the leading pool. If several processes have pools, the service's pool leads and the other pools follow.
 
 The leading pool manages the list of engines, probes the engines and changes their weights. The following pools
-(`follower.py`) generate. `outrider.nodes` connects the processes.
+(`follower.py`) only generate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.engines.pool.checks import check_ids, mistake_of
 from outrider.engines.pool.placement import EngineUse, PoolState, state_of
 from outrider.errors import EngineUnavailable, OutriderError
 
-if TYPE_CHECKING:  # imported only for annotations, because this module makes no pools
+if TYPE_CHECKING:  # for annotations only: this module makes no pools
     from outrider.engines.pool.pool import EnginePool
 
 
@@ -33,8 +33,8 @@ def pool_state(pool: EnginePool) -> PoolState:
 def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) -> None:
     """Record a follower's current use of the engines, by engine name. If `uses` is empty, the follower is gone.
 
-    A newer policy version in `uses` triggers a check of the engine. It is not adopted, because versions do not
-    decrease, and so a wrong version could not be corrected.
+    If a follower reports a newer policy version, the engine is checked. The version itself is not adopted: versions do
+    not decrease, so a wrong one could not be corrected.
     """
     for name, member in pool.members.items():
         use = uses.get(name)
@@ -48,8 +48,7 @@ def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) ->
 
 
 def loads_elsewhere(pool: EnginePool, followers: Sequence[str]) -> list[dict[str, float]]:
-    """Return one mapping for each follower in `followers`. It maps the name of each engine to the load that all other
-    followers put on the engine."""
+    """Return a mapping for each of the `followers`: for every engine, the load that all other followers put on it."""
     loads = {
         name: {follower: use.load for follower, use in member.uses.items()} for name, member in pool.members.items()
     }
@@ -58,11 +57,11 @@ def loads_elsewhere(pool: EnginePool, followers: Sequence[str]) -> list[dict[str
 
 
 async def forwarded(pool: EnginePool, name: str, request: AnyRequest) -> AsyncGenerator[Chunk | ChatChunk, None]:
-    """Run a generation for a follower on an engine that only the leader's process has. The follower checks the reply.
-    Raises the engine's errors, the errors of `check_ids`, and EngineUnavailable if the engine was removed."""
+    """Generate for a follower, on an engine that only the leader's process has. The follower checks the reply. Raises
+    the engine's errors, the errors of `check_ids`, and EngineUnavailable if the engine was removed."""
     if (engine := pool.engine(name)) is None:
         raise EngineUnavailable(f"engine {name!r} was removed")
-    if isinstance(request, GenerateRequest):  # checked again, because the follower may not have checked the request
+    if isinstance(request, GenerateRequest):  # the follower may not have checked the request
         check_ids(request, pool.vocabulary)
     try:
         async with aclosing(chunks_of(engine, request)) as chunks:

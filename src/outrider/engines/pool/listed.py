@@ -1,7 +1,7 @@
-"""Keeps the engines of a pool up to date with an external list, such as a router's workers. Adds new engines, and
-removes engines that are no longer listed.
+"""Keeps the engines of a pool up to date with an external list, such as a router's list of workers: adds new engines,
+and removes engines that are no longer listed.
 
-Invariant: an engine leaves the pool only after it was missing from `MISSES` lists in a row. So sessions keep their
+Invariant: an engine leaves the pool only after it was missing from MISSES lists in a row. So sessions keep their
 engines while a router restarts with an empty list.
 """
 
@@ -20,16 +20,17 @@ from outrider.trajectory import TokenMode
 
 LOOK_SECONDS = 5.0
 MISSES = 3
-"""Number of lists in a row from which an engine must be missing, before it is removed from the pool."""
+"""An engine is removed from the pool when it is missing from this number of lists in a row."""
 
 
 class Listing:
-    """The engines of the list that `spec` describes.
+    """The engines of one external list.
 
     - `source`: reads the list.
-    - `engines`: the names of the list's engines in the pool, by URL.
+    - `spec`: describes the list.
+    - `engines`: the names that the list's engines have in the pool, by URL.
     - `add`: adds an engine to the pool.
-    - `leave`: called with the name of each engine that is to be removed from the pool.
+    - `leave`: called with the name of an engine that is to be removed from the pool.
     - `urls`: returns the URLs of all engines in the pool, so that no server is added twice."""
 
     def __init__(
@@ -54,15 +55,15 @@ class Listing:
         self._detail = ""
 
     async def begin(self) -> None:
-        """Add the engines that are currently listed. Raises the source's errors. If all engines are refused, raises the
-        error of the first."""
+        """Add the engines that are listed now. Raises the errors of the source. If all engines are refused, raises the
+        error of the first one."""
         failures = await self._look()
         if failures and not self.engines:
             raise next(iter(failures.values()))
 
     async def follow(self, every: float) -> None:
-        """Poll the list every `every` seconds until cancelled. Adds new engines, and removes engines that are no longer
-        listed."""
+        """Read the list every `every` seconds until cancelled, to add new engines and to remove engines that are no
+        longer listed."""
         while True:
             await asyncio.sleep(every)
             try:
@@ -73,22 +74,22 @@ class Listing:
                 self._answers, self._detail = False, mistake_of(self.source.name, error).message
 
     def drain(self) -> None:
-        """Stop following the list. No more engines are added or removed."""
+        """Stop following the list: add and remove no more engines."""
         self.draining = True
         if self.task is not None:
             self.task.cancel()
 
     async def end(self) -> Sequence[str]:
-        """Stop following the list, and return the names of its engines in the pool."""
+        """Stop following the list, and return the names that its engines have in the pool."""
         if self.task is not None:
             self.task.cancel()
             await asyncio.wait([self.task])
         return tuple(self.engines.values())
 
     def status(self, serving: Collection[str], serves: str | None, version: int) -> EngineStatus:
-        """Return the status of the list itself. All counts are 0, because the status of each engine has its counts.
-        `ok` is True while the source responds and `serving` (the names of the serving engines) has at least one of the
-        list's engines. `serves` is the frozen model of the engines, None for the policy."""
+        """Return the status of the list itself. Its counts are 0, because each engine has its own status. `ok` is True
+        while the source responds and one of the list's engines serves. `serving` has the names of all serving engines.
+        `serves` is the frozen model of the engines, or None for the policy."""
         return EngineStatus(
             name=self.source.name,
             kind=self._spec.kind,
@@ -110,7 +111,7 @@ class Listing:
 
     async def _look(self) -> Mapping[str, OutriderError]:
         """Read the list once, and add and remove engines. Returns the errors of refused engines, by URL. A refused
-        engine is tried again at the next poll. A listed engine that a user has removed from the pool is not added
+        engine is tried again with the next list. If a user has removed a listed engine from the pool, it is not added
         again."""
         listed = {spec.url or "": spec for spec in await self.source.list_engines()}
         for url in listed:

@@ -1,12 +1,12 @@
-"""The engines of a pool (`EngineRecord`), and the sessions that are assigned to them (`Placement`).
+"""The engines of a pool (`EngineRecord`), and the assignment of sessions to them (`Placement`).
 
-Only `EngineRecord` stores the state of an engine. Functions make structs from it for different readers: `serving` for a
+Only `EngineRecord` stores the state of an engine. Functions turn it into structs for different readers: `serving` for a
 session, `use_of` for the leading pool, `state_of` for following pools, `status_of` for the status. `Placement` assigns
-a new session to the least loaded engine. A session stays on its engine, because this engine has the session's prefix
-cached. Invariants of an engine:
+a new session to the least loaded engine. The session stays there, because this engine has cached its prefix. Invariants
+of an engine:
 
 - `sessions` is the number of sessions assigned to it, and `assigned_tokens` the sum of their context tokens.
-- `idle` is set exactly while it has nothing in flight. While it is being removed, `idle` is set only once no follower
+- `idle` is set exactly while nothing is in flight on it. During its removal, `idle` is also not set while any follower
   uses it.
 """
 
@@ -47,43 +47,43 @@ from outrider.trajectory import LogprobKind, TokenMode
 T = TypeVar("T", bound=msgspec.Struct)
 
 TOKENS_PER_REQUEST = 16384
-"""This number of assigned context tokens adds as much to an engine's load as one request in flight. A request in flight
-uses computing time. A session between two requests still uses memory of the engine's cache."""
+"""This number of context tokens of assigned sessions counts as much in an engine's load as one request in flight. A
+request in flight uses computing time; a session between two requests still uses memory of the engine's cache."""
 
 OVERLOAD = 32.0
 OVERLOAD_TIMES = 1.5
-"""An engine is overloaded compared with another engine if its load is more than `OVERLOAD` above the other's, and more
-than `OVERLOAD_TIMES` times as high. The thresholds are high, because the context of a session that moves must be
-computed again. On SWE-bench Pro over vllm-router, 84 % of the prompts' tokens were cached with these thresholds, and 65
-% with thresholds of 4 and 1.1 (NeMo Gym #3345). `python -m bench routing` compares both pairs of thresholds."""
+"""An engine is overloaded compared with another one if its load is higher by more than OVERLOAD, and more than
+OVERLOAD_TIMES times as high. These thresholds are high, because a session that moves needs its context computed again.
+On SWE-bench Pro over vllm-router, 84 % of the prompts' tokens were cached with these thresholds, and 65 % with
+thresholds of 4 and 1.1 (NeMo Gym #3345). `python -m bench routing` compares both pairs."""
 
 SLACK = 64
-"""Once the heap has more than this number of entries per name, it is rebuilt without outdated entries."""
+"""When the heap has more than this number of entries per name, it is rebuilt without the outdated entries."""
 
 Load = tuple[bool, float, int]
-"""Sort key for placement: suspect engines last, then by load, then by number of sessions."""
+"""Sort key for the choice of an engine: suspect engines last, then load, then number of sessions."""
 
 EngineTask = Literal["probe", "trial", "check", "question"]
 """The kinds of background work on an engine.
 
 - `probe`: probes a failed engine until it works again.
 - `trial`: sends requests to a suspect engine until it has sent good replies.
-- `check`: checks an engine that is silent, or that a follower reported.
-- `question`: measures how long an engine needs for one token after a client has given up a call.
+- `check`: checks an engine that is silent, or that a follower has reported.
+- `question`: measures how long an engine needs for one token, after a client has given up a call.
 
-Each kind has its own task, so that no other work delays a check: a probe waits up to 15 s between two tries, and a
-trial up to a minute for its reply."""
+Each kind has its own task, so that a check does not wait for a probe (up to 15 s between two tries) or a trial (up to a
+minute)."""
 
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of a session's engine.
+    """Describes the engine of a session.
 
     - `engine`: its name.
-    - `version`: the last known policy version.
-    - `context_tokens`: the length of the context, None if unknown.
-    - `constraints`: the supported kinds of constraints.
+    - `version`: its last known policy version.
+    - `context_tokens`: the length of its context, or None if unknown.
+    - `constraints`: the kinds of constraints that it supports.
     - `keeps_ids`: True if it has the capability KEEPS_IDS.
-    - `image_form`: the form of images that it takes."""
+    - `image_form`: the form in which it takes images."""
 
     engine: str
     mode: TokenMode
@@ -99,8 +99,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One process's use of an engine, and this process's observations of the engine. `EngineStatus` describes the
-    fields except `pace`."""
+    """How one process uses an engine, and what it has observed there. `EngineStatus` explains the fields except
+    `pace`."""
 
     in_flight: Count = 0
     sessions: Count = 0
@@ -111,7 +111,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     suspect: str | None = None
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     pace: PaceSummary | None = None
-    """The engine's pace as measured by this process, None until it is known."""
+    """The engine's usual speed (pace) as measured by this process, or None until it is known."""
 
     @property
     def load(self) -> float:
@@ -119,15 +119,15 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LASTING = ("generated_tokens", "failures", "misbehaved")
-"""Names of the counts that are kept when a follower ends: the leader adds the follower's values to its own."""
+"""Counts that outlast a follower: when it ends, the leader adds the follower's values to its own."""
 COUNTS = ("in_flight", "sessions", "assigned_tokens", *LASTING)
 """The fields of `EngineUse` that the status adds up over all processes."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the leading pool, as sent to followers. `spec` is the JSON of its EngineSpec if followers connect to
-    the engine directly. It is None if only the leader's process has the engine. `versions` is the leader's value of
-    `RemembersVersions.versions`, None for other engines."""
+    """An engine of the leading pool, as sent to followers. `spec` is its EngineSpec as JSON if followers connect to the
+    engine directly, or None if only the leader's process has it. `versions` is the value of
+    `RemembersVersions.versions` in the leader, or None if the engine has no such attribute."""
 
     name: str
     kind: str
@@ -144,15 +144,18 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     versions: KnownVersions | None
     awaits_workers: bool = False
-    """True if the engine may join before its first worker is connected (`AwaitsWorkers`)."""
+    """True if the engine may join before its first worker has connected (`AwaitsWorkers`)."""
     pace: PaceSummary | None = None
-    """The engine's pace, for followers that have not measured it yet."""
+    """The engine's usual speed (pace), for followers that have not measured it yet."""
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
-    """The leading pool's state, as sent to followers. `closings` counts the changes of the leader's gate, and `paused`
-    is the gate's current mode. `policy_version` is None until a trainer has set a version. `leaving` maps the name of
-    each engine under removal to the time limit, in seconds, for its generations."""
+    """The state of the leading pool, as sent to followers.
+
+    `closings`: the number of changes of the leader's gate.
+    `paused`: the gate's current mode.
+    `policy_version`: None until a trainer has set a version.
+    `leaving`: maps the name of each engine that is being removed to the seconds that its generations have to end."""
 
     closings: int
     paused: PolicyPause | None
@@ -163,7 +166,7 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class EngineRecord:
-    """The pool's record of one engine. Fields that `EngineStatus` also has are described there."""
+    """The pool's record of one engine. `EngineStatus` explains the fields that have no text here."""
 
     engine: AnyEngine
     health: EngineHealth
@@ -171,9 +174,9 @@ class EngineRecord:
     kind: str
     url: str | None
     owned: bool
-    """True if the pool closes the engine."""
+    """True if the pool must close the engine."""
     model: str | None = None
-    """The name of the frozen model that the engine serves, None for the policy."""
+    """The name of the frozen model that the engine serves, or None for the policy."""
     spec: EngineSpec | None = None
     ok: bool = True
     detail: str = ""
@@ -187,30 +190,30 @@ class EngineRecord:
     failures: int = 0
     misbehaved: int = 0
     suspect: str | None = None
-    """A description of the impossible reply that made the engine suspect, None for any other engine."""
+    """What was wrong with the reply that made the engine suspect, or None if it is not suspect."""
     uses: dict[str, EngineUse] = field(default_factory=dict)
-    """Each follower's use of the engine, by follower name."""
+    """How each follower uses the engine, by the follower's name."""
     load_elsewhere: float = 0.0
-    """The load on the engine by other processes. Set only in a follower."""
+    """The load that other processes put on the engine. Set only in a follower."""
     paused: bool = False
     """True if the engine was ordered to pause and has not been resumed since."""
     behind: bool = False
     """True if the engine responds but serves no session, because its weights are older than the policy."""
     looked_for: int = 0
-    """The highest version that a follower has reported. The engine was checked because of it."""
+    """The highest version for which the engine was checked because a follower had reported it."""
     failed_probes: int = 0
     silent: AnyRequest | None = None
-    """If the engine fell silent, the request for one token that it must answer before it serves again. None for any
-    other engine."""
+    """If the engine has fallen silent, the request for one token that it must answer before it serves again. Otherwise
+    None."""
     newest_answered: float = 0.0
-    """Start time of the newest call that has received a chunk."""
+    """When the newest call began that has received a chunk."""
     pace: Pace = field(default_factory=Pace)
     last_sign: float = field(default_factory=loop_time)
-    """Time of the last chunk that the engine sent to any call of this process, by `loop_time`."""
+    """When the engine last sent a chunk to any call of this process (`loop_time`)."""
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: dict[EngineTask, asyncio.Task[None]] = field(default_factory=dict)
-    """The latest background work of each kind, which may have ended."""
+    """The latest background work of each kind. It may have ended."""
 
     def __post_init__(self) -> None:
         self.name = self.engine.name
@@ -223,7 +226,7 @@ class EngineRecord:
 
     @property
     def serves(self) -> bool:
-        """True if sessions that are already assigned to the engine may use it."""
+        """True if sessions that are already assigned to the engine can use it."""
         return self.ok and not self.removed
 
     @property
@@ -241,9 +244,9 @@ class EngineRecord:
         return self.suspect is not None, load, self.sessions
 
     def read_constraints(self) -> None:
-        """Cache the engine's constraints, because an isinstance check on a protocol takes 30 microseconds and every
-        call would make two. Call this again when an engine returns, because a relay has no constraints until its first
-        worker attaches."""
+        """Cache the engine's constraints: an isinstance check on a protocol takes 30 microseconds, and every call would
+        make two. Call this again when an engine returns, because a relay has no constraints until its first worker
+        attaches."""
         self.constraints = self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset()
 
     def enter(self) -> None:
@@ -258,7 +261,7 @@ class EngineRecord:
         self._look_idle()
 
     def note_use(self, follower: str, use: EngineUse | None) -> None:
-        """Record a follower's use of the engine. `use` is None if the follower is gone or no longer has the engine."""
+        """Record a follower's use of the engine. None means that the follower is gone or no longer has the engine."""
         before = self.uses.pop(follower, None)
         if use is not None:
             self.uses[follower] = use
@@ -268,14 +271,14 @@ class EngineRecord:
         self._look_idle()
 
     def remove(self, seconds: float) -> None:
-        """Mark the engine as being removed, so that it gets no more work. Generations in flight have `seconds` to
+        """Mark the engine as being removed: it gets no more work, and generations in flight have `seconds` seconds to
         end."""
         self.removed = self.draining = True
         self.removal_seconds = seconds
         self._look_idle()
 
     def runs(self, what: EngineTask) -> bool:
-        """Return True while background work of this kind runs."""
+        """Return True while background work of this kind is running."""
         return (task := self.tasks.get(what)) is not None and not task.done()
 
     def cancel_tasks(self) -> None:
@@ -283,14 +286,14 @@ class EngineRecord:
             task.cancel()
 
     def known_pace(self) -> PaceSummary | None:
-        """Return the pace that was measured over the most calls, by this process or by a follower. Returns None if none
-        of them has measured a pace."""
+        """Return the engine's usual speed (pace) as measured over the most calls, by this process or a follower.
+        Returns None if none has measured it."""
         all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
         return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
 
     def _look_idle(self) -> None:
-        # A removed engine is idle only if no follower uses it at all, because a follower reports its use until its
-        # generations on the engine have ended.
+        # A follower reports its use until its generations have ended. So a removed engine is idle only if no follower
+        # reports any use.
         if self.in_flight or (self.uses if self.removed else self.busy):
             self.idle.clear()
         else:
@@ -299,18 +302,18 @@ class EngineRecord:
 
 @dataclass
 class _Assignment:
-    """A session's engine, and the length of the session's context on this engine in tokens."""
+    """The engine of a session, and the number of tokens of the session's context on this engine."""
 
     member: EngineRecord
     tokens: int = 0
 
 
 class Placement:
-    """The assignments of one pool's sessions to engines. Engines that take tokens and engines that take messages have
-    separate heaps, because an engine of one kind cannot serve requests of the other kind.
+    """The assignment of a pool's sessions to engines. Engines that take token ids and engines that take messages are in
+    separate heaps, because neither can serve requests for the other.
 
-    `near` are the names of the engines near this process's machine, as patterns of `fnmatch`. A session gets the least
-    loaded near engine if this engine is not overloaded."""
+    `near` are `fnmatch` patterns for the names of engines near the machine of this process. A session gets the least
+    loaded near engine, unless that engine is overloaded."""
 
     def __init__(self, near: Sequence[str] = ()) -> None:
         self._near = tuple(near)
@@ -318,16 +321,16 @@ class Placement:
         self._members: dict[str, EngineRecord] = {}
         self._heaps = {True: LoadHeap(), False: LoadHeap()}
         self.arrivals = Broadcast()
-        """Sent whenever an engine begins to serve."""
+        """Wakes the requests that wait for an engine, whenever an engine begins to serve."""
 
     def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> EngineRecord | None:
-        """Return the session's engine. If the session has no engine that serves, assigns the least loaded near engine.
-        If there is no near engine, or if it is overloaded compared with the least loaded engine of all, assigns the
-        least loaded engine of all. A suspect engine, or the engine named `avoid`, is assigned only if there is no other
-        engine of the same kind.
+        """Return the session's engine. If the session has no engine that serves, assign the first of these:
 
-        `kinds` has the accepted values of `takes_tokens`, in order of preference. Returns None if no engine can be
-        assigned.
+        1. The least loaded near engine, unless it is overloaded compared with the engine of rule 2.
+        2. The least loaded engine of all.
+
+        A suspect engine, or the engine named `avoid`, is assigned only if there is no other one of its kind. `kinds`
+        are the accepted values of `takes_tokens`, in order of preference. Returns None if no engine can be assigned.
         """
         place = self._places.get(session_key)
         if place is not None and place.member.serves and place.member.takes_tokens in kinds:
@@ -343,7 +346,7 @@ class Placement:
         return None
 
     def _near_member(self, kind: bool, avoid: str | None, least: EngineRecord) -> EngineRecord:
-        """Return the least loaded near engine that is not suspect. If there is none, or if it is overloaded, returns
+        """Return the least loaded near engine that is not suspect. If there is none, or it is overloaded, return
         `least`, the least loaded engine of all."""
         if not self._near:
             return least
@@ -360,11 +363,10 @@ class Placement:
 
     def rebalance(self, session_key: str) -> None:
         """Release the session if its engine is overloaded compared with the least loaded engine. The next `pick` then
-        assigns the least loaded engine.
+        assigns the least loaded one.
 
-        The session's own load is added to the threshold, because the other engine has to compute the session's context
-        again. After a few moves the loads of the two engines differ by less than the threshold, so no session moves
-        back.
+        The session's own load is added to OVERLOAD, because the other engine must compute the session's context again.
+        After a few moves, the two loads differ by less than this sum, so sessions do not move back.
         """
         place = self._places.get(session_key)
         if place is None or not place.member.serves:
@@ -386,31 +388,31 @@ class Placement:
         return name is not None and self._members[name].suspect is None
 
     def refresh(self, member: EngineRecord) -> None:
-        """Update the member's entry in its heap. Call this after any change of the member's `load` or
-        `takes_sessions`."""
+        """Update the engine's entry in its heap. Must be called after each change of its `load` or `takes_sessions`."""
         heap = self._heaps[member.takes_tokens]
         if member.takes_sessions:
             self._members[member.name] = member
             heap.put(member.name, member.load)
-        elif self._members.get(member.name) is member:  # another engine may have got the same name since
+        elif self._members.get(member.name) is member:  # another engine may have the same name by now
             del self._members[member.name]
             heap.drop(member.name)
 
     def context(self, session_key: str, member: EngineRecord) -> int:
-        """Return the length of the session's context on this engine in tokens, 0 for a session of another engine."""
+        """Return the length in tokens of the session's context on this engine, or 0 if the session is assigned to
+        another one."""
         place = self._places.get(session_key)
         return place.tokens if place is not None and place.member is member else 0
 
     def set_context(self, session_key: str, member: EngineRecord, tokens: int) -> None:
-        """Set the length of the session's context in tokens, if the session is still assigned to this engine. The
-        caller must call `refresh` afterwards."""
+        """Set the length in tokens of the session's context, if the session is still assigned to this engine. The
+        caller must then call `refresh`."""
         place = self._places.get(session_key)
         if place is not None and place.member is member:
             member.assigned_tokens += tokens - place.tokens
             place.tokens = tokens
 
     def release(self, session_key: str) -> None:
-        """End the session's assignment. Idempotent."""
+        """End the session's assignment, if it has one."""
         place = self._places.pop(session_key, None)
         if place is not None:
             place.member.sessions -= 1
@@ -418,21 +420,20 @@ class Placement:
             self.refresh(place.member)
 
     def leave(self, session_key: str, member: EngineRecord) -> None:
-        """End the session's assignment if the session is assigned to this engine."""
+        """End the session's assignment if it is assigned to this engine."""
         place = self._places.get(session_key)
         if place is not None and place.member is member:
             self.release(session_key)
 
 
 def _overloaded(own: float, least: float, margin: float = 0.0) -> bool:
-    """Return True if an engine with the load `own` is overloaded compared with the load `least` of another engine."""
+    """Return True if the load `own` makes an engine overloaded compared with another engine's load `least`."""
     return own - least > OVERLOAD + margin and own > OVERLOAD_TIMES * least
 
 
 class LoadHeap:
-    """A min-heap of names, ordered by load. `least` returns the name with the smallest current load. Among equal
-    loads, this is the name that was added first. When a load changes, the old entry stays in the heap, and `least`
-    skips it."""
+    """A min-heap of names, ordered by load. `least` returns the name with the smallest load; of equal loads, the name
+    that was added first. When a load changes, the old entry stays in the heap, and `least` skips it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Load, int, str]] = []
@@ -455,12 +456,12 @@ class LoadHeap:
             heapq.heapify(self._heap)
 
     def drop(self, name: str) -> None:
-        """Remove a name. Does nothing for an unknown name."""
+        """Remove a name. Unknown names are ignored."""
         self._current.pop(name, None)
 
     def least(self, avoid: str | None = None) -> str | None:
-        """Return the least loaded name, which stays in the heap. The name `avoid` is returned only if there is no other
-        name. Returns None if the heap is empty."""
+        """Return the least loaded name, without removing it. `avoid` is returned only if there is no other name.
+        Returns None if the heap is empty."""
         if avoid is not None and len(self._current) > 1:
             return min((entry, name) for name, entry in self._current.items() if name != avoid)[1]
         while self._heap:
@@ -485,7 +486,7 @@ def serving(record: EngineRecord) -> ServingEngine:
 
 
 def use_of(record: EngineRecord) -> EngineUse:
-    """Return this process's use of the engine."""
+    """Return how this process uses the engine."""
     return _view(EngineUse, record, pace=record.pace.summary)
 
 
@@ -521,7 +522,7 @@ def status_of(record: EngineRecord) -> EngineStatus:
 
 
 def _view(kind: type[T], record: EngineRecord, **others: Any) -> T:
-    """Make a struct of type `kind`. A field gets its value from `others`, or else from the record's attribute of the
+    """Create a struct of type `kind`. Each field is taken from `others`, or else from the record's attribute of the
     same name."""
     own = {name: getattr(record, name) for name in kind.__struct_fields__ if name not in others}
     return kind(**own, **others)

@@ -1,9 +1,9 @@
-"""Manages the policy that a pool's engines serve: its version, the pauses for new weights, and the engines that have
-the weights.
+"""Manages the policy that the engines of a pool serve: its version, the pauses for new weights, and which engines have
+them.
 
-The module handles no requests. While the policy is paused, no generation begins. Once `pause` has returned, none runs.
-An engine that fails during an operation is marked as failed (`lost`), and must get the current weights before it serves
-again. Invariants: the version decreases only on request; an engine with an older version serves no session.
+The module handles no requests. While the policy is paused, no generation begins. Once `pause` has returned, none is
+running. An engine that fails during an operation is marked as failed (`lost`), and must get the current weights before
+it serves again. Invariants: the version decreases only on request. An engine with an older version serves no session.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from outrider.spec import PolicyPause
 log = logging.getLogger("outrider.engine")
 
 FAREWELL_SECONDS = 5.0
-"""Timeout in seconds for resuming a paused engine when the engine is removed or the pool closes."""
+"""Maximum seconds for resuming a paused engine that is removed or whose pool closes."""
 
 
 class KnownPolicy(msgspec.Struct, frozen=True):
-    """The version that a trainer has set. `weights` is the path from which the engines have loaded this version's
-    weights, None if the trainer has changed the weights itself."""
+    """The version that a trainer has set. `weights` is the path from which the engines have loaded its weights, or None
+    if the trainer itself has changed the weights."""
 
     version: int
     weights: str | None = None
@@ -57,15 +57,14 @@ class KnownPolicy(msgspec.Struct, frozen=True):
 class Policy:
     """The policy of the engines in `members`.
 
-    - `lost`: called with each engine that fails and its error. It must give the engine no more work until the engine
-      works again.
-    - `found`: called with each engine that serves again.
+    - `lost`: called with an engine that fails, and its error. Must give the engine no more work until it works again.
+    - `found`: called with an engine that serves again.
     - `known`: the policy that an earlier service has stored.
-    - `keep`: stores each new policy. It is awaited before the policy generates anything.
+    - `keep`: stores each new policy, before the policy generates anything.
     - `changed`: called after each change of the gate or of the version.
 
-    Operations run one after another. The exception is a pause that still waits for generations: a stricter pause or a
-    resume takes effect at once.
+    Operations run one after another. There is one exception: while a pause still waits for generations, a stricter
+    pause or a resume takes effect at once.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Policy:
         self._lost = lost
         self._found = found
         self._known = known
-        """The policy that a trainer has set, None if none was set."""
+        """The policy that a trainer has set, or None."""
         self._undone: set[int] = set()
         """Versions that were undone by setting a lower version. An engine that still reports one of these versions has
         missed this order."""
@@ -96,20 +95,20 @@ class Policy:
 
     @property
     def known_version(self) -> int | None:
-        """The version that a trainer has set, None if none was set."""
+        """The version that a trainer has set, or None."""
         return None if self._known is None else self._known.version
 
     @property
     def version(self) -> int:
-        """The version that a trainer has set. If none was set, this is the highest version of the engines, or 0 without
+        """The version that a trainer has set. Without one, the highest version of the engines, or 0 if there are no
         engines."""
         if self._known is not None:
             return self._known.version
         return max((member.version for member in self._members.values()), default=0)
 
     def note_failure(self, member: EngineRecord) -> None:
-        """Report to the leader that an engine has failed in this process. Does nothing if the policy follows no
-        leader."""
+        """Called when an engine has failed in this process. A follower's policy reports this to its leader; this class
+        does nothing."""
 
     def status(self) -> PolicyStatus:
         engines = (
@@ -118,14 +117,14 @@ class Policy:
         return PolicyStatus(version=self.version, paused=self.gate.mode, engines=tuple(engines))
 
     def version_of(self, engine: AnyEngine, health: EngineHealth) -> int:
-        """Return the version of an engine, given its latest health report. An engine whose version cannot be set is
-        assumed to have at least the policy's version."""
+        """Return the version of an engine from its latest health report. If the version of an engine cannot be set, it
+        is assumed to be at least the policy's version."""
         known = 0 if self._known is None else self._known.version
         return health.version if isinstance(engine, SetsVersion) else max(health.version, known)
 
     def outdated(self, engine: AnyEngine, health: EngineHealth) -> EngineUnavailable | None:
         """Return an error if the health report shows that the engine's weights are older than the policy, or have a
-        version that was undone by going back. Returns None if the engine may serve."""
+        version that was withdrawn by going back. Returns None if the engine may serve."""
         if self._known is None or not isinstance(engine, SetsVersion):
             return None
         if health.version == self._known.version:
@@ -138,19 +137,18 @@ class Policy:
         )
 
     async def pause(self, mode: PolicyPause) -> None:
-        """Pause generation. Returns when no generation of the policy is in flight. New generations wait.
+        """Pause generation, and return when no generation of the policy is in flight. New generations wait.
 
-        "finish" lets generations in flight end. "abort" cuts generations off, except generations that no engine can
-        continue. Raises EngineRejected if an engine refuses to abort. This call then pauses nothing. Raises Conflict if
-        the policy is resumed before the pause is complete.
+        "finish" lets generations in flight end. "abort" cuts them off, except those that no engine could continue. If
+        an engine refuses to abort, raises EngineRejected and pauses nothing. Raises Conflict if the policy is resumed
+        before the pause is complete.
         """
         async with self._closed(mode):
             await self._halt()
 
     async def resume(self, version: int | None = None, *, go_back: bool = False) -> None:
-        """Set the version on the engines, if `version` is given, and resume generation on all engines, including
-        engines that were not paused by this pool. Raises Conflict if `version` is lower than the current version and
-        `go_back` is not set."""
+        """Resume generation on all engines, also on engines that this pool has not paused. If `version` is given, set
+        it on the engines first. Raises Conflict if it is lower than the current version, unless `go_back` is set."""
         self._check_forward(version, go_back)
         if self._draining:
             self.gate.open()
@@ -169,12 +167,12 @@ class Policy:
         meanwhile: Callable[[], Awaitable[None]] | None = None,
         go_back: bool = False,
     ) -> None:
-        """Pause, load `weights` in place on every engine if `weights` is given, set the version, and resume.
-        `meanwhile` is awaited after the weights are loaded and before generation resumes.
+        """Pause, load `weights` (if given) in place on every engine, set the version, and resume. `meanwhile` is
+        awaited between the loading and the resume.
 
-        If only some engines fail, these engines stop serving, and catch up later. Raises Conflict if `version` is lower
-        than the current version and `go_back` is not set, and InvalidField if engines cannot load weights. If no engine
-        has loaded the weights, raises an engine's error, and the policy stays unchanged.
+        If only some engines fail, they stop serving and catch up later. If no engine has loaded the weights, raises an
+        engine's error, and the policy stays as it was. Raises Conflict if `version` is lower than the current version,
+        unless `go_back` is set. Raises InvalidField if engines cannot load weights.
         """
         self._check_forward(version, go_back)
         if weights is not None:
@@ -201,18 +199,18 @@ class Policy:
                 await shielded(lambda: self._resume_engines(known, loaded))
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
-        """Bring a returning engine up to date, and return its version: load the current weights if its weights are
-        outdated, and resume it unless the policy is paused. Raises EngineError if the engine cannot serve."""
+        """Bring a returning engine up to date, and return its version. If its weights are outdated, it loads the
+        current ones. It is resumed, unless the policy is paused. Raises EngineError if the engine cannot serve."""
         engine = member.engine
         async with self._lock:
-            if member.ok:  # an earlier operation has already brought the engine up to date
+            if member.ok:  # an earlier operation has already brought it up to date
                 return member.version
             version = self.version_of(engine, health)
             if (outdated := self.outdated(engine, health)) is not None:
-                member.behind = True  # marked for the next update, in case the load below fails
+                member.behind = True  # so that the next update includes it, in case the load below fails
                 known, load = self._known, weights_loader(engine)
-                # A returning engine that is busy still runs generations from before its failure, which a pause may not
-                # have stopped. So it must not load weights.
+                # A busy engine still runs generations from before its failure, which a pause may not have stopped. So
+                # it must not load weights.
                 if known is None or known.weights is None or load is None or member.busy:
                     raise outdated
                 await _await_order(engine, load(known.weights, known.version))
@@ -223,8 +221,8 @@ class Policy:
             return version
 
     async def leave(self, members: Sequence[EngineRecord]) -> None:
-        """Resume the paused engines among `members`, which leave the pool. Each engine has `FAREWELL_SECONDS`. Errors
-        are ignored."""
+        """Resume the paused engines among `members`, which leave the pool. Each has FAREWELL_SECONDS. Errors are
+        ignored."""
 
         async def go_on(member: EngineRecord) -> None:
             async with asyncio.timeout(FAREWELL_SECONDS):
@@ -242,8 +240,8 @@ class Policy:
             )
 
     def _at(self, version: int, weights: str | None = None) -> KnownPolicy:
-        """Return the policy with this version and path of weights. If the current version is set again without weights,
-        the policy keeps its known path."""
+        """Return the policy with this version and path of weights. If the current version is set again without a path,
+        keep the known path."""
         known = self._known
         if weights is None and known is not None and known.version == version:
             return known
@@ -254,11 +252,12 @@ class Policy:
             await self._keep(known)
 
     def _reached(self) -> list[EngineRecord]:
-        """Return all engines that respond, including engines with outdated weights."""
+        """Return all engines that respond, also those with outdated weights."""
         return [member for member in self._members.values() if not member.removed and (member.ok or member.behind)]
 
     async def _halt(self) -> None:
-        """Wait for the generations that are not cut off, then pause the engines. Raises the errors of `pause`."""
+        """Wait for the generations that this pause does not cut off, and then pause the engines. Raises the errors of
+        `pause`."""
         self._draining = True
         try:
             await self.gate.settled()
@@ -270,26 +269,26 @@ class Policy:
             self.gate.cuts += 1
 
         async def stop(member: EngineRecord) -> None:
-            # `paused` is set before the order, because an engine that fails during the order may be paused.
+            # Set `paused` before the order, because an engine may be paused even if the order fails.
             member.paused = True
             await cast(Engine, member.engine).pause(mode)
 
-        # Include failed and removed engines, because generations may still run there.
+        # Include failed and removed engines, because they may still run generations.
         running = [member for member in self._members.values() if member.busy]
         members = dict.fromkeys([*self._reached(), *running])
         failures = await self._order_all([member for member in members if member.takes_tokens], stop)
         for failure in failures:
             if isinstance(failure.error, EngineRejected):
                 failure.member.paused = False
-                # In mode "finish" a refusal is harmless, because all generations have ended.
+                # In mode "finish" a refusal does no harm, because all generations have ended.
                 if mode == "abort":
                     raise failure.error
             else:
                 self._lost(failure.member, failure.error)
 
     async def _load(self, weights: str, version: int) -> list[EngineRecord]:
-        """Load the weights on all engines. Returns the engines that have loaded the weights. Raises an engine's error
-        if all engines fail."""
+        """Load the weights on all engines, and return the engines that have loaded them. If all fail, raises an
+        engine's error."""
 
         async def load(member: EngineRecord) -> None:
             await cast(LoadsWeights, member.engine).update_weights(weights, version)
@@ -298,7 +297,7 @@ class Policy:
         failures = await self._order_all(reached, load)
         if len(failures) == len(reached):
             for failure in failures:
-                # An engine that has refused the weights still has its old weights, so it is not marked as failed.
+                # An engine that has refused the weights still has its old ones, so it is not marked as failed.
                 if isinstance(failure.error, EngineUnavailable):
                     self._lost(failure.member, failure.error)
             if failures:
@@ -311,17 +310,18 @@ class Policy:
         return [member for member in reached if member not in failed]
 
     async def _resume_engines(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
-        """Set the version if `known` is given, and resume the engines that respond. Engines that must first load the
-        current weights in `catch_up` are left out. Engines that fail are marked as failed. `loaded`, if given, are the
-        engines that have loaded the weights. Any other engine has joined later, and is also marked as failed."""
+        """Set the version if `known` is given, and resume the engines that respond. Engines that fail are marked as
+        failed. Engines that must first load the current weights in `catch_up` are left out. `loaded` are the engines
+        that have loaded the weights, if any were loaded; an engine that has joined since then is marked as failed,
+        too."""
         if known is not None and known.version < self.version:
             self._undone.add(self.version)
         self._known = known or self._known
         version = None if known is None else known.version
 
         def catches_up(member: EngineRecord) -> bool:
-            """Return True if the engine has outdated weights and can load the current weights in `catch_up`. Until then
-            the engine must not get the new version."""
+            """Return True if the engine has outdated weights, and can load the current ones in `catch_up`. Before that,
+            it must not get the new version."""
             return member.behind and loaded is None and bool(known and known.weights and weights_loader(member.engine))
 
         async def go_on(member: EngineRecord) -> None:
@@ -349,11 +349,11 @@ class Policy:
                 self._lost(failure.member, failure.error)
         finally:
             self.gate.open()
-            self._changed()  # published even if the gate was already open, because the version may be new
+            self._changed()  # even if the gate was open already, because the version may be new
 
     def _warn_of_old_keys(self, member: EngineRecord) -> None:
-        """Log a warning that the engine may reuse keys and values of the old weights, once for each engine. Called when
-        the trainer has changed the weights itself."""
+        """Log once for each engine that it may reuse keys and values of the old weights. Called when the trainer itself
+        has changed the weights."""
         if member.name not in self._warned and Capability.VERSIONED_CACHE not in capabilities_of(member.engine):
             self._warned.add(member.name)
             log.warning(
@@ -364,9 +364,9 @@ class Policy:
 
     @asynccontextmanager
     async def _closed(self, mode: PolicyPause) -> AsyncGenerator[None, None]:
-        """Run one operation with the gate closed, after all earlier operations. The gate closes immediately, and closes
-        again if an earlier operation has opened it. If the operation fails or is cancelled, even while it waits for
-        earlier operations, the gate opens again if it was open before."""
+        """Run an operation with the gate closed, after all earlier operations. The gate closes at once, and again if an
+        earlier operation has opened it. If the operation fails or is cancelled, even before its turn, the gate opens
+        again if it was open before."""
         was_open = self.gate.mode is None
         self.gate.close(mode)
         try:
@@ -390,7 +390,7 @@ class Policy:
     async def _order_all(
         self, members: Sequence[EngineRecord], say: Callable[[EngineRecord], Coroutine[Any, Any, None]]
     ) -> list[_Failure]:
-        """Send one order to all engines concurrently. Returns the failures."""
+        """Send an order to all engines concurrently. Returns the failures."""
 
         async def failure(member: EngineRecord) -> _Failure | None:
             try:
@@ -409,7 +409,7 @@ class _Failure(NamedTuple):
 
 
 async def _await_order(engine: AnyEngine, words: Awaitable[None]) -> None:
-    """Await an order to an engine. Any exception of the engine's code is raised as an EngineError."""
+    """Await an order to an engine. An unexpected exception of the engine's code is raised as an EngineError."""
     try:
         await words
     except EngineError:

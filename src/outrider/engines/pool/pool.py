@@ -1,5 +1,5 @@
-"""Manages the engines of one model. Engines are added, drained and removed one by one, or follow a router's list. The
-other modules do parts of this work:
+"""Manages the engines of one model. Engines are added, drained and removed one by one, or follow a router's list. Other
+modules do parts of this work:
 
 - `placement` assigns an engine to a session.
 - `call` runs a call.
@@ -45,7 +45,7 @@ from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream, Vocabulary
 
 REMOVAL_SECONDS = 30.0
 DEPARTURE_SECONDS = 600.0
-"""Time limit in seconds for generations in flight on an engine that a router no longer lists."""
+"""When a router no longer lists an engine, the engine's generations in flight have this number of seconds to end."""
 
 PROBING = RetryPolicy(first=0.25, longest=15.0)
 
@@ -54,25 +54,25 @@ class EnginePool:
     """The engines of one model. Enter the pool with `async with`. `calls` runs calls on the engines, and `placement`
     has the sessions that are assigned to each engine.
 
-    - `serves`: the name of a frozen model, None for the policy.
+    - `serves`: the name of a frozen model, or None for the policy.
     - `claimed`: names in use. Pools that share this set never have two engines of the same name.
-    - `tokenizer`: passed to engines made from a spec.
+    - `tokenizer`: passed to engines that are made from a spec.
     - `vocabulary`: token ids outside of it are rejected.
-    - `context_tokens`: the model's context from the settings, None if not set.
-    - `text`: makes a decoder of token ids, which finds stop strings in generations that were cut off and continued.
-    - `check`: called whenever an engine joins or returns. It may refuse the engine by raising an EngineError such as
+    - `context_tokens`: the model's context from the settings, or None if not set.
+    - `text`: creates a decoder of token ids, which finds stop strings in generations that were cut off and continued.
+    - `check`: called when an engine joins or returns. It may refuse the engine by raising an EngineError, such as
       ModelMismatch.
     - `patience`: seconds that a request waits for an engine, so that no session fails while an engine restarts.
     - `probing`: the waits between probes of a failed engine.
     - `silence`: the limits for silent engines.
     - `look_seconds`: seconds between two readings of a list of engines.
     - `known`, `keep`: restore and store the policy's version (see `Policy`).
-    - `paces`: the paces of an earlier pool's engines, by engine name (see `paces()`).
-    - `near`: engines that the sessions of this process get first (see `Placement`).
-    - `follows`: makes the policy of a pool that follows a pool of another process (`follower.py`).
+    - `paces`: what an earlier pool has measured, by engine name (see `paces()`).
+    - `near`: engines that sessions of this process get first (see `Placement`).
+    - `follows`: creates the policy if this pool follows a pool of another process (`follower.py`).
 
-    Pools of other processes may follow this pool. `leader.py` has the code for the leading pool, and `changes` is
-    published whenever the leader's state may have changed.
+    Pools of other processes may follow this pool (`leader.py`). `changes` announces that the state for these followers
+    may have changed.
     """
 
     def __init__(
@@ -145,8 +145,7 @@ class EnginePool:
             self.placement.refresh(member)
         self._tasks.cancel()
         try:
-            # Only a cancellation is passed to the task group, because it would wrap any other error of the caller's
-            # block.
+            # The task group gets only a cancellation, because it would wrap any other error of the caller's block.
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
@@ -154,8 +153,8 @@ class EnginePool:
             await shielded(self._close_all)
 
     async def add(self, spec: EngineSpec) -> EngineStatus:
-        """Make, start and admit an engine, or all engines of a list. An engine whose workers connect to the service is
-        admitted even if no worker has connected yet. Raises InvalidField for a bad spec, Conflict for a name in use,
+        """Create, start and admit an engine, or all engines of a list. An engine whose workers connect to the service
+        is admitted even if no worker has connected yet. Raises InvalidField for a bad spec, Conflict for a name in use,
         EngineUnavailable for an engine that does not respond or is not healthy, and the errors of `check`."""
         numbered = (f"{spec.kind}-{number}" for number in range(len(self._claimed) + 1))
         name = spec.name or next(free for free in numbered if free not in self._claimed)
@@ -179,8 +178,8 @@ class EnginePool:
             self._unclaim(engine.name)
 
     async def adopt(self, state: EngineState, source: EngineSpec | AnyEngine) -> None:
-        """Admit an engine that the leader has checked. The caller must call `apply_state` next. Raises Conflict for a
-        name in use, and InvalidField for a spec that works only in the leader's process."""
+        """Admit an engine that the leader has checked. The caller must call `apply_state` next. Raises Conflict if the
+        name is in use, and InvalidField for a spec that works only in the leader's process."""
         async with self._joining(state.name, source) as engine:
             self._admit(engine, state.health, kind=state.kind, url=state.url, owned=True)
 
@@ -194,22 +193,22 @@ class EnginePool:
         }
 
     def __contains__(self, name: str) -> bool:
-        """Return True if an engine, or a list of engines, has this name."""
+        """Return True if an engine or a list of engines has this name."""
         return self.engine(name) is not None or name in self._listings
 
     def engine(self, name: str) -> AnyEngine | None:
-        """Return the engine with this name, None if there is none or if it is being removed."""
+        """Return the engine with this name. Returns None if there is none, or if it is being removed."""
         member = self.members.get(name)
         return None if member is None or member.removed else member.engine
 
     def probe_now(self, name: str) -> None:
-        """Probe a failed engine immediately. Call this when there is evidence that the engine is back."""
+        """Probe a failed engine at once. Call this if there are signs that the engine is back."""
         if (member := self.members.get(name)) is not None:
             member.probe_now.set()
 
     def drain(self, name: str) -> EngineStatus:
-        """Assign no new sessions to the engine, or to all engines of a list. Sessions that are already assigned stay. A
-        drained list adds no new engines. Raises NotFound for an unknown name."""
+        """Assign no new sessions to the engine, or to any engine of a list. Sessions that are already assigned stay. A
+        drained list adds no engines. Raises NotFound for an unknown name."""
         if (listing := self._listings.get(name)) is not None:
             listing.drain()
             for engine in listing.engines.values():
@@ -224,8 +223,8 @@ class EnginePool:
 
     async def remove(self, name: str, *, seconds: float = REMOVAL_SECONDS) -> None:
         """Remove an engine, or a list with all its engines. Sessions move to other engines with their next turn.
-        Generations in flight have `seconds` to end. After that, an engine that the pool owns is closed, and generations
-        still in flight are cut off. Raises NotFound for an unknown name."""
+        Generations in flight have `seconds` seconds to end. Then an engine that the pool owns is closed, which cuts off
+        the generations still in flight. Raises NotFound for an unknown name."""
         if (listing := self._listings.pop(name, None)) is not None:
             try:
                 await self._remove_any(await listing.end(), seconds)
@@ -253,14 +252,15 @@ class EnginePool:
                 await shielded(member.engine.close)
 
     def status(self) -> list[EngineStatus]:
-        """Return the status of every list of engines, then of every engine, each in the order of their addition."""
+        """Return the status of every list of engines, and then of every engine. Each part is in the order of
+        addition."""
         listings = [self._listing_status(listing) for listing in self._listings.values()]
         return listings + [status_of(member) for member in self.members.values()]
 
     @asynccontextmanager
     async def _joining(self, name: str, source: EngineSpec | AnyEngine) -> AsyncGenerator[Any, None]:
-        """Reserve the name, and start an engine or a list of engines, which the block then admits. If the block raises,
-        the engine is closed and the name is free again."""
+        """Reserve the name, and start an engine or a list of engines. The block must admit it. If the block raises, the
+        engine is closed and the name is free again."""
         self._claim(name)
         try:
             engine: Any = source
@@ -275,7 +275,7 @@ class EnginePool:
             try:
                 await engine.start()
                 yield engine
-            except BaseException:  # also for a cancellation, because the engine must be closed then
+            except BaseException:  # also after a cancellation, because the engine must be closed
                 await shielded(engine.close)
                 raise
         finally:
@@ -300,7 +300,7 @@ class EnginePool:
         return listing.status(serving, self._serves, self.policy.version)
 
     async def _remove_any(self, names: Sequence[str], seconds: float) -> None:
-        """Remove engines concurrently. Ignores names of engines that are not in the pool or are being removed."""
+        """Remove engines concurrently. Names of engines that are not in the pool, or are being removed, are ignored."""
         there = [name for name in names if name in self.members and not self.members[name].removed]
         await asyncio.gather(*(self.remove(name, seconds=seconds) for name in there))
 
@@ -341,7 +341,7 @@ class EnginePool:
         self._claimed.add(name)
 
     def _unclaim(self, name: str) -> None:
-        """Free a name. Does nothing if an engine or list with this name is in the pool."""
+        """Free a name, unless an engine or a list in the pool has it."""
         if name not in self.members and name not in self._listings:
             self._claimed.discard(name)
 

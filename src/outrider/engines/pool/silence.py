@@ -1,10 +1,10 @@
 """Detects engines that have fallen silent, and calls that an engine has lost.
 
-Every generation in flight is a `Flight` (`flights.py`). A flight measures how long its consumer waits for the engine,
-and compares the wait with the engine's recent calls (`Pace`). A `SilenceWatch` checks all flights a few times a second.
-If a wait is overdue and the engine sends no chunk to any call, the watch sends the engine a request for one token. If
-no token arrives, the engine is marked as failed, and its generations continue on other engines. Overdue seconds are
-recorded in the session's `Overdue`.
+Every generation in flight is a `Flight` (`flights.py`). It measures how long its consumer waits for the engine, and
+compares the wait with recent calls to the engine (`Pace`). A `SilenceWatch` checks all flights a few times a second. If
+a wait is overdue and the engine sends no chunk to any call, the watch sends it a request for one token. If no token
+arrives, the engine is marked as failed, and its generations continue on other engines. The overdue seconds are recorded
+in the session's `Overdue`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from outrider.errors import EngineError, EngineSilent, EngineUnavailable
 from outrider.messages import Message, Role
 
 UNANSWERED_SECONDS = 1.0
-"""An engine is not blamed if a client has waited less than this many seconds before it gives up a call."""
+"""If a client gives up a call after fewer seconds than this, the engine is not blamed."""
 SLOWER = 2.0
-"""If a session gives up several long waits in a row, they are added up, because they are as unlikely as one wait of
-their total length. A wait is long if it has at least this multiple of the usual seconds."""
+"""A wait that a client gives up is long if it has at least this multiple of the usual seconds. Long waits that a
+session gives up in a row are added up, because they are as unlikely as one wait of their total length."""
 
 
 class SilenceWatch:
-    """Checks all flights of a pool. The pool runs `look` repeatedly in the background."""
+    """Checks all flights of a pool. The pool calls `look` repeatedly in the background."""
 
     def __init__(self, limits: SilenceLimits, health: HealthChecks) -> None:
         self.limits = limits
@@ -49,9 +49,9 @@ class SilenceWatch:
         """The token probes in progress, by engine."""
 
     def _note_given_up(self, flight: Flight) -> None:
-        """Record that a consumer gave up a wait: add a check of this wait to the session's `pending_checks`. If the
-        engine has sent no chunk since the wait began, also send the engine a request for one token. This cannot be done
-        later, when the session's outcome is decided, because it measures how long the engine stays silent."""
+        """Record that a consumer has given up a wait: add a check of this wait to the session's `pending_checks`. If
+        the engine has sent no chunk since the wait began, also send it a request for one token. The request measures
+        how much longer the engine stays silent, so it cannot wait until the session's outcome is decided."""
         member, overdue = flight.member, flight.overdue
         given_up = given_up_wait(flight)
         if overdue is None or given_up.waited < UNANSWERED_SECONDS:
@@ -72,7 +72,7 @@ class SilenceWatch:
             overdue.given_up_seconds += given_up.waited
 
     async def look(self) -> None:
-        """Wait until there is a flight, then check all flights and token probes once."""
+        """Wait until there is a flight, and then check all flights and token probes once."""
         await self.flights.some.wait()
         before = loop_time()
         await asyncio.sleep(self.limits.tick)
@@ -92,15 +92,15 @@ class SilenceWatch:
             return
         overdue = wait.overdue_by(now) - flight.forgiven - flight.grace
         if self._gate.mode is not None and overdue > self.limits.slow:
-            # The engine is not checked first, because no engine may be probed during a pause. The call is cut off,
-            # because the pause may be waiting for it. The call can continue after the pause.
+            # During a pause no engine may be probed, so there is no check first. The pause may be waiting for this
+            # call, so the call is cut off. It can continue after the pause.
             flight.cut(EngineSilent(f"engine {member.name!r} has kept a pause of the policy waiting for a call"))
         since = max(wait.since, self._deaf_until)
         silent = now - since
         if silent < self.limits.least:
             return
-        # While no later call has received a chunk, this call may be queued behind earlier calls. It is then not cut off
-        # as lost, because a repeated call would only move to the end of the queue.
+        # While no later call has received a chunk, this call may be queued behind earlier ones. It is not cut off as
+        # lost then, because a repeated call would have to queue again.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
         if member.last_sign <= since or (lost and not overtaken and not member.awaits_workers):
@@ -121,8 +121,8 @@ class SilenceWatch:
             )
 
     async def _check_silent(self, member: EngineRecord, request: AnyRequest, since: float) -> None:
-        """Check an engine that sends no chunk to any call, or to a call that may be lost. If the check fails, the
-        engine is marked as failed and its flights are cut off. `since` is the start time of the silence."""
+        """Check an engine that sends no chunk to any of its calls, or that may have lost a call. If it fails the check,
+        it is marked as failed and its flights are cut off. `since` is the time when the silence began."""
         requested_at = loop_time()
         try:
             proof = await self._health.prove(member, request, self._check_seconds(member))
@@ -146,8 +146,8 @@ class SilenceWatch:
                     member.newest_answered = max(member.newest_answered, requested_at)
 
     def _check_seconds(self, member: EngineRecord) -> float:
-        """Return the time limit in seconds for one token from the engine. It includes time to read the prompts of
-        waiting calls, and to compile or load a model if the engine has sent no chunk yet."""
+        """Return how many seconds the engine has for one token. They include time to read the prompts of waiting calls.
+        If the engine has sent no chunk yet, they also include time to compile or load a model."""
         known = member.pace.known or member.newest_answered
         seconds = self.limits.check if known else self.limits.first_check
         waiting = [flight.new_tokens for flight in self.flights.all if flight.member is member and not flight.begun]
@@ -156,8 +156,8 @@ class SilenceWatch:
         return max(seconds, reading, due)
 
     async def _request_token(self, question: TokenProbe, member: EngineRecord, request: AnyRequest) -> None:
-        """Request one token from an engine that was silent until a call was given up. Records in `question` how long
-        the token takes, or the error."""
+        """Request one token from an engine that had sent nothing when a client gave up its call. Record in `question`
+        how long the token takes, or the error."""
         try:
             while await self._health.prove(member, request, self._check_seconds(member), by_token=True) is None:
                 await self._gate.opened()
@@ -171,10 +171,14 @@ class SilenceWatch:
 
 
 class TokenProbe:
-    """A request for one token, sent at the time `requested_at` to an engine that was silent until a call was given up.
+    """A request for one token, sent at `requested_at` to an engine that had sent nothing when a client gave up its
+    call.
 
-    `answered` is the number of seconds until the token arrived. `sign` is the number of seconds until another call
-    received a chunk, if this happened first. `error` is the error if no token arrived. Each is None until known.
+    `answered`: seconds until the token arrived.
+    `sign`: seconds until another call received a chunk, if this happened first.
+    `error`: the error, if no token arrived.
+
+    Each is None until known.
     """
 
     def __init__(self, member: EngineRecord, requested_at: float) -> None:
@@ -191,11 +195,14 @@ class TokenProbe:
 
 
 class GivenUp(msgspec.Struct, frozen=True):
-    """A wait that a call's consumer gave up.
+    """The wait that the consumer of a call has given up.
 
-    `began` is the start time of the wait for the chunk that did not arrive. `waited` is the number of seconds waited,
-    and `usual` the number of seconds that the engine usually takes, None if unknown. Both are for this chunk alone. If
-    the whole reply is late by a larger factor than this chunk, both are for all chunks of the reply.
+    `began`: when the wait for the missing chunk began.
+    `waited`: the number of seconds that the consumer has waited.
+    `usual`: the number of seconds that the engine usually takes, or None if unknown.
+
+    `waited` and `usual` are for the missing chunk alone. If the whole reply is late by a larger factor than this chunk,
+    they are for all chunks of the reply.
     """
 
     began: float
@@ -216,19 +223,19 @@ def given_up_wait(flight: Flight) -> GivenUp:
     token = pace.usual_token
     whole, waited = first + token * (flight.tokens + 1), flight.wait.waited
     late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-    # a client that gives up sooner has another reason, such as the reply's content
+    # a client that gives up sooner has another reason, such as the text of the reply
     if late and stretch >= SLOWER * token:
         return GivenUp(began, waited, whole)
     return GivenUp(began, stretch, token)
 
 
 async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, before: float) -> None:
-    """Raise EngineUnavailable if the engine was at fault when a client gave up a call. `before` is the total number of
-    seconds of the calls that the session gave up directly before."""
+    """Raise EngineUnavailable if the engine is to blame for a call that a client gave up. `before` is the total length,
+    in seconds, of the calls that the session gave up directly before."""
     silent = given_up.waited
     if question is not None:
         if question.task is not None:
-            await asyncio.wait([question.task])  # `asyncio.wait` does not raise the task's error
+            await asyncio.wait([question.task])  # unlike `await`, this does not raise the task's error
         if question.sign is not None:
             silent += question.sign
         elif question.answered is not None:
@@ -243,20 +250,20 @@ async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, be
 
 
 def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
-    """Return True if the engine is at fault for a call that its client gave up after `silent` seconds. `usual` is the
-    number of seconds that the engine usually takes. If it is None (unknown), the engine is blamed sooner, so that the
-    agent is not. `before` is the total number of seconds of the calls that were given up directly before this call."""
+    """Return True if the engine is to blame for a call that a client gave up after `silent` seconds. `usual` is the
+    number of seconds that the engine usually takes. If it is None, the engine is blamed sooner, so that the agent is
+    not. `before` is the total length of the calls that the session gave up directly before this one."""
     if usual is None:
         return silent + before > LIMITS.least
     return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual
 
 
 def probe_request(request: AnyRequest) -> AnyRequest:
-    """Return a request for one token, of the same type as `request`. The prompt is at most 16 ids of the original
-    prompt, or one short message."""
+    """Return a request for one token, of the same type as `request`. Its prompt is the first 16 ids of the original
+    prompt or fewer, or one short message."""
     sampling = SamplingParams(max_tokens=1)
     if isinstance(request, GenerateRequest):
-        # the images are left out, so their placeholders must be left out, too
+        # images are left out, so their placeholders must be left out, too
         end = min([16, *(image.span.start for image in request.images[:1])])
         return msgspec.structs.replace(request, input_ids=request.input_ids[:end], sampling=sampling, images=())
     said = Message(role=Role.USER, content="Say one word.")

@@ -1,5 +1,5 @@
-"""The waits for an engine, the store or the service: how long a wait usually is (`Pace`), and by how much the waits of
-a session are too long (`Overdue`).
+"""The waits for an engine, the store or the service. `Pace` shows how long a wait usually is, and `Overdue` by how much
+the waits of a session are too long.
 
 Each wait has an allowance: the length of a normal wait. For an engine it depends on the engine's pace, which is
 measured over the calls of recent minutes. Seconds within the allowance count toward the session's time limits, like the
@@ -23,56 +23,54 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 REMEMBERED_CALLS = 256
-"""Maximum number of recent calls from which the medians are computed."""
+"""The medians are computed from at most this number of recent calls."""
 KNOWN_CALLS = 8
-"""An engine's pace is known after this many calls that were not overdue."""
+"""The usual speed (pace) of an engine is known after this number of calls that were not overdue."""
 LEARNING_SECONDS = 1.0
-"""Minimum seconds between two remembered calls, once the pace is known. So the medians cover several minutes, and a
-minute of unusual calls hardly changes them, even if the engine serves many calls."""
+"""Once the pace is known, at most one call in this number of seconds is remembered. So the medians cover several
+minutes even on a busy engine, and a minute of unusual calls hardly changes them."""
 ESTABLISHED_CALLS = 128
-"""When a pace becomes known or is taken over, its calls are remembered several times, until there are at least this
-many. Later calls then change the medians only slowly."""
+"""When a pace becomes known or is taken over from elsewhere, each of its calls is remembered several times, to get at
+least this number. So later calls change the medians only slowly."""
 SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
-"""After `SLOW_CALLS` overdue calls in a row, over at least `SLOW_SECONDS`, the engine is treated as slow and not as
-silent."""
+"""After SLOW_CALLS overdue calls in a row, in at least SLOW_SECONDS, the engine is considered slow and not silent."""
 STEADY = 5.0
-"""Factor for `SLOW_SECONDS` if the engine's pace is known and the engine has already sent a reply to this process in
-time."""
+"""Factor for SLOW_SECONDS if the engine's pace is known and this process has already got a reply from it in time."""
 SUMMED_UP_EVERY = 16
-"""Number of newly remembered calls after which the medians are computed again."""
+"""The medians are computed again after this number of newly remembered calls."""
 MUCH_SLOWER = 8.0
-"""A wait is overdue if it takes more than this multiple of the engine's usual seconds. The factor is large, because
-load can make an engine a few times slower within a minute."""
+"""A wait is overdue if it takes more than this multiple of the usual seconds. The factor is large, because load can
+make an engine a few times slower within a minute."""
 PREFILL_TOKENS_PER_SECOND = 2000
-"""Prompt tokens that any GPU computes in a second. The time for the whole prompt at this rate is added to the usual
-seconds, because the usual seconds were measured on prompts that were mostly cached."""
+"""Number of prompt tokens that any GPU computes in a second. At this rate, the time for the whole prompt is added to
+the usual seconds, which were measured on prompts that were mostly cached."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
-"""Prompt tokens that a slow engine, such as an engine without a GPU, computes in a second. The limits allow for this
-rate, so that a slow engine is not treated as failed."""
+"""Number of prompt tokens that a slow engine computes in a second, for example without a GPU. Time limits allow for
+this rate, so that such an engine is not considered as failed."""
 FIXED_COST_TOKENS = 1024
-"""A shorter prompt is treated as a prompt of this many tokens, because the time to its first chunk is mostly a fixed
+"""A prompt of fewer tokens counts as a prompt of this number, because the time to its first chunk is mostly a fixed
 cost."""
 WHOLE_TOKENS = 32
-"""If an engine's first chunks usually have more tokens than this, the engine is assumed to send each reply in one
+"""If the first chunks of an engine usually have more tokens than this, it is assumed to send each reply in one
 chunk."""
 UNKNOWN_TOKEN_SECONDS = 1 / 64
-"""The assumed seconds for each token after the first chunk, while an engine's pace is unknown."""
+"""Assumed seconds for each token after the first chunk while the pace of an engine is unknown."""
 
 
 class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits for silent engines and lost calls, in seconds.
 
-    - `least`: minimum length of an overdue wait.
-    - `unknown`: additional seconds before an engine of unknown pace is checked because of a call without a token. The
+    - `least`: an overdue wait has at least this length.
+    - `unknown`: additional seconds before an engine of unknown pace is checked because of a call that has no token. The
       engine may have to compile or load a model first.
-    - `unknown_token`: for a call with tokens, additional seconds for each token so far.
-    - `check`: seconds in which a silent engine must send one token to pass a check.
-    - `first_check`: the same limit for an engine that has sent nothing yet.
-    - `longest_check`: upper limit of the time for a check that is extended because of a long prompt.
-    - `lost`: overdue seconds after which a call is treated as lost, if other calls receive chunks.
-    - `slow`: overdue seconds of a whole call after which the call moves to another engine.
-    - `tick`: seconds between two checks of all flights.
+    - `unknown_token`: for a call that has tokens, additional seconds for each of them.
+    - `check`: a silent engine must send one token in this time to pass a check.
+    - `first_check`: the same for an engine that has sent nothing yet.
+    - `longest_check`: maximum time for a check that takes longer because of a long prompt.
+    - `lost`: a call that is overdue by this time is considered as lost, if other calls receive chunks.
+    - `slow`: a call that is overdue by this time in total moves to another engine.
+    - `tick`: the time between two checks of all flights.
     """
 
     least: float = 3.0
@@ -92,13 +90,13 @@ Measure = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's pace. The first four fields are medians over the remembered calls.
+    """The pace of an engine: how fast it usually replies. The first four fields are medians over the remembered calls.
 
     - `first`: seconds to the first chunk.
     - `first_per_prompt_token`: seconds to the first chunk, divided by the number of prompt tokens.
     - `per_token`: seconds for each later token.
-    - `first_tokens`: tokens of the first chunk. Short replies of one chunk are left out, because they do not show
-      whether the engine streams. None if all replies are of this kind.
+    - `first_tokens`: tokens in the first chunk. Short replies of a single chunk are left out, because they do not show
+      whether the engine streams. None if there are no other replies.
     - `longest`: tokens of the longest reply.
     - `calls`: number of calls measured.
     """
@@ -111,8 +109,8 @@ class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
     calls: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
     def resembles(self, other: PaceSummary) -> bool:
-        """Return True if `first`, `per_token` and `longest` differ by at most 25 %, so that a stored summary need not
-        be updated."""
+        """Return True if `first`, `per_token` and `longest` differ by at most 25 %. A stored summary then needs no
+        update."""
         pairs = ((self.first, other.first), (self.per_token, other.per_token), (self.longest, other.longest))
         return all(max(pair) <= 1.25 * min(pair) for pair in pairs)
 
@@ -126,7 +124,7 @@ class RememberedPace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Call(NamedTuple):
-    """The measurements of one call. `tokens` is the length of the reply. `PaceSummary` describes the other fields."""
+    """The measurements of one call. `tokens` is the length of the reply; `PaceSummary` explains the other fields."""
 
     first: float
     first_per_prompt_token: float
@@ -136,8 +134,8 @@ class _Call(NamedTuple):
 
 
 class Pace:
-    """An engine's pace, measured over the calls of recent minutes. `known` is a pace that was measured earlier or by
-    another process, None if there is none."""
+    """The pace of an engine, measured over the calls of recent minutes. `known` is a pace to start with, measured
+    earlier or by another process, or None."""
 
     def __init__(self, known: PaceSummary | None = None) -> None:
         self.summary: PaceSummary | None = None
@@ -162,7 +160,7 @@ class Pace:
         return self.summary is not None
 
     def take_over(self, known: PaceSummary) -> None:
-        """Start with a pace that was measured earlier or by another process. Call this only while the pace is
+        """Start with a pace that was measured earlier or by another process. Must be called only while the pace is
         unknown."""
         call = _Call(known.first, known.first_per_prompt_token, known.per_token, known.first_tokens, known.longest)
         self._count = known.calls
@@ -179,11 +177,14 @@ class Pace:
         rest: float,
         rest_tokens: int,
     ) -> None:
-        """Record a call that received tokens and ended at the time `now`, in seconds of any monotonic clock.
+        """Record a call that has received tokens.
 
-        `overdue` is True if any chunk was overdue. `first` is the time to the first chunk in seconds, and `rest` the
-        time from the first chunk to the end. `prompt_tokens`, `first_tokens` and `rest_tokens` count the tokens of the
-        prompt, of the first chunk and of the later chunks.
+        `now`: when the call ended, in seconds of any monotonic clock.
+        `overdue`: True if any of its chunks was overdue.
+        `first`: seconds to the first chunk.
+        `rest`: seconds from the first chunk to the end.
+        `prompt_tokens`, `first_tokens`, `rest_tokens`: number of tokens of the prompt, the first chunk and the later
+            chunks.
         """
         self._count += 1
         tokens = first_tokens + rest_tokens
@@ -218,8 +219,8 @@ class Pace:
                 self._establish(self._good)
 
     def _establish(self, calls: list[_Call]) -> None:
-        """Replace the remembered calls by copies of these calls, at least `ESTABLISHED_CALLS` in total, and compute the
-        pace."""
+        """Replace the remembered calls by these calls, repeated until there are at least ESTABLISHED_CALLS, and compute
+        the pace."""
         self._calls.clear()
         self._calls.extend(calls * -(-ESTABLISHED_CALLS // len(calls)))
         self._good, self._slow = [], []
@@ -239,7 +240,7 @@ class Pace:
         )
 
     def first_due(self, limits: SilenceLimits, prompt_tokens: int, max_tokens: int) -> float:
-        """Return the seconds after which a wait for the first chunk of a call is overdue."""
+        """Return after how many seconds a wait for the first chunk of a call is overdue."""
         return limits.least + MUCH_SLOWER * self.usual_first(prompt_tokens, max_tokens)
 
     def usual_first(self, prompt_tokens: int, max_tokens: int) -> float:
@@ -250,8 +251,8 @@ class Pace:
             return new
         usual = max(known.first, known.first_per_prompt_token * prompt_tokens)
         if known.first_tokens is not None and known.first_tokens > WHOLE_TOKENS:
-            # `max_tokens` is limited to the length of the longest recent reply, because clients often request as many
-            # tokens as the context allows.
+            # Clients often request as many tokens as the context allows, so the length of the longest recent reply
+            # limits `max_tokens`.
             usual = max(usual, known.per_token * min(max_tokens, known.longest))
         return usual + new
 
@@ -262,7 +263,7 @@ class Pace:
         return 0.0 if streams else self.usual_token * max_tokens
 
     def token_due(self) -> float:
-        """Return the seconds after which a wait for one later token is overdue."""
+        """Return after how many seconds a wait for one token after the first chunk is overdue."""
         return MUCH_SLOWER * self.usual_token
 
     @property
@@ -272,17 +273,17 @@ class Pace:
 
 
 def loop_time() -> float:
-    """Return the time of the running event loop's clock in seconds. All waits are measured by this clock."""
+    """Return the time in seconds of the event loop's clock. All waits are measured by this clock."""
     return asyncio.get_running_loop().time()
 
 
 class SessionWait:
-    """One wait of a session. It may have several stretches, such as one for each chunk of a reply.
+    """One wait of a session. It may consist of several stretches, such as one for each chunk of a reply.
 
-    `what` names the resource for which the session waits. `allowance` is the allowed number of seconds for all
-    stretches together, and may grow during the wait. `since` is the start (`loop_time`) of the current stretch, None
-    between two stretches. `queued` is True if the resource serves requests in order, so that this wait is behind
-    earlier waits for it.
+    `what`: names the resource for which the session waits.
+    `allowance`: the allowed seconds for all stretches together. It may grow during the wait.
+    `since`: when the current stretch began (`loop_time`), or None between two stretches.
+    `queued`: True if the resource serves requests in order, so that this wait is behind earlier waits for it.
     """
 
     __slots__ = ("allowance", "behind", "last", "overdue", "queued", "since", "waited", "what")
@@ -305,7 +306,7 @@ class SessionWait:
         self.since = now
 
     def end(self, now: float) -> float:
-        """End the current stretch and return its seconds."""
+        """End the current stretch and return its length in seconds."""
         assert self.since is not None
         seconds, self.since = now - self.since, None
         self.overdue += max(0.0, min(seconds, self.waited + seconds - self.allowance))
@@ -313,15 +314,15 @@ class SessionWait:
         return seconds
 
     def due(self, behind: float = 0.0) -> float:
-        """Return the time at which the current stretch becomes overdue; infinity between two stretches. `behind` is the
-        time of the last delivery to an earlier wait."""
+        """Return the time at which the current stretch becomes overdue, or infinity between two stretches. `behind` is
+        the time when an earlier wait for the resource last got something."""
         since, left = self.since, self.allowance - self.waited
         if since is None:
             return math.inf
         return (behind if behind > since else since) + (left if left > 0.0 else 0.0)
 
     def overdue_by(self, now: float) -> float:
-        """Return the seconds beyond the allowance until `now`."""
+        """Return the seconds by which this wait exceeds its allowance until `now`."""
         return self.overdue + max(0.0, now - self.due())
 
 
@@ -329,7 +330,7 @@ class Overdue:
     """The overdue seconds of one session.
 
     `pending_checks` are awaited before the outcome of the agent's run is decided. A check raises an OutriderError if
-    the session got no reply because of a fault of an engine or the service.
+    the session got no reply because of a fault of an engine or of the service.
     """
 
     def __init__(self, clock: Callable[[], float] = loop_time) -> None:
@@ -338,7 +339,7 @@ class Overdue:
         """Total seconds of the calls that the session has given up since an engine last finished a reply (see
         `silence.py`)."""
         self._clock = clock
-        self._open: dict[SessionWait, None] = {}  # open waits, in the order in which they began
+        self._open: dict[SessionWait, None] = {}  # waits that are not over, in the order in which they began
         self._seconds = 0.0
         self._before_run = 0.0
         self._longest = 0.0
@@ -349,8 +350,7 @@ class Overdue:
 
     @property
     def what(self) -> str:
-        """The resource for which the session waited longest beyond the allowance in this run; "" if no wait was
-        overdue."""
+        """The resource for which a wait of this run exceeded its allowance most, or "" if none did."""
         return self._what
 
     def seconds(self) -> float:
@@ -359,14 +359,14 @@ class Overdue:
         return self._seconds
 
     def begin_run(self) -> None:
-        """Start another run of the agent. Overdue waits of earlier runs do not count for this run."""
+        """Start another run of the agent. Overdue waits of earlier runs do not count in this run."""
         self._before_run = self.seconds()
         self._longest, self._what = 0.0, ""
         self.pending_checks.clear()
         self.given_up_seconds = 0.0
 
     def in_run(self) -> float:
-        """Return the overdue seconds since the agent's run began."""
+        """Return the overdue seconds since the current run of the agent began."""
         return self.seconds() - self._before_run
 
     def add(self, wait: SessionWait) -> None:
@@ -374,14 +374,14 @@ class Overdue:
         self._open[wait] = None
 
     def before_end(self, wait: SessionWait, now: float) -> None:
-        """Count the overdue seconds up to now. Must be called before an overdue wait ends or begins another stretch,
-        because its overdue seconds would otherwise be lost."""
+        """Count the overdue seconds up to now. Must be called before an overdue wait ends or begins another stretch;
+        otherwise its overdue seconds would be lost."""
         self._count(now)
         if (overdue := wait.overdue_by(now)) > self._longest:
             self._longest, self._what = overdue, wait.what
 
     def remove(self, wait: SessionWait) -> None:
-        """Stop counting a wait that is over. Idempotent."""
+        """Stop counting a wait that is over."""
         if wait in self._open:
             self.before_end(wait, self._clock())
             if len(self._open) > 1:
@@ -389,8 +389,8 @@ class Overdue:
             del self._open[wait]
 
     def _note_delivery(self, wait: SessionWait) -> None:
-        """Copy the time of the last delivery to `wait` into the later waits for the same resource. Called when `wait`
-        is over."""
+        """Called when `wait` is over. Copies the time when it last got something into the later waits for the same
+        resource."""
         later = False
         for other in self._open:
             if later and other.queued and other.what == wait.what:
@@ -398,8 +398,8 @@ class Overdue:
             later = later or other is wait
 
     def behind(self, wait: SessionWait) -> float:
-        """Return the time of the last delivery to an earlier request of the session to the same engine. Until this time
-        the engine may have worked on the earlier request while the request of this wait was in the engine's queue."""
+        """Return the time when an earlier wait of the session for the same engine last got a chunk. Until then, the
+        engine may have worked on the earlier request, while the request of `wait` was queued."""
         latest = wait.behind
         for other in self._open:
             if other is wait:
@@ -410,8 +410,8 @@ class Overdue:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Count the time of the block as held: the session waits for something that its time limits already exclude,
-        such as a pause of the policy."""
+        """Count the time of the block as held. In this time the session waits for something that its time limits
+        exclude anyway, such as a pause of the policy."""
         self._holds += 1
         if self._holds == 1:
             self._held_since = self._clock()
@@ -423,7 +423,7 @@ class Overdue:
             self._held_since = self._clock()
 
     def held_seconds(self) -> float:
-        """Return the total seconds of the `held` blocks until now. Blocks that overlap count once."""
+        """Return the total seconds of all `held` blocks until now. Overlapping blocks count once."""
         return self._held + self._held_until_now()
 
     def _held_until_now(self) -> float:
@@ -431,7 +431,7 @@ class Overdue:
 
     @contextmanager
     def waiting(self, what: str, allowance: float = 0.0, *, queued: bool = False) -> Iterator[None]:
-        """Count the time of the block as one wait (see `SessionWait` for the arguments)."""
+        """Count the time of the block as one wait. `SessionWait` explains the arguments."""
         wait = SessionWait(what, allowance, queued=queued)
         wait.begin(self._clock())
         self.add(wait)
@@ -442,10 +442,10 @@ class Overdue:
             self.remove(wait)
 
     def _count(self, now: float) -> None:
-        """Add the overdue seconds since the last call of this method. No overdue wait has ended in this time, so the
-        overdue time is one stretch that lasts until now."""
+        """Add the overdue seconds since the last call of this method. No overdue wait has ended since then, so they are
+        one stretch that lasts until now."""
         due = math.inf
-        if len(self._open) == 1:  # shortcut for the usual case of one open wait
+        if len(self._open) == 1:  # fast path for the usual case of one wait
             (wait,) = self._open
             due = wait.due(wait.behind)
         else:

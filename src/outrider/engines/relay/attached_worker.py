@@ -1,7 +1,7 @@
-"""The service's side of one worker: its generations and calls, which continue when it reconnects.
+"""The service's side of one worker: the worker's generations and calls, which continue when it reconnects.
 
 Invariants: the messages of a generation are processed in the order of their numbers, each once, even if the worker
-reconnects. The windows limit the number of a worker's messages that wait here to be consumed.
+reconnects. Windows (see `RelayOptions`) limit how many chunks from a worker can wait here to be read.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from outrider.wire.link import Link
 from outrider.wire.link_protocol import Close, Nonsense
 
 CALL_SECONDS = 15.0
-"""Seconds in which a worker must report its health, or tokenise a text for the check of its tokenizer."""
+"""A worker has this number of seconds to report its health, or to tokenise a text for the check of its tokenizer."""
 MAX_PROBE_IDS = 1 << 16
 """Maximum number of ids in a worker's reply to a check of its tokenizer."""
 WEIGHTS_SECONDS = 600.0
-"""Seconds in which a worker must load weights."""
+"""A worker has this number of seconds to load weights."""
 
 
 class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of a worker's connection.
 
     - `heartbeat_seconds`: maximum time between two messages.
-    - `silence_seconds`: a connection without messages is cut after this time.
-    - `resume_seconds`: time for a worker to reconnect after it has lost its connection. Its generations wait.
-    - `window`, `total_window`: maximum number of unacknowledged chunks of one generation, and of all generations of a
-      worker. A generation without unacknowledged chunks may always send a chunk, so that slow readers do not stop the
-      generations of others.
+    - `silence_seconds`: a connection without messages is closed after this time.
+    - `resume_seconds`: a worker that has lost its connection has this time to reconnect. Its generations wait.
+    - `window`: maximum number of unacknowledged chunks of a generation.
+    - `total_window`: maximum number of unacknowledged chunks of a worker. A generation without unacknowledged chunks
+      may always send one, so that slow readers do not stop the generations of others.
     """
 
     heartbeat_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
@@ -71,9 +71,12 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _Generation:
-    """One generation on a worker. `received` is the number of the last message that has arrived, and `consumed` of the
-    last that was passed on. `ended` is True once the last message was received or the generation has failed. `news` is
-    set when a chunk or the end can be passed on."""
+    """One generation on a worker.
+
+    `received`: the number of the last message that has arrived.
+    `consumed`: the number of the last message that was passed on.
+    `ended`: True once the last message has arrived or the generation has failed.
+    `news`: set when there is a chunk or the end to pass on."""
 
     def __init__(self, number: int, message: StartGeneration, check: TokenCheck) -> None:
         self.number = number
@@ -89,9 +92,9 @@ class _Generation:
 class AttachedWorker:
     """A worker's generations and calls, over all its connections.
 
-    `engine` is the engine's name for error messages. `gone` is the reason why the worker was dropped for good, None
-    while it is connected or may reconnect. The class implements the part of `Engine` that a check of the tokenizer
-    needs.
+    `engine` is the name of the engine for error messages. `gone` is the reason why the worker was given up, or None
+    while it is connected or may reconnect. The class implements the part of `Engine` with which the service checks the
+    tokenizer of a worker.
     """
 
     mode = TokenMode.TOKENS
@@ -117,7 +120,7 @@ class AttachedWorker:
         self._generations: dict[int, _Generation] = {}
         self._calls: dict[int, tuple[WorkerCall, asyncio.Future[WorkerReply]]] = {}
         self._unacknowledged = 0
-        """Messages received and not acknowledged, over all generations."""
+        """Number of messages received and not acknowledged, over all generations."""
 
     @property
     def connected(self) -> bool:
@@ -125,14 +128,13 @@ class AttachedWorker:
 
     @property
     def _scarce(self) -> int:
-        """While at least this many messages are unacknowledged, every chunk is acknowledged as soon as it is
-        consumed."""
+        """When this number of messages are unacknowledged, every chunk is acknowledged as soon as it is consumed."""
         return max(1, self._options.total_window // 2)
 
     @property
     def _patience(self) -> float:
-        """Timeout in seconds of a call. A worker without a connection receives the call only after it has
-        reconnected."""
+        """Timeout of a call in seconds. It includes the time for a worker without a connection to reconnect, which
+        receives the call only then."""
         return self._options.resume_seconds + CALL_SECONDS
 
     @property
@@ -140,8 +142,8 @@ class AttachedWorker:
         return len(self._generations)
 
     def connect(self, link: Link[ToService], hello: WorkerHello) -> None:
-        """Continue over a new connection: send the numbers of the messages received so far, and resend the requests and
-        calls that may have been lost."""
+        """Continue over a new connection. Send the number of the last message received of each generation, and send
+        again the requests and calls that may have been lost."""
         if self._link is not None:
             self._link.close(Close.REPLACED, "this worker has connected again")
         if self.deadline is not None:
@@ -179,14 +181,14 @@ class AttachedWorker:
             link.send(call)
 
     def disconnect(self, link: Link[ToService]) -> bool:
-        """Drop the connection. Returns False if a newer connection has replaced it already."""
+        """Forget the connection. Returns False if a newer connection has already replaced it."""
         if self._link is not link:
             return False
         self._link = None
         return True
 
     def cut_off(self, code: Close, reason: str) -> None:
-        """Close the worker's connection, if any."""
+        """Close the worker's connection if it has one."""
         if self._link is not None:
             self._link.close(code, reason)
 
@@ -233,8 +235,8 @@ class AttachedWorker:
             self._send(Acknowledge(number, generation.received) if generation.ended else AbortGeneration(number))
 
     async def _call(self, action: WorkerAction, *, seconds: float | None = CALL_SECONDS, **fields: Any) -> WorkerReply:
-        """Send a call with these `fields` and return the reply. Raises EngineUnavailable if the worker does not reply
-        in time or is gone, and the error in the worker's reply."""
+        """Send a call with these `fields` and return the reply. If the worker replies with an error, raises that error.
+        Raises EngineUnavailable if it does not reply in time or is gone."""
         if self.gone is not None:
             raise self._is_gone()
         call = WorkerCall(call=next(self._numbers), action=action, **fields)
@@ -253,7 +255,8 @@ class AttachedWorker:
         return answer
 
     def _error(self, said: ErrorRecord) -> EngineError:
-        """Convert an error reported by a worker. If it is not an EngineError, the worker has misbehaved."""
+        """Convert an error that a worker has reported. An error that is not an EngineError means that the worker
+        misbehaves."""
         error = error_from(said)
         if isinstance(error, EngineError):
             return error
@@ -263,7 +266,7 @@ class AttachedWorker:
         return EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}")
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause the worker. There is no timeout, because the worker may wait for its generations in flight."""
+        """Pause the worker. There is no timeout, because the worker may wait for generations in flight to end."""
         await self._call("pause", mode=mode, seconds=None)
 
     async def resume(self) -> None:
@@ -284,7 +287,7 @@ class AttachedWorker:
         return None if answer.ids is None else unpack_ids(answer.ids)
 
     async def health(self) -> EngineHealth:
-        """See `Engine.health`. A report with impossible numbers closes the connection."""
+        """See `Engine.health`. If the worker reports impossible numbers, its connection is closed."""
         if self._link is None:
             return EngineHealth(ok=False, detail=f"worker {self.name!r} has lost its connection")
         try:
@@ -304,9 +307,9 @@ class AttachedWorker:
         return msgspec.structs.replace(health, detail=health.detail[:MAX_DETAIL])
 
     def handle(self, message: ToService) -> None:
-        """Process one message. Raises Nonsense for an invalid message."""
+        """Process a message of the worker. Raises Nonsense if it is invalid."""
         if isinstance(message, WorkerTokens | Failed):
-            # If the generation is unknown, it was given up, and the worker has not yet read the abort.
+            # An unknown generation was given up, but the worker has not read the abort yet.
             if (generation := self._generations.get(message.generation)) is not None:
                 self._take(generation, message)
         elif isinstance(message, WorkerReply):
@@ -327,8 +330,8 @@ class AttachedWorker:
             raise Nonsense(f"message {message.number} of a generation came after {generation.received}")
         if generation.received - generation.acknowledged >= self._options.window:
             raise Nonsense(f"more than {self._options.window} unacknowledged chunks of one generation")
-        # Each generation may have one chunk beyond the total window. After a resend, the order of arrival no longer
-        # shows which chunks these are, so only their number is checked.
+        # Each generation may have one chunk beyond `total_window`. After messages were sent again, the order of arrival
+        # no longer shows which chunks these are. So only their number is checked.
         if self._unacknowledged >= self._options.total_window + len(self._generations):
             raise Nonsense(f"more than {self._options.total_window} unacknowledged chunks")
         if isinstance(message, Failed):
@@ -348,9 +351,9 @@ class AttachedWorker:
         generation.news.set()
 
     def _received(self, generation: _Generation) -> None:
-        """Count a message of the worker. When `_scarce` messages are unacknowledged, all consumed messages are
-        acknowledged. Otherwise a reader that has consumed everything could wait for the worker while the worker waits
-        for acknowledgements."""
+        """Count a message of the worker. When `_scarce` messages are unacknowledged, acknowledge everything that was
+        consumed. Otherwise a consumer that has read everything could wait for the worker, while the worker waits for
+        acknowledgements."""
         generation.received += 1
         self._unacknowledged += 1
         if self._unacknowledged == self._scarce:
@@ -358,17 +361,17 @@ class AttachedWorker:
                 self._acknowledge(each)
 
     def _fail(self, generation: _Generation, error: EngineError) -> None:
-        """End a generation with an error. Chunks received before the error are passed on first. The exception is an
-        EngineUnavailable before any chunk was passed on: all chunks are dropped, because another worker can then run
-        the whole generation."""
+        """End a generation with an error. Chunks that arrived before the error are passed on first. There is one
+        exception: after an EngineUnavailable, if no chunk was passed on yet, all chunks are dropped. Another worker can
+        then run the whole generation."""
         if not generation.consumed and isinstance(error, EngineUnavailable):
             generation.chunks.clear()
         generation.ended, generation.error = True, error
         generation.news.set()
 
     def _next(self, generation: _Generation) -> Chunk:
-        """Take the next chunk. Acknowledges the consumed chunks after every quarter of the window. While many messages
-        are unacknowledged, acknowledges them at once, so that the worker can continue."""
+        """Return the next chunk to the consumer. Consumed chunks are acknowledged after every quarter of the window, or
+        at once while many messages are unacknowledged, so that the worker can continue."""
         chunk = generation.chunks.popleft()
         generation.consumed += 1
         few = generation.consumed - generation.acknowledged < self._options.window // 4

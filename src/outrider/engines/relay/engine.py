@@ -1,8 +1,8 @@
-"""The relay engine assigns each generation to one of its workers, which connect to the service from outside.
+"""The relay engine. Its workers connect to the service from outside, and it assigns each generation to one of them.
 
-Invariants: a generation moves to another worker only while no chunk of it has been passed on. All workers of an engine
-report the same kind of log-probabilities, and name the same model. A worker whose version is older than the version set
-on the engine gets no work.
+Invariants: a generation moves to another worker only while none of its chunks was passed on. All workers of an engine
+report the same kind of log-probabilities and name the same model. A worker gets no work while its version is older than
+the version set on the engine.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ log = logging.getLogger("outrider.relay")
 
 HELLO_SECONDS = 10.0
 STAY = 4
-"""Maximum number of generations in flight by which a session's own worker may exceed the least loaded worker. A session
-stays on its own worker, because this worker may have the session's prefix cached."""
+"""A session leaves its own worker if that worker has more generations in flight than the least loaded worker, by more
+than this number. Otherwise it stays, because its own worker may have cached its prefix."""
 FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
-"""Close codes after which the worker is not expected to return. After any other end of a connection it has
+"""After these close codes, the worker is not expected to return. After any other end of a connection, it has
 `resume_seconds` to reconnect."""
 NO_WORKERS = "no worker is attached"
 HINT = "run one where the model is: outrider.relay.Worker(URL, generate, engine={!r})"
@@ -44,15 +44,16 @@ WorkerCheck = Callable[[AttachedWorker], Awaitable[None]]
 
 
 class RelayEngine:
-    """Implements `Engine`, `TokenizesText`, `SetsVersion` and `AwaitsWorkers`. Implements `LoadsWeights` while all
-    workers can load weights.
+    """Implements `Engine`, `TokenizesText`, `SetsVersion` and `AwaitsWorkers`, and `LoadsWeights` while all workers can
+    load weights.
 
-    `logprob_kind` and `constraints` come from the workers, and are available once the first worker attaches.
+    `logprob_kind` and `constraints` come from the workers, and are known once the first worker has attached.
     """
 
     mode = TokenMode.TOKENS
     awaits_workers = True
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # each worker ensures this itself
+    # each worker must itself drop the keys and values of old weights
+    capabilities = frozenset({Capability.VERSIONED_CACHE})
 
     def __init__(self, options: EngineOptions) -> None:
         if options.url is not None:
@@ -71,8 +72,8 @@ class RelayEngine:
         """The version set on the engine."""
         self._weights: str | None = None
         """The location from which workers can load the weights of `_version`; None if there is none."""
-        # The numbers of generations start at random, so that they differ from those of an earlier service: a worker may
-        # still have generations of that service.
+        # Generations are numbered from a random number. A worker may still have generations of an earlier service, and
+        # the numbers must differ from theirs.
         self._numbers = itertools.count(secrets.randbits(48))
         self._closed = False
         self._context: int | None = None
@@ -92,7 +93,7 @@ class RelayEngine:
         return all(worker.hello.loads for worker in self._workers.values())
 
     async def start(self) -> None:
-        """Do nothing: workers connect by themselves."""
+        """Do nothing, because workers connect by themselves."""
 
     async def close(self) -> None:
         self._closed = True
@@ -123,7 +124,8 @@ class RelayEngine:
                 failure = error
 
     async def health(self) -> EngineHealth:
-        """Report the engine as healthy if any worker is. A worker with a shorter context than the others is dropped."""
+        """Report the engine as healthy if at least one worker is. A worker whose context is shorter than the others' is
+        dropped."""
         workers = list(self._workers.values())
         if not workers:
             return self._unhealthy()
@@ -142,7 +144,7 @@ class RelayEngine:
             good.append(answer)
         if not good:
             return next((answer for answer in answers if not answer.ok), self._unhealthy())
-        # A worker whose version is older than the engine's gets no work, so its version is ignored.
+        # A worker whose version is older than the engine's gets no work, so its version does not count.
         fresh = [answer for answer in good if answer.version >= self._version] or good
         return EngineHealth(
             ok=True,
@@ -171,8 +173,8 @@ class RelayEngine:
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load weights on every worker. A worker without a connection gets the order when it reconnects. A worker that
-        fails, or that attaches during the update, is disconnected. When it reconnects, it loads the weights before it
-        gets work, like any new worker. Raises a worker's error if no worker has loaded the weights."""
+        fails, or attaches during the update, is disconnected; when it reconnects, it must load the weights before it
+        gets work, like any new worker. If no worker has loaded the weights, raises a worker's error."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
         asked = list(self._workers.values())
@@ -187,8 +189,7 @@ class RelayEngine:
                 self._drop(worker, reason)
 
     async def token_check(self, text: str) -> list[int] | None:
-        """Tokenise the text on any worker that can do so. Each worker's tokenizer was checked before the worker was
-        admitted."""
+        """Tokenise the text on any worker that can. When a worker was admitted, its tokenizer was checked."""
         for worker in self._workers.values():
             if worker.connected and worker.hello.tokenizes:
                 return await worker.token_check(text)
@@ -201,8 +202,8 @@ class RelayEngine:
         check: WorkerCheck | None = None,
         attached: Callable[[], object] = lambda: None,
     ) -> None:
-        """Serve one connection of a worker until it ends. `check` refuses a worker by raising an OutriderError: the
-        worker then gets no work. `attached` is called when a worker can get work."""
+        """Serve a connection of a worker until the connection ends. `check` may refuse a worker by raising an
+        OutriderError; it then gets no work. `attached` is called when a worker can get work."""
         try:
             hello = await _hello(socket)
         except _Refused as refused:
@@ -238,11 +239,11 @@ class RelayEngine:
     async def _run(
         self, worker: AttachedWorker, link: Link[ToService], hello: WorkerHello, news: Callable[[], object]
     ) -> None:
-        """Serve one connection of a worker, and decide at its end whether the worker may return."""
+        """Serve a connection of a worker. When it ends, decide whether the worker may return."""
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # with a newer version, the worker may now get work
+            if isinstance(message, Version):  # the worker may get work now, if its version was too old before
                 news()
 
         worker.connect(link, hello)
@@ -259,7 +260,7 @@ class RelayEngine:
         check: WorkerCheck | None,
         attached: Callable[[], object],
     ) -> None:
-        """Check a new worker, apply the engine's pause and weights to it, and admit it to work."""
+        """Check a new worker, apply the engine's pause and weights to it, and let it get work."""
         self._arriving[worker.hello.instance] = worker
         fits = False
         try:
@@ -269,7 +270,7 @@ class RelayEngine:
             await self._bring_up(worker)
         except OutriderError as error:
             log.warning("relay %s refused worker %s: %s", self.name, worker.name, error.message)
-            # A worker that was too slow, or failed to carry out an order, may reconnect.
+            # A worker that was too slow, or could not carry out an order, may connect again.
             comes_back = fits or isinstance(error, EngineUnavailable)
             worker.cut_off(Close.SILENT if comes_back else Close.CONFLICT, error.message)
             worker.give_up(error.message)
@@ -279,7 +280,7 @@ class RelayEngine:
                 del self._arriving[worker.hello.instance]
         if worker.gone is not None:
             return
-        # Check again, because other workers may have attached during the check.
+        # Check again, because other workers may have attached meanwhile.
         conflict = self._conflict(worker.hello)
         if conflict is not None:
             worker.cut_off(Close.CONFLICT, conflict)
@@ -293,8 +294,8 @@ class RelayEngine:
         attached()
 
     async def _bring_up(self, worker: AttachedWorker) -> None:
-        """Apply the engine's pause and weights to a new worker. If they change meanwhile, apply them again. Raises the
-        worker's errors."""
+        """Apply the engine's pause and weights to a new worker, and again if they change meanwhile. Raises the worker's
+        errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
         while True:
             if paused != (wanted := self._paused):
@@ -306,13 +307,13 @@ class RelayEngine:
                 return
 
     def _disconnected(self, worker: AttachedWorker, end: Disconnected | None) -> None:
-        """Give a worker whose connection broke time to reconnect, and drop a worker that has left or was cut off."""
+        """If the connection of a worker broke, give it time to reconnect. If it has left or was cut off, drop it."""
         if worker.gone is not None:
             return
         if end is not None and end.code == Close.NONSENSE:
             log.warning("relay %s: worker %s is cut off: %s", self.name, worker.name, end.reason)
             self._refused = f"; worker {worker.name!r} was cut off: {end.reason}"
-        # `end` is None when this service itself is being closed.
+        # `end` is None if this service itself is being closed.
         if end is not None and end.code not in FINAL:
             log.info("relay %s: worker %s lost its connection: %s", self.name, worker.name, end)
             worker.deadline = asyncio.get_running_loop().call_later(
@@ -325,7 +326,7 @@ class RelayEngine:
             self._drop(worker, end.reason or "it has left" if end is not None else "the service is closing")
 
     def _drop(self, worker: AttachedWorker, reason: str) -> None:
-        if self._workers.get(worker.hello.instance) is worker:  # another worker object may have replaced this one
+        if self._workers.get(worker.hello.instance) is worker:  # another object may represent this worker by now
             del self._workers[worker.hello.instance]
             if not self._workers:
                 self._context = None
@@ -333,7 +334,7 @@ class RelayEngine:
         worker.give_up(reason)
 
     def _conflict(self, hello: WorkerHello) -> str | None:
-        """Return the reason why a new worker cannot serve together with the attached workers; None if it can."""
+        """Return the reason why a new worker cannot serve together with the attached ones, or None if it can."""
         if self._closed:
             return f"engine {self.name!r} was removed"
         for other in self._workers.values():
@@ -344,16 +345,16 @@ class RelayEngine:
         return self._too_short(hello.context_tokens)
 
     def _too_short(self, context: int | None) -> str | None:
-        """Return the reason why a worker with this context cannot serve here; None if it can. A shorter context is
-        refused, because it would become the engine's, and a prompt that does not fit the context ends its session."""
+        """Return the reason why a worker with this context cannot serve here, or None if it can. A shorter context is
+        refused: it would become the engine's context, and a prompt that does not fit the context ends its session."""
         if context is None or self._context is None or context >= self._context:
             return None
         return f"the model's context here is {self._context} tokens, not {context}"
 
     def _choose(self, session_key: str, tried: set[AttachedWorker]) -> AttachedWorker | None:
-        """Return a worker, or None if there is none to try. Connected workers come first, then workers that are not
-        `failing`, then the least loaded. Each session has its own worker, chosen by hash. It stays there while this
-        worker is as connected and healthy as the best one and has little more load."""
+        """Return a worker, or None if there is none left to try. Workers are preferred in this order: connected, not
+        `failing`, least loaded. Each session has its own worker, chosen by hash. The session stays on it unless another
+        worker is better connected or healthier, or has much less load."""
         workers = [
             worker for worker in self._workers.values() if worker not in tried and worker.version >= self._version
         ]
@@ -369,7 +370,7 @@ class RelayEngine:
         return own if stays else best
 
     async def _each(self, act: Callable[[AttachedWorker], Awaitable[None]]) -> dict[AttachedWorker, EngineError]:
-        """Run `act` on every worker concurrently. Returns the failures by worker, without those of workers that have
+        """Run `act` on every worker concurrently. Returns the failures by worker, except those of workers that have
         left meanwhile."""
         failures: dict[AttachedWorker, EngineError] = {}
 
@@ -412,7 +413,7 @@ async def _hello(socket: Socket) -> WorkerHello:
     if len(frame) > MAX_HELLO:
         raise _Refused(Close.NONSENSE, f"the first message has {len(frame)} bytes: it is no hello")
     try:
-        # Read only the protocol number first, because the rest of another version's hello may be unreadable.
+        # First read only the protocol's number, because the rest of another version's hello may be unreadable.
         protocol = msgspec.msgpack.decode(frame, type=_AnyHello).protocol
         if protocol != PROTOCOL:
             raise _Refused(Close.PROTOCOL, f"this service speaks protocol {PROTOCOL}, not {protocol}: update the older")

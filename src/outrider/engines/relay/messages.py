@@ -17,20 +17,20 @@ from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from outrider.wire.link_protocol import Beat, Nonsense
 
 PROTOCOL = 1
-"""The protocol's version, incremented after any change that would make one side misread the other. This includes a new
-field of `SamplingParams`, because an older worker would silently ignore it."""
+"""The version of the protocol. It is incremented after any change that could make one side misread the other, such as a
+new field of `SamplingParams`, which an older worker would silently ignore."""
 
 MAX_TO_SERVICE = 8 << 20
-"""Maximum bytes of a message from a worker. A chunk of 8 MiB has more than half a million tokens. The event loop is
-blocked for 20 ms while a WebSocket frame of this size is unmasked."""
+"""Maximum bytes of a message from a worker. This is enough for a chunk of half a million tokens. Unmasking a WebSocket
+frame of this size blocks the event loop for 20 ms."""
 MAX_HELLO = 256 << 10
 """Maximum bytes of a worker's first message."""
 MAX_HOLDS = 16_384
-"""Maximum number of generations that a worker may list in its hello."""
+"""Maximum number of generations that a worker may list in its first message."""
 MAX_DETAIL = 1000
-"""Maximum characters of a worker's health detail. The rest is cut off."""
+"""Maximum characters of the `detail` in a worker's health report. The rest is cut off."""
 MAX_TO_WORKER = 64 << 20
-"""Maximum bytes of a message to a worker, such as a prompt of 16 million tokens."""
+"""Maximum bytes of a message to a worker. This is enough for a prompt of 16 million tokens."""
 MAX_VERSION = (1 << 31) - 1
 
 
@@ -38,9 +38,12 @@ WorkerAction = Literal["pause", "resume", "set_version", "update_weights", "heal
 
 
 class WorkerHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
-    """A worker's first message. `instance` is a random name of this worker object, the same on every connection.
-    `holds` lists the worker's generations whose end was not acknowledged. `loads` is True if the worker can load
-    weights. `paused` is True if a service, perhaps an earlier one, has paused the worker and not resumed it."""
+    """A worker's first message.
+
+    `instance`: a random name of this worker object, the same on every connection.
+    `holds`: the worker's generations whose end was not acknowledged.
+    `loads`: True if the worker can load weights.
+    `paused`: True if a service, perhaps an earlier one, has paused the worker and not resumed it."""
 
     protocol: int
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -78,20 +81,21 @@ class StartGeneration(msgspec.Struct, tag="generate", frozen=True, kw_only=True)
 
 
 class AbortGeneration(msgspec.Struct, tag="abort", frozen=True):
-    """The service no longer needs this generation. The worker ends and drops it."""
+    """The service no longer needs this generation. The worker must end and drop it."""
 
     generation: int
 
 
 class Acknowledge(msgspec.Struct, tag="acknowledge", frozen=True):
-    """The service has consumed all messages of a generation up to `number`."""
+    """The service has read all messages of a generation up to `number`."""
 
     generation: int
     number: int
 
 
 class WorkerCall(msgspec.Struct, tag="call", frozen=True, kw_only=True):
-    """An action with a single reply. A worker that receives a call again only sends the reply again."""
+    """Orders an action, to which the worker sends one reply. A worker that receives a call again only sends the reply
+    again."""
 
     call: int
     action: WorkerAction
@@ -117,7 +121,7 @@ class WorkerTokens(msgspec.Struct, tag="tokens", frozen=True, kw_only=True, omit
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
-    """The last message of a generation that failed, numbered like `WorkerTokens`."""
+    """The last message of a generation that has failed. It is numbered like `WorkerTokens`."""
 
     generation: int
     number: int
@@ -132,8 +136,7 @@ class WorkerReply(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_
 
 
 class Version(msgspec.Struct, tag="version", frozen=True):
-    """The worker now serves this policy version, because its weights were changed by something other than the
-    service."""
+    """The worker now serves this policy version, because something other than the service has changed its weights."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
@@ -147,7 +150,7 @@ TO_SERVICE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToServi
 
 def pack_ids(ids: object) -> bytes:
     """Pack ids as int32, little-endian. Raises OverflowError for an id that does not fit, and ValueError or TypeError
-    for other values that are not ids."""
+    for values that are not ids."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
@@ -176,7 +179,7 @@ def tokens_of(generation: int, number: int, chunk: Chunk) -> WorkerTokens:
 
 
 def chunk_of(tokens: WorkerTokens) -> Chunk:
-    """Convert a message to a chunk. Raises Nonsense if a chunk other than the last has no tokens, or if there is not
+    """Convert a message to a chunk. Raises Nonsense if a chunk that is not the last has no tokens, or if there is not
     exactly one log-probability for each id."""
     if len(tokens.logprobs) != 2 * len(tokens.ids):
         raise Nonsense(f"{len(tokens.logprobs)} bytes of log-probabilities for {len(tokens.ids)} bytes of ids")
