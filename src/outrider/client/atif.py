@@ -99,8 +99,8 @@ def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
-    """Return the metrics of one model call. They include its ids and, if the engine reported them and the row trains
-    the call, its log-probabilities."""
+    """Return the metrics of one model call: its ids and, if the engine reported them and the row trains the call, its
+    log-probabilities."""
     found: dict[str, Any] = {
         "prompt_tokens": start,
         "completion_tokens": end - start,

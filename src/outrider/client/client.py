@@ -16,8 +16,8 @@ example during a restart. Safe calls are:
   `complete_session`, because a second call changes nothing;
 - `submit`, `regrade` and `open_session` with an idempotency key.
 
-All other calls are sent once. The exception is a submission to a busy service, which is always repeated because the
-service has refused it. If a stream of events is lost, the client connects again.
+All other calls are sent once. But a submission that a busy service has refused is always repeated. If a stream of
+events is lost, the client connects again.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ LONG_POLL = 30.0
 """Seconds that one request waits for a group to be done. The service allows at most 60."""
 WATCH_PAUSE = 0.2
 WATCH_PAUSE_EACH = 0.02
-"""Seconds between two polls of the groups that `wait` watches: WATCH_PAUSE or, if longer, WATCH_PAUSE_EACH times the
-number of groups. So the service gets at most about 50 requests a second."""
+"""Seconds between two polls of the groups that `wait` watches: WATCH_PAUSE or, if longer, WATCH_PAUSE_EACH for each
+group. So the service gets at most about 50 requests a second."""
 
 
 SILENCE = 60.0
@@ -146,14 +146,14 @@ RETRIES = RetryPolicy(first=0.25, longest=10.0)
 RESTART_SECONDS = 30.0
 """Default seconds for which a client repeats a safe call."""
 PATIENCE = 300.0
-"""Seconds for which `patiently` retries while the service is busy or cannot be reached, for example during a restart.
-`submit` retries for the same time. Without an idempotency key, `submit` retries only while the service is busy."""
+"""Seconds for which `patiently` and `submit` retry while the service is busy or cannot be reached, for example during a
+restart. Without an idempotency key, `submit` retries only while the service is busy."""
 REPORT_AFTER = 5.0
 """After this many seconds of retries, `patiently` logs a warning with the reason."""
 REPORT_EVERY = 30.0
 """Minimum seconds between two warnings about retries in one event loop, no matter how many calls are retried."""
 LATER = frozenset({408, 425, 429})
-"""HTTP statuses below 500 after which a retry may help. They may also come from a proxy in front of the service."""
+"""HTTP statuses below 500 after which a retry may help, whether from the service or a proxy."""
 UNAVAILABLE = frozenset({502, 503, 504})
 """HTTP statuses that a proxy sends while the service behind it restarts."""
 GZIP = 31
@@ -245,16 +245,16 @@ class AsyncClient:
         after the wait that the service requests. After `patience` seconds, raises Busy (QueueFull for a full queue).
 
         With an `idempotency_key`, the submission is also repeated while the service cannot be reached. If the service
-        has already stored the group, that group is returned. Without a key, the submission is not repeated in this
-        case, because the service might run the group twice.
+        has already stored the group, that group is returned. Without a key, the service might run the group twice, so
+        the submission is not repeated in this case.
         """
         return await self._submit("/v1/groups", group, patience)
 
     async def regrade(
         self, id: str, asked: RegradeSpec | Mapping[str, Any] | None = None, *, patience: float = PATIENCE
     ) -> GroupView:
-        """Grade the sessions of a group, or one session, again. `id` is the id of the group or of the session. Returns
-        the new group, which runs no agent. `asked` may name another evaluator. For `patience`, see `submit`."""
+        """Grade a group or a session again; `id` is the id of either. Returns the new group, which runs no agent.
+        `asked` may name another evaluator. For `patience`, see `submit`."""
         kind = "sessions" if id.startswith("s-") else "groups"
         return await self._submit(_path(kind, id, "regrade"), asked or {}, patience)
 
@@ -306,8 +306,7 @@ class AsyncClient:
         samples: bool = False,
     ) -> ResultsPage:
         """Return the finished groups after the cursor `after`. If there are none, wait up to `wait` seconds (at most
-        60) for the first one. A page has at most `limit` groups. To get all groups, call again with the page's cursor
-        until a page is empty.
+        60) for the first. A page has at most `limit` groups: call again with the page's cursor until a page is empty.
 
         Without `after`, the results begin with the first group. For a named `consumer`, they begin after the groups
         that the consumer has acknowledged (`ack`); for a new consumer, they begin at `after`. Raises Forbidden if a
@@ -332,7 +331,7 @@ class AsyncClient:
         evaluations: bool = False,
     ) -> AsyncIterator[GroupView]:
         """Yield groups as they finish, without end. Groups that finished before the call come first, unless `after` or
-        `consumer` excludes them. (To wait for your own groups, use `wait`.) Groups of evaluations are left out unless
+        `consumer` excludes them. To wait for your own groups, use `wait`. Groups of evaluations are left out unless
         `evaluations` is True, so that a trainer does not train on held-out tasks. For the other arguments, see
         `results`.
 
@@ -350,12 +349,11 @@ class AsyncClient:
 
     async def ack(self, consumer: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> ConsumerView:
         """Acknowledge the groups up to `cursor`. Call this method once the data made from these groups is stored. If
-        the consumer's position is already after `cursor`, it does not change. With `rewind`, the position moves back to
-        `cursor`, and the consumer gets the later groups again. An admin may name the consumer's `tenant`."""
+        the consumer's position is after `cursor`, it does not change. With `rewind`, it moves back to `cursor`, and the
+        consumer gets the later groups again. An admin may name the consumer's `tenant`."""
         body = _encoded({"cursor": cursor, "rewind": rewind})
         path = _path("consumers", consumer, "ack")
-        # A rewind is not repeated. Another process may have acknowledged groups since, and a second rewind would undo
-        # that.
+        # A rewind is not repeated, because it could undo an acknowledgement that another process has made since.
         return await self._call("POST", path, ConsumerView, body=body, query={"tenant": tenant}, safe=not rewind)
 
     async def consumers(self) -> tuple[ConsumerView, ...]:
@@ -373,8 +371,8 @@ class AsyncClient:
         return (await self._call("GET", "/v1/callbacks/dead", CallbackList, query={"limit": limit})).callbacks
 
     async def redeliver(self, group_id: str | None = None) -> int:
-        """Retry a given-up callback: that of a group or, without `group_id`, all of them. Returns the number of retried
-        callbacks."""
+        """Retry the given-up callback of a group or, without `group_id`, all given-up callbacks. Returns their
+        number."""
         which = () if group_id is None else (group_id,)
         return (await self._call("POST", _path("callbacks", "dead", *which, "redeliver"), Redelivered)).callbacks
 
@@ -397,9 +395,9 @@ class AsyncClient:
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
         """Wait until all groups are done, and return them in the order of `group_ids`.
 
-        `watch` is called with all groups at the beginning, at the end, and about every 0.2 seconds in between. With
-        more than ten groups, it is called less often. Once all groups have been read, the wait survives a restart of
-        the service (see `patiently`)."""
+        `watch` is called with all groups at the beginning, at the end, and about every 0.2 seconds in between (less
+        often for more than ten groups). Once all groups have been read, the wait survives a restart of the service (see
+        `patiently`)."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
             if watch is not None:
@@ -520,11 +518,11 @@ class AsyncClient:
         return await self._call("POST", "/v1/sessions/cancel", ChangedSessions, body=_encoded(wanted))
 
     async def retry_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
-        """Submit the tasks of all finished sessions that match the filter `wanted` again, in new groups."""
+        """Submit all finished sessions that match the filter `wanted` again, in new groups of the same tasks."""
         return await self._call("POST", "/v1/sessions/retry", ChangedSessions, body=_encoded(wanted))
 
     async def pauses(self) -> QueuePauses:
-        """Return the pauses of the queue, and the number of sessions that they keep from starting."""
+        """Return the pauses of the queue, and the number of sessions that wait because of them."""
         return await self._call("GET", "/v1/queue", QueuePauses)
 
     async def pause_queue(
@@ -545,8 +543,8 @@ class AsyncClient:
     async def diagnosis(
         self, *, labels: Mapping[str, str] = {}, groups: Sequence[str] = (), since: float = 0.0
     ) -> RunDiagnosis:
-        """Diagnose groups, and return the faults found (docs/diagnosis.md). These are the groups with all `labels`, or
-        those in `groups`. Only groups created at `since` (seconds since the epoch) or later are examined."""
+        """Return the faults of groups (docs/diagnosis.md): of those with all `labels`, or of those named in `groups`.
+        Only groups created at `since` (seconds since the epoch) or later are examined."""
         query: Query = {
             "label": [f"{name}={value}" for name, value in labels.items()],
             "group": list(groups),
@@ -682,15 +680,15 @@ class AsyncClient:
         cancel_older_than: int | None = None,
         go_back: bool = False,
     ) -> PolicyStatus:
-        """Set the policy's version, with a pause while this happens. If `weights` (a file or folder) is given, the
-        engines load it. Returns once the engines generate again. This call has no time limit. For `go_back`, see
+        """Pause the policy, make the engines load `weights` (a file or folder) if given, set the version, and resume
+        the policy. Returns once the engines generate again. This call has no time limit. For `go_back`, see
         `resume_policy`."""
         asked = {"mode": mode, "weights": weights, "cancel_older_than": cancel_older_than, "go_back": go_back}
         body = _encoded({"version": version, **asked})
         return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
 
     async def _with_samples(self, path: str, shape: type[T], query: Query) -> tuple[T, list[Sample]]:
-        """Fetch a reply that contains samples. Returns the reply without the samples, and the samples."""
+        """Fetch a reply with samples. Returns the reply without them, and the samples."""
         reply = await self._fetch("GET", path, query=query, accept=MEDIA_TYPE)
         if reply.media_type != MEDIA_TYPE:
             raise ServiceUnusable(
@@ -792,7 +790,7 @@ class AsyncClient:
 
     def _unreachable(self, error: OSError) -> ServiceError:
         if self.url.startswith("https:"):
-            import ssl  # late, for the reason given in wire/tls.py
+            import ssl  # imported here, because some programs that import this module cannot load OpenSSL
 
             if isinstance(error, ssl.SSLCertVerificationError):
                 return ServiceUnusable(
@@ -842,9 +840,9 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
     `unreachable` is False, retry only while it is busy. Otherwise `call` must be repeatable: a read, or a submission
     with an idempotency key.
 
-    The time that the calls take also counts. For example, a submission that has itself waited for `patience` seconds is
-    not repeated. Errors that a retry cannot change, such as ServiceUnusable, are raised at once. If the retries take
-    REPORT_AFTER seconds or more, a warning with the reason is logged.
+    The time of the calls also counts: a submission that has itself waited for `patience` seconds is not repeated.
+    Errors that a retry cannot change, such as ServiceUnusable, are raised at once. After REPORT_AFTER seconds of
+    retries, a warning with the reason is logged.
     """
     clock = asyncio.get_running_loop().time
     started = clock()
@@ -902,8 +900,7 @@ class _Reports:
 
 
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> GroupView:
-    """Return a group that the service has accepted. Raises ServiceError if the service does not know the group any
-    more.
+    """Return a group that the service has accepted. Raises ServiceError if the service has lost the group.
 
     Call this function if a group's result does not arrive, because a lost group never gets a result. `group` is the
     method `AsyncClient.group`."""
@@ -917,13 +914,12 @@ async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: st
 
 
 class ExternalSession:
-    """A session whose agent runs outside the service. The program that runs the agent uses this object.
+    """A session whose agent runs outside the service, for the program that runs the agent.
 
-    base_url, key: the base URL (without `/v1`) and the API key for the agent.
+    base_url, key: the agent's base URL (without `/v1`) and API key.
     model: the name of the agent's model.
     instruction: the task's instruction.
-    variables: environment variables for the agent programs of all vendors, such as the API key under each vendor's
-        name.
+    variables: environment variables with these values, for the agent programs of all vendors.
     """
 
     def __init__(self, client: AsyncClient, opened: SessionEndpoint) -> None:
@@ -939,7 +935,7 @@ class ExternalSession:
 
     async def complete(self, **report: Any) -> SessionView:
         """Complete the session. `report` has the fields of a `ReportSpec`, such as `reward`, `answer` or `error`.
-        Retries while the service cannot be reached, because a report may be repeated."""
+        Retries while the service cannot be reached."""
         done = await patiently(lambda: self._client.complete_session(self.id, report))
         self.completed = True
         return done

@@ -4,8 +4,7 @@
         found = await evaluate(client, held_out, samples=4, seed=0)
         print(found.reward.mean, found.reward.pass_at[4], found.failures)
 
-The module uses the control API and works with any trainer. Invariant: a session that was not graded is counted in
-`failures` and in no mean.
+Invariant: a session that was not graded is counted in `failures` and in no mean.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ LARGEST_SEED = (1 << 63) - 1
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of the reward or of a metric.
 
-    mean: the mean over tasks, in which each task has the same weight. The value of a task is the mean over its graded
-        samples.
+    mean: the mean of the tasks' means, with equal weights. A task's mean is over its graded samples.
     standard_error: the standard error of `mean`, from the spread between tasks. None with fewer than two tasks.
     interval: the 95 % confidence interval of `mean`, by bootstrap over tasks (RESAMPLES resamples from a fixed seed).
         None with fewer than two tasks.
@@ -103,17 +101,17 @@ async def evaluate(
 
     seed: task i gets the seed `seed` + i in place of its own, so that a deterministic engine samples the same tokens in
         every evaluation. If None, the tasks keep their own seeds.
-    policy_version: the version that the policy must have from the beginning to the end. None allows any version.
-    passed: a sample passes if its reward is at least this number. The same holds for the value of a metric.
+    policy_version: if given, the version that the policy must have from the beginning to the end.
+    passed: a sample passes if its reward, or the value of a metric, is at least this number.
     name: the value of the label `outrider.evaluation` that the groups get.
     run: a name for the evaluation. Groups already submitted under this name are used, so the same call after an
         interruption submits only the missing groups.
     watch: see `AsyncClient.wait`.
 
-    Raises InvalidField if the service refuses a task, or if the policy does not have `policy_version`. Raises Conflict
-    if `run` was used with other tasks, and Busy if the service stays busy. Raises ServiceError if the service cannot be
-    reached, if the version changed from `policy_version`, or if no session was graded. After an error, running groups
-    are cancelled, unless `run` is given.
+    Raises InvalidField if the service refuses a task or the policy has another version. Raises Conflict if `run` was
+    used with other tasks, and Busy if the service stays busy. Raises ServiceError if the service cannot be reached, the
+    version changed during the evaluation, or no session was graded. After an error, running groups are cancelled,
+    unless `run` is given.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")

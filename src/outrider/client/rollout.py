@@ -48,7 +48,7 @@ class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run.
 
     groups: the ids of the groups, in the order of the tasks.
-    earlier: number of groups that an earlier call had submitted and that were already done.
+    earlier: number of groups that an earlier call had already run.
     mean_reward: the mean over all graded sessions, or None if no session was graded.
     mixed: number of groups whose rewards are not all equal. Only such groups have a non-zero advantage in GRPO.
     failures: number of ungraded sessions by error code, or by stop reason if they have no error.
@@ -82,8 +82,8 @@ async def roll_out(
     watch: Callable[[Progress], None] | None = None,
 ) -> RolledOut:
     """Run `samples` sessions of each task, and wait for all of them. While the service's queue is full, the remaining
-    groups are not submitted yet. `watch` is called with the progress after each submission, before each poll, and at
-    the end.
+    groups wait for their submission. `watch` is called with the progress after each submission, before each poll, and
+    at the end.
 
     Groups that an earlier call submitted under the name `run` are used again. If the call is cancelled, running groups
     continue in the service. Raises InvalidField if the service refuses a task, or if the run has a task with another

@@ -198,7 +198,7 @@ class ImageFolder:
 
 def stored_images(samples: Iterable[Row]) -> list[str]:
     """Return the digests of the images in samples, without repetitions. Images that were sent as URLs are left out,
-    because the service does not fetch URLs and so has no bytes of them."""
+    because the service does not fetch URLs."""
     shown = (image for sample in samples for image in sample.images)
     return list(dict.fromkeys(image.digest for image in shown if image.url is None))
 
@@ -206,7 +206,7 @@ def stored_images(samples: Iterable[Row]) -> list[str]:
 @contextmanager
 def whole_file(path: Path, *, field: str) -> Iterator[BinaryIO]:
     """Open a file for writing. It has a temporary name until the block ends without an error, and then appears at
-    `path`. After an error, it is removed. Raises InvalidField for `field` if the file cannot be created."""
+    `path`. After an error, it is removed. Raises InvalidField, naming `field`, if the file cannot be created."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

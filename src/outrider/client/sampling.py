@@ -3,20 +3,19 @@
 If all samples of a group have the same reward, every advantage is 0, and so is the gradient. The sampler drops such
 groups and replaces them at once. It runs groups concurrently, and returns a batch as soon as it has enough of the other
 groups, which are called informative. If a group fails, its prompt (its task) is submitted again a few times. Otherwise
-tasks whose sandboxes fail more often would be missing from the data. The sampler uses the control API and works with
-any trainer.
+tasks whose sandboxes fail more often would be missing from the data.
 
     async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
         async for batch in sampler:
             await sampler.set_version(train_on(batch))
 
-Invariant: `state()` has every prompt that was taken from the source and was not delivered or dropped yet. Each drop is
+Invariant: `state()` has every prompt that was taken from the source and is not delivered or dropped yet. Each drop is
 counted in `Counts`.
 
 `max_age` limits the age of tokens without dropping groups. The sampler submits only as many groups as the trainer can
 train on before they are too old, and delivers the oldest groups first. A batch waits for slow groups that would be too
-old for the next batch. If the sampler dropped old groups instead, it would prefer fast groups, because it samples the
-prompt of a dropped group again.
+old for the next batch. A sampler that dropped old groups would prefer fast groups, because it samples the prompt of a
+dropped group again.
 """
 
 from __future__ import annotations
@@ -83,15 +82,14 @@ class RolloutService(Protocol):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """What became of groups since the previous batch, as numbers of groups. `submitted` counts every group. Once a
-    group is delivered, dropped or replaced, it is also in one of the counts `informative`, `uninformative`, `retried`,
-    `given_up`, `stale` and `stopped`.
+    """The number of groups with each outcome since the previous batch. Every group is counted in `submitted`. When it
+    no longer runs or waits, it is also counted in exactly one of `informative`, `uninformative`, `retried`, `given_up`,
+    `stale` and `stopped`.
 
     informative: groups that were delivered in a batch.
     overdue: informative groups with a trained token older than `max_age`.
     uninformative: groups that teach nothing. Their prompts were dropped.
-    retried: failed groups whose prompt was submitted again.
-    given_up: failed groups whose prompt was dropped after the last retry.
+    retried, given_up: failed groups whose prompt was submitted again, or was dropped after the last retry.
     reasons: the groups in `retried` and `given_up`, by the most frequent error code of their sessions.
     stale: groups that are too old, because the version rose faster than expected. Their prompts are submitted again.
     stopped: groups that were cancelled by a user, or because their batch was full. Their prompts are submitted again.
@@ -122,7 +120,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     version: the policy version when the batch was delivered.
     waited: seconds for which the trainer waited for the batch.
     held: the part of `waited` in which the batch was full, but waited for slow groups that would become too old.
-    counts: what became of groups since the previous batch.
+    counts: the outcomes of groups since the previous batch.
     """
 
     number: int
@@ -363,7 +361,8 @@ class DynamicSampler:
 
     @property
     def counts(self) -> Counts:
-        """What became of groups since the previous batch. After the last batch, only this property has these counts."""
+        """The outcomes of groups since the previous batch. The outcomes after the last batch are only here, not in a
+        batch."""
         return self._counts
 
     def state(self) -> SamplerState:
@@ -602,7 +601,7 @@ class DynamicSampler:
             self._submitting = None
             self._early.clear()
             self._changed.send()
-        if group.state is GroupState.DONE:  # it was done at once, or it ended while no sampler ran
+        if group.state is GroupState.DONE:  # it ended at once, or an earlier sampler had submitted it
             await self._settle(group)
         elif self._is_stale(prompt):  # the version has risen since the submission began
             await self._stop([group.id], "stale")
@@ -625,8 +624,8 @@ class DynamicSampler:
                 await self._settle(group)
             cursor = page.cursor
             if self._running and _now() >= check_at:
-                # Check that the service still knows the oldest group. This does not wait for an empty page, because
-                # results of other clients may arrive all the time.
+                # Other clients' results may arrive all the time. So this check of the oldest group does not wait for an
+                # empty page.
                 check_at = _now() + LONG_POLL
                 oldest = await check_known(self._client.group, next(iter(self._running)))
                 if oldest.id in self._running and oldest.cursor is not None:
@@ -643,15 +642,15 @@ class DynamicSampler:
                 self._early[group.id] = group
             return
         rewards = rewards_of(group)
-        # Only `group.cancelled` shows whether the group was stopped. The group may have finished before the sampler
-        # could stop it. A user or an update of the policy may have cancelled it without the sampler.
+        # Only `group.cancelled` shows whether the group was stopped. It may have ended before the sampler could stop
+        # it. A user or an update of the policy may cancel a group that the sampler did not stop.
         stopped = (prompt.stopping or "stopped") if group.cancelled else None
         choice: Choice = False
         if len(rewards) < min(self._n, 2):
             choice = "again"
         elif stopped is None:
             choice = self._refill == "static" or self._informative(group)
-            choice = choice if choice == "again" else bool(choice)  # it may be a bool of NumPy
+            choice = choice if choice == "again" else bool(choice)  # `informative` may return NumPy's bool
         kept = None
         if choice is True:
             kept = await patiently(partial(self._client.group, group.id, samples=True))
@@ -728,7 +727,7 @@ class DynamicSampler:
                 prompt.stopping = reason
                 try:
                     await patiently(partial(self._client.cancel, group_id))
-                except BaseException:  # the group may run on, so a later call must stop it
+                except BaseException:  # the group may still run, so a later call must stop it
                     prompt.stopping = None
                     raise
 

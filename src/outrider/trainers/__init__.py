@@ -1,4 +1,2 @@
-"""Bridges to reinforcement-learning trainers such as verl, slime and TRL. A bridge implements a trainer's interface
-with calls of Outrider's control API.
-
-Each bridge is an optional extra. Apart from the training demo, no other part of Outrider imports one."""
+"""Bridges to trainers such as verl, slime and TRL. A bridge implements a trainer's interface with calls of Outrider's
+control API. Each bridge is an optional extra; within Outrider, only the training demo imports one."""

@@ -1,6 +1,5 @@
 """Adds a trainer's inference servers to a service as engines, and adds them again after the service has restarted.
-
-The module works for any trainer. Invariants:
+Invariants:
 
 - The engines of a training run have the names `PREFIX-0`, `PREFIX-1`, and so on.
 - An `AttachedEngines` makes one change to the service's engines at a time.
@@ -41,10 +40,10 @@ class AttachedEngines:
         """Attach those engines that the service does not have, for example because it has restarted. Unless `renamed`
         is True, the service is asked for its engines at most once in LOOK_SECONDS.
 
-        Each item of `engines` has `url`, `model` and any other fields of `spec.EngineSpec` except the name. An engine
-        must have the same position in every call, because its name is made from the position. The first call also
-        removes engines of an earlier training run that failed or have no sessions. With `renamed`, an engine whose
-        model has another name now is replaced.
+        Each item of `engines` has `url`, `model` and any other fields of `spec.EngineSpec` except the name. The name is
+        made from the item's position, which must therefore be the same in every call. The first call also removes an
+        earlier training run's engines that failed or have no sessions. With `renamed`, an engine whose model has
+        another name now is replaced.
 
         Returns True if this call attached an engine. A new engine has policy version 0, unless its server reports a
         version. Waits while the service restarts. Raises the service's error, for example while a server still loads
@@ -113,10 +112,9 @@ def _of_another(engine: EngineStatus) -> Conflict:
 
 
 async def _add(client: AsyncClient, engine: Mapping[str, Any]) -> bool:
-    """Add an engine to the service. Returns False if another process of the training run has added it.
-
-    While another process is adding the engine, its name is already taken, but the service does not list the engine yet.
-    So this function tries again for up to PATIENCE seconds."""
+    """Add an engine to the service. Returns False if another process of the training run has added it. While that
+    process adds the engine, the name is taken, but the service does not list the engine yet. So this function tries
+    again."""
     clock = asyncio.get_running_loop().time
     end = clock() + PATIENCE
     while True:

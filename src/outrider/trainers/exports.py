@@ -1,9 +1,9 @@
-"""Converts samples, which are the training rows of sessions, to the data formats of trainers. The formats are NeMo
-Gym's `/run` reply, prime-rl's training samples, verifiers' traces, and the datums of Tinker-style clients.
+"""Converts samples, the training rows of sessions, to the data formats of trainers: NeMo Gym's `/run` reply, prime-rl's
+training samples, verifiers' traces, and the datums of Tinker-style clients.
 
 The results are plain dicts and lists, so no trainer has to be installed. Invariants:
 
-- The ids, the mask and the log-probabilities are exactly those of the sample.
+- The ids, mask and log-probabilities are exactly those of the sample.
 - A sample without a reward is refused, because it must not be trained on.
 """
 
@@ -113,8 +113,8 @@ def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) 
     Raises InvalidField for a sample without a reward.
 
     Each range of trained ids becomes an assistant node, marked as sampled. All other ranges become user nodes, because
-    a row does not record roles. The `token_ids` of a path's nodes, in order, are the ids of the row. Their `logprobs`,
-    in order, are the log-probabilities of the row's trained ids.
+    a row does not record roles. The `token_ids` of a path's nodes, in order, are the row. Their `logprobs`, in order,
+    are the log-probabilities of the row's trained ids.
     """
     nodes: list[dict[str, Any]] = []
     for sample in samples:
@@ -139,14 +139,13 @@ def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) 
 def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[str, Any]:
     """Return a datum of a Tinker-style client, for the losses importance_sampling, ppo and cispo.
 
-    `model_input` has all ids but the last. Position i in `loss_fn_inputs` belongs to id i + 1 of the row, because the
-    model predicts the next id. `advantage` is one number for the whole row, or a list with a number for each id.
-    `weights` are 1.0 for trained ids and 0.0 for other ids. For the loss cross_entropy, pass `weights` in place of
-    `logprobs` and `advantages`. For tinker's class, use `Datum(model_input=ModelInput.from_ints(datum["model_input"]),
-    loss_fn_inputs=datum["loss_fn_inputs"])`.
+    `model_input` has all ids but the last. Position i in `loss_fn_inputs` belongs to id i + 1 of the row. `advantage`
+    is one number for the whole row, or a list with a number for each id. `weights` are 1.0 for trained ids and 0.0 for
+    other ids. For the loss cross_entropy, pass `weights` in place of `logprobs` and `advantages`. For tinker's class,
+    use `Datum(model_input=ModelInput.from_ints(datum["model_input"]), loss_fn_inputs=datum["loss_fn_inputs"])`.
 
-    Raises InvalidField for a sample without a reward. Also raises InvalidField if the first id is trained, because the
-    model cannot predict an id without a prompt.
+    Raises InvalidField for a sample without a reward, and for one whose first id is trained, because the model cannot
+    predict an id without a prompt.
     """
     _reward(sample)
     if sample.trained[:1] and sample.trained[0][0] == 0:

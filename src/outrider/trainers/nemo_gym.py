@@ -55,8 +55,8 @@ T = TypeVar("T")
 
 VARIABLE = "OUTRIDER_NEMO_GYM"
 RETRY_SECONDS = 30.0
-"""For this many seconds, a rollout continues after its client has disconnected, so that a repeated request can take it
-over. NeMo Gym's client repeats a request half a second after the connection broke."""
+"""For this many seconds, the rollout of a disconnected client continues, and a repeated request can take it over. NeMo
+Gym's client repeats a request half a second after the connection broke."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}
@@ -65,14 +65,13 @@ WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "par
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
 """Fields of `responses_create_params` for which only the listed values are accepted. These values have no effect."""
 TEMPLATE = "chat_template_kwargs"
-"""The key under which a NeMo Gym row has variables for the chat template. It can be in the row's `metadata` and in the
-metadata's `extra_body`."""
+"""The key of the chat template's variables. A NeMo Gym row may have it in its `metadata`, and in the metadata's
+`extra_body`."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
 """Options of the engines that are attached for NeMo RL's vLLM workers (engine kind `openai`). NeMo RL 0.7 always sets
-this `logprobs_mode`. In later versions, the workers' configuration sets the mode."""
+this `logprobs_mode`; later versions read it from the workers' configuration."""
 LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "row"}
-"""The columns of a NeMo Gym row that become labels of the task, with the labels' names. The prefix `nemo_gym.` is added
-to each name."""
+"""The columns of a NeMo Gym row that become labels of the task. Each label's name gets the prefix `nemo_gym.`."""
 
 
 def _listed(urls: Any) -> Any:
@@ -112,8 +111,8 @@ class GymRollouts:
 
     async def __aenter__(self) -> GymRollouts:
         async with AsyncExitStack() as held:
-            # The shared client stays open between rollouts. With a new client, a rollout would wait only FIRST_PATIENCE
-            # seconds for a service that restarts.
+            # The client stays open between rollouts. With a new client, a rollout would wait only FIRST_PATIENCE
+            # seconds for a restarting service.
             self._shared = await held.enter_async_context(shared_client(self._settings.url, self._settings.token))
             self._tasks = await held.enter_async_context(asyncio.TaskGroup())
             held.callback(self._cancel)
@@ -168,7 +167,7 @@ class GymRollouts:
 
     def _keep(self, key: bytes, rollout: asyncio.Task[_Outcome]) -> None:
         kept: _LeftRollout
-        # If no request takes over the rollout in time, it is cancelled. This also cancels its group in the service.
+        # If no request takes the rollout over, it is cancelled with its group.
         end = asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._taken(key, kept).cancel())
         kept = _LeftRollout(rollout, end)
         self._left[key].append(kept)
@@ -188,8 +187,7 @@ class GymRollouts:
         labels |= {f"nemo_gym.{label}": row.get(column) for column, label in LABELS.items()}
         task = task_for(self._settings, row, prompt=params.get("input"), sampling=_sampling(params), labels=labels)
         task["sampling"] = PLAIN_SAMPLING | task["sampling"]
-        # The group's idempotency key is random. A key made from the row would be the same in each epoch, so the service
-        # would return the first epoch's group again.
+        # The group's idempotency key is random, because each epoch has the same rows and needs new sessions.
         return group_of(self._settings, task)
 
     async def _outcome(self, row: Mapping[str, Any], group: Mapping[str, Any]) -> _Outcome:
@@ -198,7 +196,7 @@ class GymRollouts:
             done = await self._shared.run(group)
             [trajectory] = trajectories_of(done, self._settings, logprobs=True)
             return reply_of(trajectory, row, self._settings, rows_left_out=len(left_out_of(done, trajectory)))
-        # The error is returned, and `run` raises it. If it were raised here, the task group would cancel all rollouts.
+        # The error is returned, and `run` raises it. Raised here, it would make the task group cancel all rollouts.
         except Exception as error:
             return error
 
@@ -222,11 +220,9 @@ class _LeftRollout:
 def reply_of(
     trajectory: Trajectory, row: Mapping[str, Any], settings: NemoGymSettings, *, rows_left_out: int
 ) -> dict[str, Any]:
-    """Return NeMo Gym's reply to a request. `row` is the request, and `trajectory` is its finished session.
-    `rows_left_out` is the number of the session's other rows with trained tokens.
-
-    Raises the session's error. Raises InvalidField if the session has several rows with trained tokens and the setting
-    `rows` is "all"."""
+    """Return NeMo Gym's reply to the request `row`, from the request's finished session. `rows_left_out` is the number
+    of the session's other rows with trained tokens. Raises the session's error. Raises InvalidField if the session has
+    several rows with trained tokens and the setting `rows` is "all"."""
     if trajectory.error is not None:
         raise trajectory.error
     if len(trajectory.rows) > 1:
@@ -254,9 +250,8 @@ def reply_of(
 def agent_class(settings: Mapping[str, Any] | None = None) -> type:
     """Return the class of the agent server, a subclass of NeMo Gym's SimpleResponsesAPIAgent.
 
-    The server's settings are `settings`. The entry `outrider` in the server's NeMo Gym configuration overrides them,
-    and $OUTRIDER_NEMO_GYM overrides both. Creating the server raises InvalidField for wrong settings. Raises
-    ImportError if NeMo Gym is not installed.
+    The entry `outrider` in the server's NeMo Gym configuration overrides `settings`, and $OUTRIDER_NEMO_GYM overrides
+    both. Creating the server raises InvalidField for wrong settings. Raises ImportError if NeMo Gym is not installed.
     """
     base = importlib.import_module("nemo_gym.base_responses_api_agent")
 
@@ -289,8 +284,7 @@ def agent_class(settings: Mapping[str, Any] | None = None) -> type:
             return await _answer(self._rollouts, request)
 
         async def responses(self, request: Request) -> Response:
-            """Run a session for a request that has only the fields of `responses_create_params`. The reply has no
-            reward."""
+            """Run a session for a request that has only `responses_create_params`. The reply has no reward."""
             return await _answer(self._rollouts, request, bare=True)
 
     OutriderAgent.model_rebuild(
@@ -320,8 +314,8 @@ async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read a request's body. Raises TooLarge for a body over MAX_BODY bytes, but only after all of it has arrived. If
-    the connection broke earlier, NeMo Gym's client would send the request again and again."""
+    """Read a request's body. Raises TooLarge, but only after the whole body has arrived. If the connection broke
+    earlier, NeMo Gym's client would send the request again and again."""
     size, pieces = 0, []
     async for piece in request.stream():
         size += len(piece)

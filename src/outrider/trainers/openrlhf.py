@@ -6,8 +6,8 @@ The file in `--train.agent_func_path` has two lines:
     AgentExecutor = agent_executor()
 
 OpenRLHF calls `execute` in its rollout actors, once for each sample of a prompt, and takes one row from each call
-(`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). With the setting `relay`, the service sends its model calls to
-the vLLM engines of these actors. Importing this module imports neither OpenRLHF nor vLLM. Invariants:
+(`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). With the setting `relay`, the actors' vLLM engines generate for
+the service. Importing this module imports neither OpenRLHF nor vLLM. Invariants:
 
 - The row has the tokens that the engine sampled, with a mask and log-probabilities of the same length.
 - `execute` raises an error for a session that cannot be trained on.
@@ -43,11 +43,11 @@ FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fin
 
 
 class OpenRLHFSettings(BridgeSettings):
-    """The settings that all bridges share, and `relay`: the name of the service's relay engine. With it, OpenRLHF's own
-    vLLM engines answer the model calls of the service. It is None if the service has its own engines.
+    """The settings that all bridges share, and `relay`: the name of the relay engine for which OpenRLHF's own vLLM
+    engines generate. It is None if the service has its own engines.
 
     A call of `execute` returns a single row. So with `rows="all"`, the default, a session with several training rows is
-    an error. With `rows="main"`, the rows of other conversations are left out and counted.
+    an error. With `rows="main"`, all rows but the main conversation's are left out and counted.
     """
 
     relay: Name | None = None
@@ -179,9 +179,9 @@ def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
 
 
 def _row_of(trajectory: Trajectory, settings: OpenRLHFSettings) -> tuple[TrainingRow, list[TrainingRow]]:
-    """Return the row to train on, and the session's other rows, which are left out. Raises InvalidField if the setting
-    `rows` is "all" and the session has several training rows. Raises EngineError if `rows` is "main" and the main
-    conversation has no token to train on."""
+    """Return the row to train on, and the session's other rows. Raises InvalidField if the setting `rows` is "all" and
+    the session has several training rows. Raises EngineError if `rows` is "main" and the main conversation has no token
+    to train on."""
     rows = trajectory.rows
     if settings.rows == "all":
         if len(rows) > 1:

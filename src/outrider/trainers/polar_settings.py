@@ -1,8 +1,8 @@
-"""Refuses the settings of Polar's bridge for slime, and names what to set instead. Outrider's own bridge for slime does
-not read settings that begin with `polar_`.
+"""Refuses the settings of Polar's bridge for slime, which Outrider's own bridge does not read, and names what to set
+instead.
 
-Polar's bridge still works unchanged with `outrider serve --compat polar`. Invariant: none of its settings is silently
-ignored by Outrider's bridge.
+Polar's bridge still works unchanged with `outrider serve --compat polar`. Invariant: Outrider's bridge silently ignores
+none of Polar's settings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INSTEAD: Mapping[str, str] = {
     "polar_add_generation_prompt": "leave it out: the service renders the prompts",
     "polar_eval_dataset_name": "leave it out: the bridge names evaluations after slime's sets",
 }
-"""The settings of Polar's bridge, each with advice on what to set instead."""
+"""The settings of Polar's bridge, each with what to do instead."""
 
 
 def refuse_polar_settings(args: Any) -> None:

@@ -1,7 +1,5 @@
-"""Keeps a trainer's own engine attached to a service, so that it answers the service's model calls. A relay worker in a
-thread fetches the calls.
-
-The module works for any trainer. Invariant: when `attach` returns, the service has accepted a worker.
+"""Keeps a trainer's own engine attached to a service. A relay worker in a thread passes the service's model calls to
+the engine. Invariant: when `attach` returns, the service has accepted a worker.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ class RelayThread:
         """The newest worker that the service has accepted."""
         self._make = make
         self._held = ExitStack()
-        # If an asynchronous caller is cancelled, its call of `attach` still runs in another thread. The lock keeps a
-        # second call apart from it.
+        # When an asynchronous caller is cancelled, its thread still runs `attach`, so a second call could run at the
+        # same time.
         self._lock = threading.RLock()
 
     def attach(self) -> None:

@@ -1,7 +1,7 @@
 """A client of the control API that all concurrent rollouts of an event loop share.
 
 Some trainers make a new object for each trajectory, and have no longer-lived object that could hold a client. So the
-first rollout opens the shared client, and the last rollout closes it. The module works for any trainer. Invariants:
+first rollout opens the shared client, and the last rollout closes it. Invariants:
 
 - An event loop has at most one open client for each service and token.
 - At most one request at a time polls for finished groups, no matter how many rollouts wait.
@@ -67,8 +67,8 @@ class SharedClient:
                 # Another rollout's request failed while this rollout waited for the lock. A new attempt would only wait
                 # again.
                 raise self._no_answer
-            # The cursor is a position in the service's results. It is read before the group is submitted, so the
-            # group's result comes after it.
+            # The cursor is a position in the service's results. It is read before the submission, so the group's result
+            # comes after it.
             if self._cursor is None:
                 try:
                     self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
@@ -152,7 +152,7 @@ async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClie
     shared = clients.get((url, token))
     if shared is None:
         shared = clients[url, token] = SharedClient(url, token)
-        # This call does not yield to the event loop, so no other rollout can get a client that is only half open.
+        # This call does not yield to the event loop, so no other rollout can get a half-open client.
         await shared.client.__aenter__()
     shared.users += 1
     try:

@@ -1,5 +1,4 @@
-"""Reads the settings that all bridges share, and converts a dataset row to a task. All bridges make their tasks with
-this module.
+"""Reads the settings that all bridges share, and converts a dataset row to a task.
 
 Nothing here awaits or depends on a trainer. Invariant: a task shares no object with the settings, so no rollout can
 change another rollout's task.
@@ -57,8 +56,8 @@ PLAIN_SAMPLING = {
     "repetition_penalty": 1.0,
 }
 """Values of sampling parameters that leave the model's distribution unchanged. NeMo RL computes importance weights from
-the temperature and top_p only, prime-rl from the temperature only. So for these trainers, a task gets these values
-unless it sets its own, and an agent cannot set others. NeMo RL's servers also refuse a top_k."""
+the temperature and top_p only, prime-rl from the temperature only. So their tasks get these values unless they set
+their own, and an agent cannot set others. NeMo RL's servers also refuse a top_k."""
 
 
 class BridgeSettings(Spec):
@@ -66,11 +65,11 @@ class BridgeSettings(Spec):
 
     url, token: the service's address and token. OUTRIDER_URL and OUTRIDER_TOKEN override them.
     task: the fields that all tasks have in common. "{row.NAME}" stands for the column NAME of the dataset row.
-    task_column: the column with the row's own task, as an object or as JSON. Its fields override those of `task`.
-    rows: "all" for all training rows of a session, or "main" for only the main conversation's row.
-    max_row_tokens: the maximum length of a row in tokens. Longer rows are cut. None for no limit.
-    metrics: names of metrics of the evaluator that are passed to the trainer. Each verdict must have all of them.
-    priority, evaluation_priority: the priority of groups for training, and of groups for evaluation.
+    task_column: the column with the row's own task, an object or JSON. Its fields override those of `task`.
+    rows: "all" for all training rows of a session, or "main" for the main conversation's row only.
+    max_row_tokens: the length in tokens to which longer rows are cut; None for no limit.
+    metrics: names of the evaluator's metrics to pass to the trainer. Each verdict must have all of them.
+    priority, evaluation_priority: the priorities of groups for training and of groups for evaluation.
     min_usable, expires_seconds: these fields of groups for training (`spec.GroupSpec`).
     """
 
@@ -92,7 +91,7 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
 
     The variable holds a JSON object, or @FILE for a JSON or TOML file. $OUTRIDER_URL and $OUTRIDER_TOKEN override the
     address and the token. `source` tells in error messages where `given` comes from. Raises InvalidField, which names
-    the wrong setting and where it was set.
+    the wrong setting and its source.
     """
     if given is not None and not isinstance(given, Mapping):
         raise InvalidField(f"{source} is {given!r}; it must be an object", field=source)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
-"""After this many consecutive instances in which all trajectories failed, `generate` raises an error, because all
-instances probably fail. An instance is a prompt with all its trajectories."""
+"""After this many consecutive instances (prompts) whose trajectories all failed, `generate` raises an error, because
+the cause probably affects all instances."""
 
 
 class SkyRLSettings(BridgeSettings):
@@ -48,7 +48,7 @@ class SkyRLSettings(BridgeSettings):
     versions: "engine" if the engines report the policy version. With "step", the bridge sets the policy version before
         the first batch of each step, to the number of finished training steps.
     rewards: "row" for one number per row. "token" for one number per response token, with a turn's reward at the end of
-        the turn. This is a setting because SkyRL joins batches, so all batches need the same form.
+        the turn. It is a setting because SkyRL joins batches, which must then have the same form.
     """
 
     versions: Literal["engine", "step"] = "engine"
@@ -59,16 +59,15 @@ class OutriderGenerator:
     """A SkyRL generator that runs its trajectories on a service. `generator_cfg` is SkyRL's `cfg.generator`. `settings`
     are SkyRLSettings, overridden by $OUTRIDER_SKYRL.
 
-    With `step_wise_trajectories`, a trajectory has a row for each branch with trained tokens. The main conversation's
-    row is last. To train on all these rows, the trainer needs the mixin `LossPerRollout`.
+    With `step_wise_trajectories`, a trajectory has a row for each branch with trained tokens, with the main
+    conversation's row last. To train on all these rows, the trainer needs the mixin `LossPerRollout`.
 
     Without `step_wise_trajectories`, a trajectory has only the main conversation's row. If a session has a second row
     with trained tokens, training with `rows="all"` raises an error. With `rows="main"`, and in evaluations, the second
     row is left out and counted.
 
     SkyRL cannot leave out a failed trajectory. In training, all trajectories of its instance are therefore replaced by
-    placeholders: one token with mask 0, as in SkyRL's own Harbor example. In an evaluation, only the failed trajectory
-    is replaced, with reward 0. The metric `outrider/failed_trajectories` counts failed trajectories.
+    placeholders: one token with mask 0. In an evaluation, only the failed trajectory is replaced, with reward 0.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
@@ -83,16 +82,16 @@ class OutriderGenerator:
         _refuse_what_engines_do_not_report(generator_cfg)
 
     def weigh_rollouts(self) -> None:
-        """Record that the trainer gives each rollout the same weight, no matter how many rows it has. `LossPerRollout`
-        calls this."""
+        """Record that the trainer weighs rollouts equally, no matter how many rows they have. `LossPerRollout` calls
+        this."""
         self._weighed = True
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Run the trajectories of the input, and return SkyRL's GeneratorOutput.
 
-        If all trajectories of the input failed, raises the first error. If a training input has a single instance, this
-        happens only after FAILED_IN_A_ROW such inputs. Raises InvalidField for an input without trajectory ids or with
-        a row that cannot be converted to a task. Raises ServiceError if the service cannot be reached."""
+        If all of them failed, raises the first error; for a training input of a single instance, only after
+        FAILED_IN_A_ROW such inputs. Raises InvalidField for an input without trajectory ids or with a row that cannot
+        be converted to a task. Raises ServiceError if the service cannot be reached."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
@@ -173,8 +172,8 @@ class OutriderGenerator:
     def _group(
         self, input_batch: Mapping[str, Any], uid: str, places: Sequence[int], evaluating: bool
     ) -> dict[str, Any]:
-        """Return the group of one instance. `places` are the positions of the instance's rows in the input. The group
-        has a sample for each of them."""
+        """Return the group of one instance, with a sample for each position in `places`, the positions of its rows in
+        the input."""
         prompt = input_batch["prompts"][places[0]]
         extras = input_batch.get("env_extras")
         metadata = input_batch.get("batch_metadata")
@@ -255,8 +254,8 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _split_of(trajectory: Trajectory) -> dict[str, float]:
-    """Split the time for which the agent ran, in seconds. The keys are SkyRL's names: `llm` is the time in model calls,
-    `env` is the rest."""
+    """Split the seconds for which the agent ran, under SkyRL's names: `llm` is the time in model calls, `env` is the
+    rest."""
     calls = min(trajectory.result.model_seconds, trajectory.seconds)
     return {"llm": calls, "env": trajectory.seconds - calls}
 
@@ -302,7 +301,7 @@ class LossPerRollout:
     weigh rows or tokens, so a rollout with seven rows would have seven times the weight.
 
     The mixin multiplies the advantages of each row by a positive number, which PPO's clipping does not change. Raises
-    InvalidField for a configuration in which this would not give each rollout the same weight.
+    InvalidField for a configuration that would change these weights.
     """
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -333,16 +332,15 @@ class LossPerRollout:
 
 
 def row_weights(loss_mask: Tensor, last: Sequence[bool], boundaries: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the factor by which to multiply each row's advantages. The factors turn a mini-batch's mean over tokens
-    into a mean over rollouts, in which each rollout counts with the mean over its own tokens.
+    """Return the factor for each row's advantages with which a mean over a mini-batch's tokens gives each rollout the
+    same weight.
 
     loss_mask: [rows, tokens].
     last: whether a row is the last of its rollout. The rows of a rollout are adjacent.
     boundaries: the range [start, end) of each mini-batch.
 
-    The factor is N / (R * T) for a rollout with T trained tokens. N is the number of trained tokens in its mini-batch,
-    and R is the number of rollouts that have some of them. Rows outside all mini-batches, and rollouts without a
-    trained token, have the factor 0.
+    A rollout with T trained tokens has the factor N / (R * T). Its mini-batch has N trained tokens, which belong to R
+    rollouts. Rows outside all mini-batches, and rollouts without a trained token, have the factor 0.
     """
     import torch
 

@@ -57,7 +57,7 @@ IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
 NUMBER = "slime.prompt"
 """The label of a task that holds the number of its prompt in `_Prompts`."""
 NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
-"""The advantage estimators for which slime normalises the rewards."""
+"""The advantage estimators for which slime normalises rewards."""
 SCALED = frozenset({"grpo", "gspo", "cispo"})
 """The estimators of NORMALISED for which slime also divides the rewards by their standard deviation, if
 `grpo_std_normalization` is set."""
@@ -72,7 +72,7 @@ UNSUPPORTED: Mapping[str, str] = {
 OWN_LOOP_ONLY: Mapping[str, str] = {
     "rollout_all_samples_process_path": "samples of groups that were filtered out are not fetched",
 }
-"""Options that work only with `custom_generate`, and thus slime's own rollout loop, each with the reason."""
+"""Options that work only in slime's own rollout loop, with `custom_generate`, each with the reason."""
 
 SlimeSample = Any
 """slime's class `Sample`, which is not Outrider's `Sample`."""
@@ -84,7 +84,7 @@ class SlimeSettings(BridgeSettings):
 
     logprobs: whether samples have `rollout_log_probs`.
     complete: with "all", a group is used only if all its samples were graded. With "any", two graded samples are
-        enough, and `remove_sample` is set for ungraded samples.
+        enough, and ungraded ones get `remove_sample`.
     max_age: for `generate_rollout_async`, the maximum number of policy versions by which a trained token may be older
         than the engines' version. None takes miles' `--max-weight-staleness`.
     on_failure: what `custom_generate` does with a session that cannot be trained on. "raise" raises the error. "abort"
@@ -104,8 +104,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
     A group that does not pass the filter in `--dynamic-sampling-filter-path` is replaced at once. When the batch is
     full, the running groups are cancelled, and the prompts of all groups outside the batch go back to the data source.
-    So slow rollouts are rarer in the batches than among all rollouts, as in slime's own loop. `generate_rollout_async`
-    has no such bias.
+    So slow rollouts are rarer in the batches than among all rollouts. `generate_rollout_async` has no such bias.
 
     With `--partial-rollout`, the running groups are paused instead, and continue in the next rollout with the new
     weights. A paused group keeps its tokens, and the pause does not count against its agents' time limits. With
@@ -157,8 +156,8 @@ async def custom_generate(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> SlimeSample | list[SlimeSample]:
     """Run a session for a sample of slime's own rollout loop. Returns a copy of the sample with tokens and reward, or a
-    list of copies if the session has several rows. In an evaluation, only the copy for the first row, the main
-    conversation's, is returned."""
+    list of copies if the session has several rows. An evaluation gets only the copy for the first row, the main
+    conversation's."""
     settings = _settings(args, UNSUPPORTED)
     if not evaluation:
         _check_normalisation(args, settings)
@@ -191,9 +190,9 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     """Return the rewards, and the rewards normalised within each group, for slime's
     `--custom-reward-post-process-path`.
 
-    Each rollout counts once in its group, no matter how many samples it has. A rollout with `remove_sample` does not
-    count. slime's own normalisation would treat the batch as a single group, unless the batch has exactly n samples for
-    each prompt. The standard deviation is the sample standard deviation, as in torch.
+    Each rollout counts once in its group, no matter how many samples it has, but not with `remove_sample`. slime's own
+    normalisation treats the batch as a single group unless it has exactly n samples for each prompt. The standard
+    deviation is the sample standard deviation, as in torch.
 
     If only one rollout of a group counts, the group's normalised rewards are 0. If the estimator divides by the
     standard deviation, they are also 0 when all rollouts of the group have the same reward. Otherwise, a row whose
@@ -205,8 +204,8 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     counted: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         if not sample.remove_sample:
-            # The reward of a rollout is the reward of its first sample, which is the main conversation's. Its other
-            # samples may have other rewards.
+            # A rollout's reward is that of its first sample, the main conversation's. Its other samples may have other
+            # rewards.
             counted.setdefault(sample.group_index, {}).setdefault(_rollout_id(sample), reward)
     normalised = []
     for sample, reward in zip(samples, rewards, strict=True):
@@ -233,8 +232,8 @@ def close(data_source: Any) -> None:
 
 
 class _Bridge:
-    """Holds what the rollout functions keep between their calls: the client, and whether this bridge has paused the
-    policy. After the first call of `generate_rollout_async`, `resident` has this function's prompts and sampler."""
+    """The state between calls of the rollout functions: the client, and whether this bridge has paused the policy.
+    After the first call of `generate_rollout_async`, `resident` has this function's prompts and sampler."""
 
     open_bridges: ClassVar[WeakKeyDictionary[Any, _Bridge]] = WeakKeyDictionary()
     """The bridges by data source. This is a class attribute, because slime imports a rollout function by name and
@@ -326,8 +325,8 @@ class _Prompts:
         return _task_of(self._settings, group[0], sampling, {NUMBER: number})
 
     def is_informative(self, group: GroupView) -> Choice:
-        """Return True if slime's filter keeps the group, and False if the filter drops it. Returns "again" if too few
-        of the group's samples were graded, so that the prompt is repeated."""
+        """Return True if slime's filter keeps the group, and False if it drops the group. Returns "again", which
+        repeats the prompt, if too few of the group's samples were graded."""
         args = self._args
         if self._settings.complete == "all" and len(rewards_of(group)) < group.n:
             self.dropped["incomplete"] += 1
@@ -344,8 +343,8 @@ class _Prompts:
                 shown.append(seen)
         verdict = self._filter(args, shown)
         keep = bool(getattr(verdict, "keep", verdict))
-        # slime's filter may return `keep_when_insufficient`. As in slime, such a group is kept if the number of dropped
-        # groups is at least the number of groups that run in excess of the batch size.
+        # As in slime, a group with `keep_when_insufficient` is kept if at least as many groups were dropped as run in
+        # excess of the batch size.
         if getattr(verdict, "keep_when_insufficient", False):
             keep = keep or sum(self.dropped.values()) >= _inflight(args) - args.rollout_batch_size
         if not keep:
@@ -403,8 +402,8 @@ def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | 
                 of_group.append(_filled(args, settings, sample, trajectory, pixels))
                 versions += [version for row in trajectory.rows for version in row.trained_versions()]
             else:
-                # The session was not graded, or has no row to train on. The filter cannot detect a session without a
-                # row, because it gets groups without their rows.
+                # The session was not graded, or has no row to train on. The filter cannot detect a missing row, because
+                # it gets groups without rows.
                 log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
                 errors.append(trajectory.error)
                 of_group.append([_removed(args, settings, sample, trajectory)])
@@ -413,8 +412,8 @@ def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | 
         raise errors[0]
     data.sort(key=lambda of_group: of_group[0][0].index)
     fans_out = any(len(rows) > 1 for of_group in data for rows in of_group)
-    # slime expects a list of groups, each a list of samples. If any rollout has several samples, slime requires a list
-    # of samples for every rollout, which is a third level.
+    # slime expects a list of groups of samples. If any rollout has several samples, every rollout must be a list of
+    # samples.
     samples = data if fans_out else [[rows[0] for rows in of_group] for of_group in data]
     if path := getattr(args, "rollout_sample_filter_path", None):
         _load_function(path)(args, samples)
@@ -473,8 +472,8 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
 
 
 def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tuple[SlimeSample, dict[str, Any]]]:
-    """Return copies of an evaluation set's prompts, each with the group to submit. Raises InvalidField for a set that
-    has no prompts or has images, and for unsupported sampling parameters."""
+    """Return copies of an evaluation set's prompts, each with the group to submit. Raises InvalidField for a set
+    without prompts or with images, and for unsupported sampling parameters."""
     images = getattr(config, "multimodal_keys", None) or getattr(args, "multimodal_keys", None)
     refuse_images(images, f"the evaluation set {config.name!r}", field="multimodal_keys")
     dataset = _trainer_module("utils.data").Dataset(
@@ -522,8 +521,7 @@ def _task_of(
 async def _read_images(
     args: Any, client: AsyncClient, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], dict[int, dict[str, Any]]]:
-    """Read the images of all rows. Returns the trajectories, and slime's image inputs for each row with images, by
-    Python's `id(row)`.
+    """Return the trajectories, and slime's image inputs for each row with images, by Python's `id(row)`.
 
     If any row has images, each row is cut before its first placeholder token that belongs to no image. A trajectory
     without a trained token before the cut gets an error. Raises InvalidField if the model's processor cannot read the
@@ -633,8 +631,8 @@ def _filled(
 
 
 def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
-    """Return a copy of slime's sample for a session without a row to train on. The copy has one response token, with
-    mask 0. The reward is 0 unless the session was graded."""
+    """Return a copy of slime's sample for a session without a row. It has one response token, with mask 0. The reward
+    is 0 unless the session was graded."""
     removed = copy.deepcopy(sample)
     removed.tokens = [0, 0]
     removed.response_length = 1
@@ -657,8 +655,8 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
 def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, *, evaluation: bool = False
 ) -> float | dict[str, float]:
-    """Return the reward for slime. If slime has a reward key, this is a dictionary with the reward and all metrics, in
-    which slime looks up the key. Raises InvalidField if the dictionary does not have the key."""
+    """Return the reward for slime. If slime has a reward key, this is a dictionary of the reward and all metrics, from
+    which slime picks the key. Raises InvalidField if the dictionary does not have the key."""
     if not (key := _reward_key(args, evaluation=evaluation)):
         return reward
     assert trajectory.result.verdict is not None
@@ -730,8 +728,8 @@ def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
 
 
 def _trainer() -> str:
-    """Return the name of the trainer's package, "slime" or "miles". miles imports its module `base_types` before it
-    calls a rollout function, so this module shows which of them runs."""
+    """Return the name of the trainer's package, "slime" or "miles". miles imports its own `base_types` before it calls
+    a rollout function."""
     return "miles" if "miles.rollout.base_types" in sys.modules else "slime"
 
 

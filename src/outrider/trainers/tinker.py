@@ -81,8 +81,8 @@ STOPS: Mapping[StopReason, CookbookStop] = {
 class TinkerSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
-    relay: the name of the service's relay engine. With it, the cookbook's sampling clients answer the service's model
-        calls. None if the service has its own engines.
+    relay: the name of the relay engine for whose model calls the cookbook's sampling clients sample; None if the
+        service has its own engines.
     complete: with "all", a group is used only if all its sessions can be trained on. With "any", two such sessions are
         enough, or one in an evaluation.
     """
@@ -101,7 +101,7 @@ class TaskGroup(EnvGroupBuilder):  # type: ignore[misc]  # mypy does not check t
         self.prompt_key = prompt_key
 
     async def make_envs(self) -> Sequence[Env]:
-        """Raise InvalidField, because the trainer has no environments: the sessions run in the service."""
+        """Raise InvalidField: the sessions run in the service, so the trainer has no environments."""
         raise InvalidField(
             "a TaskGroup needs the rollout strategy ServiceRollouts",
             field="rollout_error_tolerance",
@@ -166,9 +166,9 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not c
         """Run a group and return its trajectories.
 
         If fewer sessions can be trained on than the setting `complete` requires, raises AllTrajectoriesFailedError, and
-        the cookbook skips the group. After FAILED_IN_A_ROW consecutive training groups of this kind, raises the first
-        error of a session instead. Raises InvalidField for a row that cannot be converted to a task, and ServiceError
-        if the service cannot be reached."""
+        the cookbook skips the group. After FAILED_IN_A_ROW such training groups in a row, raises a session's error
+        instead. Raises InvalidField for a row that cannot be converted to a task, and ServiceError if the service
+        cannot be reached."""
         builder = env_group_builder
         if not isinstance(builder, TaskGroup):
             raise InvalidField(
@@ -316,10 +316,10 @@ def _transitions_of(row: TrainingRow, sequences: SampledSequences | None) -> lis
 
 
 def advantages_per_rollout(groups: Sequence[TrajectoryGroup]) -> list[torch.Tensor]:
-    """Return advantages like the cookbook's `compute_advantages`, multiplied so that all rollouts have the same weight
-    in a loss that sums over tokens. The result has one tensor of shape (rollouts,) for each group.
+    """Return the cookbook's advantages (`compute_advantages`), multiplied so that all rollouts have the same weight in
+    a loss that sums over tokens. The result has one tensor of shape (rollouts,) for each group.
 
-    The factor of rollout r is N / (R * T_r). T_r is the number of trained tokens in all rows of the rollout. All groups
+    The factor of rollout r is N / (R * T_r), where T_r is the number of trained tokens in all its rows. All groups
     together have R rollouts and N trained tokens. So the weights of all tokens still add up to N.
     """
     tokens = [
@@ -368,8 +368,8 @@ class TaskDataset(RLDataset):  # type: ignore[misc]  # mypy does not check the c
 
 @chz.chz
 class TaskDatasetBuilder(RLDatasetBuilder):  # type: ignore[misc]  # mypy does not check the cookbook
-    """Reads the datasets for `Config.dataset_builder` from files of rows, in JSON Lines, JSON or Parquet. `test_data`
-    is the file for the cookbook's evaluations, which run `test_group_size` sessions for each row."""
+    """Reads the datasets for `Config.dataset_builder` from files in JSON Lines, JSON or Parquet. `test_data` is the
+    file for the cookbook's evaluations, with `test_group_size` sessions for each row."""
 
     data: str
     groups_per_batch: int

@@ -1,9 +1,9 @@
 """Answers a service's model calls with Tinker's sampling clients, and keeps Tinker's id of each sampled sequence.
 
-A relay worker in a thread of the trainer's process receives the model calls of the sessions. The trainer gives a
-sampling client for each group. All calls of the group are sampled with this client, even after the trainer has made
-newer clients. Each new client is a new policy version. The module needs `tinker` (0.38), not tinker-cookbook.
-Invariant: sampled tokens have the version of the client that sampled them.
+A relay worker in a thread of the trainer's process receives the model calls. The trainer gives a sampling client for
+each group. All calls of the group are sampled with it, even after the trainer has made newer clients. Each new client
+is a new policy version. The module needs `tinker` (0.38), not tinker-cookbook. Invariant: sampled tokens have the
+version of the client that sampled them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SamplingClient = Any
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """A sequence that Tinker sampled: its tokens, Tinker's id for it, and the number of prompt tokens that Tinker had
-    in its cache."""
+    """A sequence that Tinker sampled: its tokens, its id, and the number of prompt tokens that came from Tinker's
+    cache."""
 
     ids: tuple[int, ...]
     sequence_id: str | None
@@ -58,7 +58,7 @@ class SampledSequence:
 
 
 class SampledSequences:
-    """The sampled sequences of one session. `find` looks up a sequence by its prompt."""
+    """The sampled sequences of one session, by their prompts."""
 
     def __init__(self) -> None:
         self._by_prompt: dict[int, list[SampledSequence]] = {}
@@ -67,9 +67,9 @@ class SampledSequences:
         self._by_prompt.setdefault(_digest(prompt), []).append(sequence)
 
     def find(self, ids: Sequence[int], start: int, end: int) -> tuple[SampledSequence, int] | None:
-        """Return the longest sampled sequence that begins at position `start` of a row, and the position at which it
-        ends in the row, at most `end`. The sequence's prompt must be `ids[:start]`, and its tokens must be those of the
-        row. Returns None if there is no such sequence."""
+        """Return the longest sequence that was sampled for the prompt `ids[:start]` and whose tokens are the next ids
+        of the row. Also return the position, at most `end`, at which it ends in the row. Returns None if there is no
+        such sequence."""
         best: tuple[SampledSequence, int] | None = None
         for sequence in self._by_prompt.get(_digest(ids[:start]), ()):
             stop = min(end, start + len(sequence.ids))
@@ -80,8 +80,8 @@ class SampledSequences:
 
 
 class SampledGroup:
-    """A running group, with its sampling client and the client's policy version. `sessions` has the sampled sequences
-    of each session, by the session's id. `announced` is done once these ids are known."""
+    """A running group: its client, the client's policy version, and the sampled sequences by session id. `announced` is
+    done once these ids are known."""
 
     def __init__(self, client: SamplingClient, version: int, by_session: dict[str, SampledGroup]) -> None:
         self.client = client
@@ -104,19 +104,18 @@ class SampledGroup:
 
 
 class TinkerSampler:
-    """A relay worker in the trainer's process, which samples for the relay engine `relay` of the service at `url`.
-    `version` is the newest policy version; the first client gets the next version.
+    """A relay worker in the trainer's process, for the relay engine `relay` of the service at `url`. `version` is the
+    newest policy version; the first client gets the next version.
 
-    `open` makes at most one sampler for an engine in a process. An engine divides its calls among all its workers, and
-    a second sampler would not have the clients of the first.
+    `open` makes at most one sampler for an engine. An engine divides its calls among its workers, and a second sampler
+    would not have the first one's clients.
     """
 
     _open: ClassVar[dict[tuple[str, str], TinkerSampler]] = {}
 
     @classmethod
     def open(cls, url: str, token: str | None, relay: str, *, version: int) -> TinkerSampler:
-        """Return this process's sampler for an engine, and create it if needed. Call `close` once for each call of this
-        method."""
+        """Return this process's sampler for an engine. Call `close` once for each call of this method."""
         if (url, relay) not in cls._open:
             cls._open[url, relay] = cls(url, token, relay, version=version)
         sampler = cls._open[url, relay]
@@ -144,8 +143,8 @@ class TinkerSampler:
         await asyncio.to_thread(self._thread.attach)
 
     def close(self) -> None:
-        """End one use of the sampler (see `open`). After the last use, the worker is detached from the service. This
-        also happens when the process exits."""
+        """End one use of the sampler (see `open`). After the last use, and when the process exits, the worker is
+        detached from the service."""
         self._users -= 1
         if not self._users:
             self._detach()
@@ -161,8 +160,7 @@ class TinkerSampler:
         used before gets a new version."""
         with self._lock:
             if client not in self._versions:
-                # An operator may have set a higher version in the service. The new version must be above it, because a
-                # worker with a lower version would get no calls.
+                # An operator may have set a higher version. A worker with a lower version would get no calls.
                 self.version = max(self.version, self._engine.version) + 1
                 self._newest = client
                 self._versions[client] = self.version
@@ -210,11 +208,11 @@ class TinkerSampler:
         )
 
     async def _group_of(self, session_key: str) -> tuple[SampledGroup, SampledSequences] | tuple[None, None]:
-        """Return the group of a session, and the session's sequences. Returns None for both if the session belongs to
-        another client of the service.
+        """Return a session's group and sequences, or None for both if the session belongs to another client of the
+        service.
 
-        A session's first call may arrive before the reply to its group's submission, which names the session. So this
-        method waits for outstanding replies if it does not know the session."""
+        A session's first call may arrive before the reply to the submission, which names the session. So this method
+        waits for missing replies."""
         waiting = {asyncio.wrap_future(group.announced) for group in self._groups.copy() if not group.announced.done()}
         while True:
             session = session_key

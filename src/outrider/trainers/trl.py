@@ -71,10 +71,10 @@ TESTED = "1.16"
 SETTINGS = BridgeSettings()
 """The default settings of a bridge. They select all rows of a session that have trained tokens."""
 STATE_FILE = "outrider_sampler.json"
-"""The file in a trainer's checkpoint that contains the sampler's state."""
+"""The file for the sampler's state in a trainer's checkpoint."""
 UNUSED_FILE = "outrider_unused_rows.pt"
-"""The file in a trainer's checkpoint that contains the rows of the trainer's current batch. It exists only if the
-checkpoint was written between two steps that share a batch."""
+"""The file for the rows of the current batch in a trainer's checkpoint. It exists only if the checkpoint was written
+between two steps that share a batch."""
 ASYNC_HOOKS = ("rollout_worker", "weight_transfer")
 """The arguments of AsyncGRPOTrainer that take a `RolloutWorker` and a `ServiceWeights`."""
 PROMPT_COLUMN = "prompt"
@@ -104,21 +104,21 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 class StepStats(msgspec.Struct, kw_only=True):
     """The statistics of one batch.
 
-    reward: the mean reward of all groups that were graded since the previous batch, including groups that were dropped.
-    spread: the mean of these groups' standard deviations.
+    reward: mean reward of all groups that were graded since the previous batch, including dropped groups.
+    spread: mean standard deviation of the rewards within each of these groups.
     kept_reward: mean reward of the groups in the batch.
     staleness_mean, staleness_max: mean and maximum number of versions by which the trained tokens are older than the
         policy in training.
-    waited: the time for which the trainer waited for the batch, in seconds.
+    waited: the seconds for which the trainer waited for the batch.
     held: the part of `waited` in which the batch was full, but waited for slow groups (`sampling.Batch`).
-    left_out_rows: the number of rows that were left out because the batch has one row for each session.
-    left_out_tokens: the number of trained tokens in these rows, and of the tokens that `BatchRow.cut` counts.
-    empty_rows: the number of rows without a trained token.
-    errors: the number of sessions of the batch that failed.
-    drift_tokens: the number of ids that an engine reported differently from the recorded ids.
-    logprob_gap: the largest difference between a token's recorded log-probability and the trainer's value, which is
-        computed with the weights that sampled the token. None if it was not measured.
-    compared_tokens: the number of tokens that were compared for `logprob_gap`.
+    left_out_rows: number of rows that were left out because the batch has one row for each session.
+    left_out_tokens: number of trained tokens in these rows, plus the tokens that `BatchRow.cut` counts.
+    empty_rows: number of rows without a trained token.
+    errors: number of sessions of the batch that failed.
+    drift_tokens: number of ids that an engine reported differently from the recorded ids.
+    logprob_gap: the largest difference between a token's recorded log-probability and the trainer's value, computed
+        with the weights that sampled the token. None if it was not measured.
+    compared_tokens: number of tokens compared for `logprob_gap`.
     """
 
     step: int
@@ -188,14 +188,14 @@ class Rollouts:
     measure: compare the recorded log-probabilities with the trainer's own, computed with the weights that sampled each
         token (`StepStats.logprob_gap`). This costs one more forward pass for each version in a batch, and
         `weights.keep` should be at least `max_age` + 1.
-    rows: what to do with further rows of a session, because GRPOTrainer has room for one. With "all", a second row with
-        trained tokens in a training batch is an error. With "main", only the first row trains, and the other rows are
-        counted (`StepStats.left_out_rows`).
+    rows: GRPOTrainer has room for one row of a session. With "all", a second row with trained tokens in a training
+        batch is an error. With "main", only the first row trains, and the other rows are counted
+        (`StepStats.left_out_rows`).
     state: the result of `sampler_state(checkpoint)`, for a trainer that loads a checkpoint in its own way.
-        `train(resume_from_checkpoint=...)` loads the sampler's state itself.
+        `train(resume_from_checkpoint=...)` loads the state itself.
 
-    If the block ends without an error, the groups that still run are cancelled. After an error these groups continue,
-    so that a restarted trainer can use them.
+    If the block ends without an error, running groups are cancelled. After an error they continue, so that a restarted
+    trainer can use them.
     """
 
     def __init__(
@@ -430,8 +430,7 @@ class Rollouts:
             if version >= 0
         ]
         kept = [reward for group in batch.groups for reward in rewards_of(group)]
-        # If all groups of this batch were already graded at the previous batch, no group was graded since then. The
-        # batch's own groups are used in this case.
+        # If all groups of this batch were done at the previous batch, no group was graded since.
         graded = graded or [rewards_of(group) for group in batch.groups]
         results = [session.result for group in batch.groups for session in group.sessions if session.result]
         return StepStats(
@@ -464,7 +463,7 @@ class ServiceLogprobs:
 
     A checkpoint contains the sampler's state. If several steps share a batch (`steps_per_generation`,
     `num_iterations`), it also contains the rows of an unfinished batch. A trainer that continues from the checkpoint
-    loads both, so it trains on each group as often as a trainer that was never interrupted.
+    loads both, so it trains on each group as often as an uninterrupted trainer.
     """
 
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -514,7 +513,7 @@ class ServiceLogprobs:
 
         rollouts = self.rollout_func
         # The state is written before the call of `super`, which completes the checkpoint and removes older ones. So
-        # every complete checkpoint has a sampler's state, even if the process is killed during this method.
+        # every complete checkpoint has a sampler's state, even if the process is killed now.
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -592,11 +591,9 @@ class AsyncLossPerRollout:
     class: `class Trainer(AsyncLossPerRollout, AsyncGRPOTrainer)`.
 
     The loss of a micro-batch becomes 1/R * sum_r 1/T_r * sum_t l_t. T_r is the number of trained tokens t in all rows
-    of rollout r. R is the number of rollouts in the micro-batch. A rollout with only half of its tokens in the
-    micro-batch counts as half a rollout in R. TRL's own loss is a mean over tokens, so a rollout with seven rows would
-    have seven times the weight.
-
-    The mixin multiplies advantages by positive numbers, which PPO's clipping does not change.
+    of rollout r. R is the number of rollouts in the micro-batch; a rollout with only half of its tokens there counts as
+    half. TRL's own loss is a mean over tokens, so a rollout with seven rows would have seven times the weight. The
+    mixin multiplies advantages by positive numbers, which PPO's clipping does not change.
     """
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -627,20 +624,18 @@ def _weighed(collate: Callable[[Any], Any], examples: Sequence[Any]) -> Any:
 
 
 class RolloutWorker:
-    """The `rollout_worker` of an AsyncGRPOTrainer (RolloutWorkerProtocol). Its `weight_transfer` must be
-    `ServiceWeights`. The trainer must have the mixin `AsyncLossPerRollout`; otherwise `start` raises an error.
+    """The `rollout_worker` of an AsyncGRPOTrainer (RolloutWorkerProtocol), with `ServiceWeights` as `weight_transfer`.
+    The trainer must have the mixin `AsyncLossPerRollout`; otherwise `start` raises an error.
 
     A `DynamicSampler` keeps `inflight` groups of `n` sessions running. Every row with trained tokens is put into
     `rollout_buffer`, with the advantage of its session; `advantages` selects how advantages are computed. While the
     buffer is full (`buffered` rows), finished groups wait in the sampler. The constructor raises InvalidField if the
     installed TRL has no argument for a rollout worker.
 
-    groups_per_version: the number of groups that the trainer trains on between two updates of the weights. This is the
-        number of groups in a batch of its optimizer, times `weight_sync_steps`.
-    max_age: the trainer's max_staleness.
-
-    From these two numbers, the sampler knows how many groups the trainer can use before their rows are too old. It
-    submits no more than that.
+    groups_per_version: the number of groups that the trainer trains on between two updates of the weights: the groups
+        in a batch of its optimizer, times `weight_sync_steps`.
+    max_age: the trainer's max_staleness. The sampler submits no more groups than the trainer can use before they are
+        older.
     """
 
     def __init__(
@@ -693,8 +688,8 @@ class RolloutWorker:
         self._last_row = time.monotonic()
 
     def weigh_rollouts(self) -> None:
-        """Record that the trainer gives each rollout the same weight, no matter how many rows it has.
-        `AsyncLossPerRollout` calls this."""
+        """Record that the trainer weighs rollouts equally, no matter how many rows they have. `AsyncLossPerRollout`
+        calls this."""
         self._weighed = True
 
     def start(self) -> None:
@@ -920,8 +915,8 @@ def _refuse_to_leave_out(rows: Sequence[TrainingRow]) -> None:
 
 
 def _rollout_reward(trajectory: Trajectory) -> float | None:
-    """Return the reward with which a rollout counts in its group. This is the reward of its first row or, if no row has
-    trained tokens, of the verdict. Returns None if the rollout was not graded."""
+    """Return the reward with which a rollout counts in its group: the reward of its first row or, if no row has trained
+    tokens, the verdict's. Returns None if the rollout was not graded."""
     return trajectory.rows[0].reward if trajectory.rows else _reward_of(trajectory.session)
 
 
@@ -958,7 +953,7 @@ def _check_trainer(trainer: Any) -> None:
 def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) -> tuple[float | None, int]:
     """Compare the recorded log-probabilities with those that the trainer computes with the weights of each token's
     version. Returns the largest difference and the number of tokens compared. Tokens whose weights are no longer stored
-    are not compared. If no token is compared, the difference is None."""
+    are left out. If no token is compared, the difference is None."""
     import torch
 
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)

@@ -43,8 +43,7 @@ STOPS = {
     StopReason.MAX_TOKENS: "max_output_tokens",
     StopReason.CONTEXT_OVERFLOW: "max_total_tokens",
 }
-"""verifiers' stop conditions for sessions that a limit ended. verifiers treats the traces of these sessions as
-truncated."""
+"""verifiers' stop conditions for sessions that a limit ended. The traces of these sessions count as truncated."""
 
 
 class VerifiersSettings(BridgeSettings):
@@ -147,8 +146,8 @@ class VerifiersRollouts:
             task["instruction"] = f"{system_prompt}\n\n{task['instruction']}"
         if max_turns is not None:
             task["limits"] = {**(task.get("limits") or {}), "turns": max_turns}
-        # The group's idempotency key is random. A key made from the row would repeat within a verifiers group and in
-        # the next epoch, and the service would return the earlier session.
+        # The group's idempotency key is random, because the same row occurs again in a group of verifiers and in the
+        # next epoch, and needs a new session each time.
         group = group_of(self._settings, task, evaluating=not server.trains)
         async with shared_client(self._settings.url, self._settings.token) as shared:
             if self._settings.engines == "client":
@@ -216,8 +215,8 @@ class VerifiersRollouts:
 
 
 def _check(trajectory: Trajectory, *, trains: bool) -> None:
-    """Raise the session's error, if it has one. In an evaluation, a session without tokens to train on is accepted if
-    it was graded. Raises InvalidField if the rows have different rewards, because a trace has one reward."""
+    """Raise the session's error, if it has one. In an evaluation, a graded session without tokens to train on is
+    accepted. Raises InvalidField if the rows have different rewards, because a trace has one reward."""
     result = trajectory.session.result
     graded = result is not None and result.error is None and result.verdict is not None
     if trajectory.error is not None and (trains or not graded):
@@ -296,8 +295,8 @@ def parts_of(
 
 
 def _add_row(nodes: list[dict[str, Any]], places: dict[int, int], row: TrainingRow, chat: ChatRow) -> None:
-    """Add the path of a row to `nodes`, with a node for each message. A row does not record which id belongs to which
-    message. So of the messages before a reply, the first gets all their ids. `places` maps the number of a turn to the
+    """Add the path of a row to `nodes`, with a node for each message. Of the messages before a reply, the first gets
+    all ids, because a row does not record which id belongs to which message. `places` maps the number of a turn to the
     index of its reply's node."""
     parent: int | None = None
     first = len(nodes)

@@ -2,8 +2,8 @@
 under the id `outrider-rollouts`.
 
 The taskset reads dataset rows. The harness runs each row as a session of a service (`verifiers.VerifiersRollouts`), and
-writes the session's tokens into the trace. The environment combines the two. The reward of a task is the verdict of its
-session. Invariant: a trace has a reward only if its session was graded. Any failure is an error of the trace.
+writes the session's tokens into the trace. The reward of a task is the verdict of its session. Invariant: a trace has a
+reward only if its session was graded. Any failure is an error of the trace.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
     _running: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, VerifiersRollouts]]] = WeakKeyDictionary()
-    """The rollouts of each event loop, by their settings. verifiers makes a harness for each episode. Harnesses with
-    the same settings share the rollouts, and thus the attached engines."""
+    """The rollouts of each event loop, by their settings. verifiers makes a harness for each episode, and harnesses
+    with the same settings share the attached engines."""
 
     def __init__(self, config: OutriderHarnessConfig) -> None:
         super().__init__(config)
@@ -174,7 +174,7 @@ class OutriderEnvConfig(vf.EnvConfig):  # type: ignore[misc]
 
 
 class OutriderEnv(vf.Env[OutriderEnvConfig]):  # type: ignore[misc]
-    """An environment in which one agent plays one row in each episode."""
+    """An environment in which one agent works on one row in each episode."""
 
     async def run(self, task: Any, agents: Any) -> None:
         await agents.agent.run(task)
@@ -192,7 +192,7 @@ class OutriderEnv(vf.Env[OutriderEnvConfig]):  # type: ignore[misc]
 
 
 def fill(trace: Any, parts: TraceParts) -> None:
-    """Add a session's nodes, model calls and results to its trace."""
+    """Add the parts of a session to its trace."""
     first = len(trace.nodes)
     for node in parts.nodes:
         parent = node["parent"]

@@ -9,13 +9,13 @@ The manager also registers the advantage estimators of verl_advantages.py, in wh
 many rows it has. The settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). With the setting `relay`,
 verl's own servers generate, and a Ray actor attaches them to the service.
 
-The service is used over HTTP only. Its address is the first of these that is set:
+The service's address is the first of these that is set:
 
 1. $OUTRIDER_URL
 2. the address of the Ray actor in the setting `actor`, which `start_service` makes
 3. the setting `url`
 
-Invariant: a session that cannot be trained on raises an error. No sample is made up for it.
+Invariant: a session that cannot be trained on raises an error and gives no sample.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ log = logging.getLogger("outrider.verl")
 
 MODEL_PATH = "actor_rollout_ref.model.path"
 START_SECONDS = 120.0
-"""The maximum time, in seconds, in which a service that `start_service` starts must become ready."""
+"""Maximum seconds until a service that `start_service` starts is ready."""
 READY = b"outrider is ready at "
 """The beginning of the line in which `outrider serve` prints its address."""
 ABORTED = ("aborted", "abort")
 ABORT_PAUSE = 1.0
-"""The time, in seconds, before an aborted generation is continued, as in verl's own client. verl aborts generations
-while its servers load weights."""
+"""Seconds before an aborted generation is continued, as in verl's own client. verl aborts generations while its servers
+load weights."""
 SENT = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
-"""Sampling parameters that are sent even if their value is 0. Others are left out then."""
+"""Sampling parameters that are sent even if their value is 0."""
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
@@ -186,8 +186,7 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         for number, rows in outputs.items():
             await self._agent_loop_postprocess(rows, validate, session_id=number, **prompt)
             if not validate and self.config.algorithm.adv_estimator in ESTIMATORS:
-                # The estimators need the session of each row. Of the columns that the trainer passes to them, only
-                # `uid` can name it.
+                # Of the columns that the trainer passes to the estimators, only `uid` can identify a row's session.
                 keys = [f"{prompt['uid']}_{number}_{row}" for row in range(len(rows))]
                 fields = list_of_dict_to_tensordict([{"uid": key} for key in keys])
                 await tq.async_kv_batch_put(keys=keys, partition_id="train", fields=fields)
@@ -235,8 +234,8 @@ async def roll_out(settings: VerlSettings, group: Mapping[str, Any], terms: Term
 
 
 async def with_address(settings: VerlSettings) -> VerlSettings:
-    """Return the settings with the URL and token of the service that runs in the Ray actor `actor`. The settings are
-    unchanged if `actor` is None or $OUTRIDER_URL is set. Raises InvalidField if the Ray job has no such actor."""
+    """Return the settings with the URL and token from the Ray actor `settings.actor`. They are unchanged if `actor` is
+    None or $OUTRIDER_URL is set. Raises InvalidField if the Ray job has no such actor."""
     if settings.actor is None or environment("OUTRIDER_URL"):
         return settings
     try:
@@ -268,8 +267,8 @@ async def outputs_of(
 
 
 async def pictures_of(settings: VerlSettings, images: Sequence[SampleImage], processor: Any) -> list[Any]:
-    """Return the images of a row as Pillow images, in the size in which the engine read them. verl's processor converts
-    them to pixel values. Raises InvalidField if the processor divides an image into other patches than the engine."""
+    """Return the images of a row as Pillow images, in the size in which the engine read them. verl's processor makes
+    pixel values of them. Raises InvalidField if its grid of patches differs from the engine's."""
     settings = await with_address(settings)
     async with shared_client(settings.url, settings.token) as shared:
         files = {
@@ -281,7 +280,7 @@ async def pictures_of(settings: VerlSettings, images: Sequence[SampleImage], pro
 
 
 def _step(row: Mapping[str, Any]) -> int:
-    """Return the trainer's step; 0 for the V0 trainer, which does not pass the step."""
+    """Return the trainer's step, or 0 for the V0 trainer, which does not pass the step."""
     return int(row.get("global_steps", 0))
 
 
@@ -359,7 +358,6 @@ def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
     a constraint, because verl's servers have no structured output."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers do not support structured output")
-    # vLLM's class SamplingParams has the same field names.
     fields = {**msgspec.structs.asdict(sampling), "stop": list(sampling.stop)}
     fields["stop_token_ids"] = list(sampling.stop_token_ids)
     del fields["max_tokens"]
@@ -394,7 +392,7 @@ async def attach_servers(llm_client: Any, url: str, token: str | None, engine: s
     try:
         await actor.attach.remote()
     except ray.exceptions.RayError as error:
-        if isinstance(error, ray.exceptions.RayActorError):  # the actor has ended
+        if isinstance(error, ray.exceptions.RayActorError):
             _RELAYS.pop((url, engine), None)
         raise EngineUnavailable(
             f"verl's servers cannot be attached to {url}: {error}",

@@ -5,8 +5,8 @@ The module does not import verl. The manager of `outrider.trainers.verl` registe
 verl passes to an estimator, only `uid` can identify a rollout. So the manager's workers put the key
 `{uid}_{session}_{row}` there. The row with the highest number is the main conversation's.
 
-Invariant: with the loss aggregation AGGREGATION, a token's weight in the loss, averaged over verl's mini-batches, is
-the weight in docs/trainers/weights.md.
+Invariant: with the loss aggregation that AGGREGATION names, a token's weight in the loss, averaged over verl's
+mini-batches, is the weight in docs/trainers/weights.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ rows in a mini-batch. Neither number depends on which rows share a mini-batch or
 SCALABLE_LOSSES = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"})
 """verl's policy losses that use the configured aggregation and are proportional to the advantages."""
 EPSILON = 1e-6
-"""A small number that is added to a standard deviation before dividing by it, as in verl's GRPO."""
+"""A small number that is added to a standard deviation before a division by it, as in verl's GRPO."""
 
 Share = Callable[[Any, Any, int], Any]
 """A function that computes each row's share of the total weight. Its arguments are the trained tokens of each row, the
@@ -37,11 +37,10 @@ trained tokens of each row's rollout, and the number of rollouts."""
 def estimate(
     share: Share, *, token_level_rewards: Any, response_mask: Any, index: Sequence[str], config: Any, **_: Any
 ) -> Any:
-    """Return verl's pair (advantages, returns). The first are the advantages multiplied by the rows' weights. The
-    second are the advantages without the weights.
+    """Return verl's pair (advantages, returns): the advantages with and without the weights of the rows.
 
-    `token_level_rewards`, `response_mask` and the results are tensors [rows, response length]. `index` has a key for
-    each row (see the module). Raises InvalidField if it does not.
+    `token_level_rewards`, `response_mask` and the results are tensors [rows, response length]. `index` has the rows'
+    keys. Raises InvalidField if it does not.
     """
     with torch.no_grad():
         trained = response_mask.sum(-1)
@@ -135,8 +134,8 @@ def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config
 
 
 def _key(key: str, trained: int) -> tuple[str, str, int] | None:
-    """Split a row's key into its parts. Returns None for a row that verl has added to fill a mini-batch. Raises
-    InvalidField for a row with trained tokens but no such key."""
+    """Return the parts of a row's key, or None for a row that verl has added to fill a mini-batch. Raises InvalidField
+    if any other row has no key."""
     parts = key.rsplit("_", 2)
     if len(parts) == 3:
         return parts[0], parts[1], int(parts[2])

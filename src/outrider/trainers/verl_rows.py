@@ -66,8 +66,8 @@ def verl_settings(custom: Mapping[str, Any] | None) -> VerlSettings:
 
 
 def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
-    """Return the task of a dataset row, with verl's sampling parameters. The session may sample at most verl's response
-    length in tokens. Raises InvalidField for a row that cannot be converted."""
+    """Return the task of a dataset row, with verl's sampling parameters. A session may sample at most verl's response
+    length in tokens. Raises InvalidField."""
     sampling = {name: terms.sampling[name] for name in SAMPLING if name in terms.sampling}
     labels = {f"verl.{name}": row[name] for name in LABELS if name in row}
     task = task_for(settings, row, prompt=row.get("raw_prompt"), sampling=sampling, labels=labels)
@@ -105,9 +105,9 @@ def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
     The response columns have equal length, and at least one token has mask 1. `step` is used as the version if the
     engine reported none. Raises the session's error. Raises EngineError if no trained token is within verl's lengths.
 
-    token_rewards: a number for each response id: the row's reward at the last trained id, and the reward of a turn at
-        the turn's end.
-    cut_tokens: the number of trained tokens that were cut off. A row is cut by verl's lengths, by `max_row_tokens`, or
+    token_rewards: a number for each response id: the row's reward at the last trained id, and a turn's reward at the
+        turn's end.
+    cut_tokens: the number of trained tokens that were cut off. A row is cut to verl's lengths, to `max_row_tokens`, and
         before a placeholder token that does not belong to a whole image.
     """
     if trajectory.error is not None:

@@ -5,7 +5,7 @@ the recipe's session proxy.
     running = worker.run.remote()
 
 `manager` is verl's LLMServerManager, whose client balances the calls over verl's servers. The proxy is the recipe's
-own, or `outrider serve --compat verl`. `outrider.relay.verl` describes the protocol between worker and proxy.
+own, or `outrider serve --compat verl`. The protocol is that of `outrider.relay.verl`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class RecipeWorker:
 
     client: an LLMServerClient of verl.
     tokenizer: the folder of the model's tokenizer.
-    renderer: the name of the model's family (see `make_renderer`). If None, the family is derived from the model's
-        name.
+    renderer: the name of the model's family (see `make_renderer`); by default, derived from the model's name.
     token, ca: as for `ProxyWorker`.
 
     Raises InvalidField for an unknown family.

@@ -1,7 +1,5 @@
-"""Publishes the weights of a policy in training to the engines of a service. The weights are passed through a folder
-that the trainer and the engines can read.
-
-The module works for any trainer. Invariants:
+"""Publishes the weights of a policy in training to the engines of a service, through a folder that the trainer and the
+engines can read. Invariants:
 
 - A published version is higher than all earlier versions of the service.
 - Each version has its own folder, which is complete before its path is sent to the service.
@@ -108,7 +106,7 @@ class PolicyWeights:
             )
         assert self._folder is not None, NOT_OPEN
         # The folder may contain versions of an earlier run or of a failed publication. The new version is higher than
-        # all of them, so no version's folder is written twice.
+        # all of them, so no folder is written twice.
         there = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
         numbers = [int(number) for number in there if number.isdecimal()]
         current = self._client.policy().version
@@ -139,8 +137,8 @@ class PolicyWeights:
         self.version = max(self.version, version)
         self._written.append(version)
         while len(self._written) > self._keep:
-            # Another program may have removed the folder. This must not raise an error, because the service already has
-            # the new version.
+            # Another program may have removed the folder. The service already has the new version, so this must not
+            # fail.
             shutil.rmtree(self.folder(self._written.pop(0)), ignore_errors=True)
 
     def read(self, version: int) -> Mapping[str, Tensor] | None:
