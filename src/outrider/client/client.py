@@ -245,8 +245,8 @@ class AsyncClient:
         after the wait that the service requests. After `patience` seconds, raises Busy (QueueFull for a full queue).
 
         With an `idempotency_key`, the submission is also repeated while the service cannot be reached. If the service
-        has already stored the group, that group is returned. Without a key, the service might run the group twice, so
-        the submission is not repeated in this case.
+        has already stored the group, that group is returned. Without a key, the service might run a repeated group
+        twice.
         """
         return await self._submit("/v1/groups", group, patience)
 

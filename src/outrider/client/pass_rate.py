@@ -108,10 +108,10 @@ async def evaluate(
         interruption submits only the missing groups.
     watch: see `AsyncClient.wait`.
 
-    Raises InvalidField if the service refuses a task or the policy has another version. Raises Conflict if `run` was
-    used with other tasks, and Busy if the service stays busy. Raises ServiceError if the service cannot be reached, the
-    version changed during the evaluation, or no session was graded. After an error, running groups are cancelled,
-    unless `run` is given.
+    Raises InvalidField if the service refuses a task or the policy does not have `policy_version`. Raises Conflict if
+    `run` was used with other tasks, and Busy if the service stays busy. Raises ServiceError if the service cannot be
+    reached, the version is another one at the end, or no session was graded. After an error, running groups are
+    cancelled, unless `run` is given.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")

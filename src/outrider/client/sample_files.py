@@ -127,8 +127,8 @@ class Parquet:
 
 
 def _token_arrays(rows: Sequence[Sample]) -> dict[str, Any]:
-    """Return the TOKEN_COLUMNS of all rows as numpy arrays, one row after the other. The arrays are made from the
-    packed fields of the rows. Joining the arrays of the single samples would copy them."""
+    """Return the TOKEN_COLUMNS of all rows as numpy arrays, one row after the other. They are made from the rows'
+    packed fields, because joining the arrays of the single samples would copy them."""
     import numpy as np
 
     total = sum(map(len, rows))

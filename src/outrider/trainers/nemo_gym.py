@@ -13,8 +13,7 @@ this module does not import NeMo Gym. Invariants:
 
 - A reply has exactly one training row, with the sampled tokens and a reward.
 - A rollout that cannot be trained on becomes an HTTP error. The status shows whether another attempt may help.
-- If the connection breaks before the reply, the client can repeat its request within RETRY_SECONDS and gets the same
-  rollout.
+- If the connection breaks before the reply, a request repeated within RETRY_SECONDS gets the same rollout.
 """
 
 from __future__ import annotations

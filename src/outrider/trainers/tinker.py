@@ -253,8 +253,8 @@ def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) ->
     transition has the reward of its turns. The session's own reward is not included, because the cookbook takes it
     separately.
 
-    Raises InvalidField if the rows have different rewards, because the cookbook has one advantage for a trajectory.
-    Also raises InvalidField if a trained token is in none of the `sequences`.
+    Raises InvalidField if the rows have different rewards, because the cookbook has one advantage for a trajectory, or
+    if a trained token is in none of the `sequences`.
     """
     rewards = {row.reward for row in trajectory.rows}
     if len(rewards) > 1:

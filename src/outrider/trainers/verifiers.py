@@ -197,7 +197,7 @@ class VerifiersRollouts:
 
     async def _name_version(self, client: AsyncClient, salt: Any) -> None:
         """Raise the service's policy version to the version in prime-rl's cache salt, if that is higher. The service
-        then does not reuse keys and values that older weights computed.
+        then does not reuse cached keys and values of older weights.
 
         After an engine was attached, the version is set even if it does not change. Otherwise the service would treat
         the engine as outdated. Does nothing while the policy is paused."""

@@ -162,8 +162,8 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
 
 
 # verifiers' default runtime is a remote sandbox. Nothing runs in the runtime here, so the local one is chosen.
-# `model_copy` sets the harness because it does not validate. Validation would import the harness's module by its id,
-# and that module imports this one.
+# `model_copy` sets the harness without validation, which would import the harness's module by its id. That module
+# imports this one.
 _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})
 
 

@@ -473,8 +473,8 @@ def start_service(config: Mapping[str, Any], *, name: str = "outrider") -> Any:
     """Run a service in a Ray actor on this node. Agent loops of the same Ray job find the actor by `name`. `config` has
     the settings of `outrider serve`, such as model and engines.
 
-    Returns the handle of the actor. Keep the handle, because the actor and the service end when it is dropped. Raises
-    ServiceError, with the end of the service's log, if the service does not start."""
+    Returns the handle of the actor. When it is dropped, the actor and the service end. Raises ServiceError, with the
+    end of the service's log, if the service does not start."""
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(ServiceActor).options(name=name, num_cpus=0, scheduling_strategy=here).remote(dict(config))
     try:

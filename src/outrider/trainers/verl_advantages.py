@@ -61,8 +61,8 @@ ESTIMATORS: Mapping[str, Callable[..., Any]] = {
     "outrider_row": partial(estimate, lambda trained, of_rollout, rollouts: (trained > 0) / (trained > 0).sum()),
     "outrider_token": partial(estimate, lambda trained, of_rollout, rollouts: trained / trained.sum()),
 }
-"""The estimators by their names in `algorithm.adv_estimator`. The name says what has equal weight in the loss: each
-rollout, each row or each token."""
+"""The estimators by their names in `algorithm.adv_estimator`. The name says what has equal weight: rollouts, rows or
+tokens."""
 
 
 def check_weights(config: Any, settings: VerlSettings) -> None:
