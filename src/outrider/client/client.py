@@ -582,7 +582,7 @@ class AsyncClient:
         return await self._call("GET", path, ArtifactList, query={"attempt": attempt})
 
     async def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
-        """Return the bytes of an artifact, by its path in the sandbox."""
+        """Return the bytes of the artifact at `path` in the sandbox."""
         place = f"{_path('sessions', session_id, 'artifacts')}/{quote(path.removeprefix('/'))}"
         return (await self._fetch("GET", place, query={"attempt": attempt})).data
 

@@ -135,7 +135,7 @@ async def evaluate(
             }
             ids.append((await patiently(partial(client.submit, body))).id)
         groups = await patiently(partial(client.wait, ids, watch))
-    except BaseException:  # also if this evaluation is cancelled
+    except BaseException:
         for group_id in ids if run is None else ():
             with suppress(OutriderError):  # must not hide the error that ended the evaluation
                 await shielded(partial(client.cancel, group_id))

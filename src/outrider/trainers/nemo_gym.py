@@ -54,8 +54,8 @@ T = TypeVar("T")
 
 VARIABLE = "OUTRIDER_NEMO_GYM"
 RETRY_SECONDS = 30.0
-"""For this many seconds, the rollout of a disconnected client continues, and a repeated request can take it over. NeMo
-Gym's client repeats a request half a second after the connection broke."""
+"""For this many seconds, the rollout of a disconnected client continues, so that a repeated request can take it over.
+NeMo Gym's client repeats a request half a second after the connection broke."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}

@@ -122,7 +122,7 @@ class Executor:
 
     async def _attach(self, llm_engine: Any, relay: str, corrected: bool) -> None:
         """Attach the actor's vLLM engine to the service, unless it is already attached. Raises the errors of
-        `Worker.in_thread` if the service does not accept the engine."""
+        `Worker.in_thread`."""
         async with self._attaching:
             if self._relay is None:
                 # With OpenRLHF's off-policy correction, vLLM reports the log-probabilities of the sampling

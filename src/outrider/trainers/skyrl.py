@@ -48,7 +48,7 @@ class SkyRLSettings(BridgeSettings):
     versions: "engine" if the engines report the policy version. With "step", the bridge sets the policy version before
         the first batch of each step, to the number of finished training steps.
     rewards: "row" for one number per row. "token" for one number per response token, with a turn's reward at the end of
-        the turn. It is a setting because SkyRL joins batches, which must then have the same form.
+        the turn. SkyRL joins batches, so all batches must have the same form.
     """
 
     versions: Literal["engine", "step"] = "engine"
@@ -89,7 +89,7 @@ class OutriderGenerator:
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Run the trajectories of the input, and return SkyRL's GeneratorOutput.
 
-        If all of them failed, raises the first error; for a training input of a single instance, only after
+        If all of them failed, raises the first error. With a single instance in training, it does so only after
         FAILED_IN_A_ROW such inputs. Raises InvalidField for an input without trajectory ids or with a row that cannot
         be converted to a task. Raises ServiceError if the service cannot be reached."""
         ids = input_batch.get("trajectory_ids")
@@ -293,8 +293,9 @@ def _refuse_what_engines_do_not_report(generator_cfg: Any) -> None:
 
 
 class LossPerRollout:
-    """A mixin for SkyRL's trainers that gives each rollout the same weight in the loss. It must be the first base
-    class: `class Trainer(LossPerRollout, RayPPOTrainer)`.
+    """A mixin for SkyRL's trainers that gives each rollout the same weight in the loss.
+
+    It must be the first base class: `class Trainer(LossPerRollout, RayPPOTrainer)`.
 
     The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t. R is the number of rollouts with trained
     tokens in the mini-batch. T_r is the number of trained tokens t in all rows of rollout r. SkyRL's own reductions

@@ -190,9 +190,8 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     """Return the rewards, and the rewards normalised within each group, for slime's
     `--custom-reward-post-process-path`.
 
-    Each rollout counts once in its group, no matter how many samples it has, but not with `remove_sample`. slime's own
-    normalisation treats the batch as a single group unless it has exactly n samples for each prompt. The standard
-    deviation is the sample standard deviation, as in torch.
+    Each rollout counts once in its group, no matter how many samples it has. A rollout with `remove_sample` does not
+    count. slime's own normalisation treats the batch as a single group unless it has exactly n samples for each prompt.
 
     If only one rollout of a group counts, the group's normalised rewards are 0. If the estimator divides by the
     standard deviation, they are also 0 when all rollouts of the group have the same reward. Otherwise, a row whose

@@ -454,8 +454,9 @@ class Rollouts:
 
 
 class ServiceLogprobs:
-    """A mixin for GRPOTrainer that uses the engines' log-probabilities. It must be the first base class: `class
-    Trainer(ServiceLogprobs, GRPOTrainer)`.
+    """A mixin for GRPOTrainer that uses the engines' log-probabilities.
+
+    It must be the first base class: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
 
     Unless vLLM generates, TRL uses the trainer's own log-probabilities in place of the engines'. Tokens of an older
     policy would then count as sampled by the current policy. With the mixin, the importance ratio and its clipping use
@@ -587,8 +588,9 @@ class RowAdvantage(float):
 
 
 class AsyncLossPerRollout:
-    """A mixin for AsyncGRPOTrainer that gives each rollout the same weight in the loss. It must be the first base
-    class: `class Trainer(AsyncLossPerRollout, AsyncGRPOTrainer)`.
+    """A mixin for AsyncGRPOTrainer that gives each rollout the same weight in the loss.
+
+    It must be the first base class: `class Trainer(AsyncLossPerRollout, AsyncGRPOTrainer)`.
 
     The loss of a micro-batch becomes 1/R * sum_r 1/T_r * sum_t l_t. T_r is the number of trained tokens t in all rows
     of rollout r. R is the number of rollouts in the micro-batch; a rollout with only half of its tokens there counts as

@@ -5,9 +5,9 @@ service. For the V1 trainer, `OutriderAgentLoopManager` runs each prompt as a gr
     - name: outrider
       _target_: outrider.trainers.verl.RemoteAgentLoop
 
-The manager also registers the advantage estimators of verl_advantages.py, in which a rollout counts once, no matter how
-many rows it has. The settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). With the setting `relay`,
-verl's own servers generate, and a Ray actor attaches them to the service.
+The manager also registers the advantage estimators of verl_advantages.py. The settings are in `rollout.custom.outrider`
+(verl_rows.VerlSettings). With the setting `relay`, verl's own servers generate, and a Ray actor attaches them to the
+service.
 
 The service's address is the first of these that is set:
 

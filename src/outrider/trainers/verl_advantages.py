@@ -135,7 +135,7 @@ def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config
 
 def _key(key: str, trained: int) -> tuple[str, str, int] | None:
     """Return the parts of a row's key, or None for a row that verl has added to fill a mini-batch. Raises InvalidField
-    if any other row has no key."""
+    if a row with trained tokens has no key."""
     parts = key.rsplit("_", 2)
     if len(parts) == 3:
         return parts[0], parts[1], int(parts[2])
