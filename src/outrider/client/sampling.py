@@ -460,7 +460,7 @@ class DynamicSampler:
         return len(self._ready) >= self._target and (idle or self._refill != "static")
 
     def _has_ended(self) -> bool:
-        """Return True if the source has ended and every prompt is ready, delivered or dropped."""
+        """Return True if the source has ended and every prompt's group is ready, delivered or dropped."""
         return self._exhausted and not (self._running or self._submitting or self._waiting)
 
     def _deliver(self, began: float, held: float) -> Batch:

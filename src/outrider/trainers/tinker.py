@@ -81,8 +81,8 @@ STOPS: Mapping[StopReason, CookbookStop] = {
 class TinkerSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
-    relay: the name of the relay engine for which the cookbook's sampling clients generate; None if the service has its
-        own engines.
+    relay: the name of the service's relay engine, whose calls the cookbook's sampling clients answer. None if the
+        service has its own engines.
     complete: with "all", a group is used only if all its sessions can be trained on. With "any", two such sessions are
         enough, or one in an evaluation.
     """

@@ -731,7 +731,7 @@ class RolloutWorker:
 
     def state(self) -> SamplerState:
         """Return the sampler's state. Rows that are still in `rollout_buffer` count as used for training."""
-        if not self._started:  # the state does not change before the start, and the client may be closed
+        if not self._started:  # the state does not change before `start`, and the client may be closed
             return self._sampler.state()
         return self._client.run(_state_of(self._sampler))
 

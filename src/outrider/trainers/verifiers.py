@@ -36,8 +36,9 @@ CACHE_SALT = "cache_salt"
 """The sampling parameter in which prime-rl sends the version of its policy, as decimal digits."""
 WITHOUT_EFFECT = {CACHE_SALT, "return_token_ids", "stream", "stream_options"}
 CLIENT_ENGINE = {"vllm": {"control": False, "logprobs_mode": "processed_logprobs"}}
-"""Options of the engine that is attached for the server of verifiers' client, by engine kind. prime-rl starts vLLM with
-this `logprobs_mode`. It also pauses vLLM and loads the weights, so `control` is False and Outrider does neither."""
+"""Options of the engine that is attached for the inference server of verifiers' client, by engine kind. prime-rl starts
+vLLM with this `logprobs_mode`. It also pauses vLLM and loads the weights, so `control` is False and Outrider does
+neither."""
 STOPS = {
     StopReason.MAX_TURNS: "max_turns",
     StopReason.MAX_TOKENS: "max_output_tokens",
@@ -50,9 +51,9 @@ class VerifiersSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
     rows: "all" makes a path for each training row, "main" only for the main conversation's row.
-    engines: "service" uses the engines that the service has. With "client", the server of verifiers' client becomes an
-        engine of the service.
-    engine_kind, engine_options: the kind and the options of the engine made for "client"."""
+    engines: "service" uses the engines that the service has. "client" attaches the inference server that verifiers'
+        client uses.
+    engine_kind, engine_options: the kind and the options of the engine that "client" attaches."""
 
     engines: Literal["service", "client"] = "service"
     engine_kind: Literal["vllm", "sglang", "openai"] = "vllm"
@@ -105,7 +106,7 @@ class VerifiersRollouts:
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """Keep the client open during the block, so that new rollouts wait while the service restarts. After the
-        restart, attach the server of verifiers' client again."""
+        restart, attach the inference server of verifiers' client again."""
         async with shared_client(self._settings.url, self._settings.token) as shared, asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(self._keep_attached(shared.client))
             try:
@@ -164,7 +165,7 @@ class VerifiersRollouts:
         return parts_of(trajectory, turns, chats, self._settings, model=server.model, left_out=len(left_out))
 
     async def _attach(self, client: AsyncClient, server: ModelServer, *, salted: bool) -> None:
-        """Attach the server of verifiers' client to the service as an engine.
+        """Attach the inference server that verifiers' client uses to the service as an engine.
 
         prime-rl renames its policy's model when it trains a LoRA adapter. `salted` is True if the request has
         prime-rl's cache salt; only such a request may rename the model. A renamed model never gets an earlier name

@@ -418,7 +418,7 @@ class ServiceActor:
             "host": ray.util.get_node_ip_address(),
             # The service's connections are not encrypted, like Ray's own by default.
             "tls": {"insecure": True},
-            # Tasks may name any plugin, because only the trainer has the service's token.
+            # Tasks may use any plugin, because only the trainer has the service's token.
             "plugins": {"allow": ["*"]},
         }
         settings = {**own, **config, "token": self._token}

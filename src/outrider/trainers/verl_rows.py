@@ -30,7 +30,7 @@ class VerlSettings(BridgeSettings):
     """The settings in `rollout.custom.outrider`: the settings that all bridges share, and these:
 
     actor: the name of the Ray actor that runs the service. It replaces `url`.
-    relay: the name of the relay engine through which verl's own servers generate.
+    relay: the name of the service's relay engine, whose calls verl's own servers answer.
     complete: with "all", a prompt fails if any of its sessions fails. With "any", it fails only if all of them fail.
 
     Only the manager uses `complete` and `evaluation_priority`. An agent loop gets a single trajectory, and cannot know
