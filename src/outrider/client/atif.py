@@ -1,7 +1,7 @@
 """Converts training rows to trajectories of ATIF 1.8, Harbor's interchange format.
 
 Each row becomes one trajectory. All trajectories of a session have the same `session_id`. Invariant: a step with
-metrics is one model call, with the ids and log-probabilities that were sampled. No text is tokenized again.
+metrics is one model call, with the ids and log-probabilities that were sampled.
 """
 
 from __future__ import annotations

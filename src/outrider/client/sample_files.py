@@ -1,6 +1,4 @@
-"""Writes training rows to files, and their images to a folder.
-
-The module does not use the service. Invariants:
+"""Writes training rows to files, and their images to a folder. Invariants:
 
 - `jsonl` and `parquet` have the same rows, with the fields of `trajectory.Sample`.
 - A file appears complete or not at all.

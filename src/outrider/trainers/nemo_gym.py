@@ -231,7 +231,7 @@ def reply_of(
             hint='use an agent that appends to one conversation, or train the main conversation alone: rows = "main"',
         )
     [trained] = trajectory.rows
-    # The reply has these numbers next to `reward`. NeMo Gym and NeMo RL log them as metrics.
+    # NeMo Gym and NeMo RL log the numbers next to `reward` in the reply as metrics.
     metrics = {
         **chosen_metrics(trajectory, settings),
         "outrider_turns": float(trajectory.result.turns),

@@ -1,5 +1,4 @@
-"""Selects the rows of a finished group that a trainer may train on, and cuts them to `max_row_tokens`. All bridges use
-it.
+"""Selects the rows of a finished group that a trainer may train on, and cuts them to `max_row_tokens`.
 
 Nothing here awaits or depends on a trainer. Invariant: the `Trajectory` of a session without a verdict, or without a
 token to train on, has an error and no rows.

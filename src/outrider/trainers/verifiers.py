@@ -37,8 +37,7 @@ CACHE_SALT = "cache_salt"
 WITHOUT_EFFECT = {CACHE_SALT, "return_token_ids", "stream", "stream_options"}
 CLIENT_ENGINE = {"vllm": {"control": False, "logprobs_mode": "processed_logprobs"}}
 """Options of the engine that is attached for the inference server of verifiers' client, by engine kind. prime-rl starts
-vLLM with this `logprobs_mode`. It also pauses vLLM and loads the weights, so `control` is False and Outrider does
-neither."""
+vLLM with this `logprobs_mode`. It also pauses vLLM and loads the weights itself, so `control` is False."""
 STOPS = {
     StopReason.MAX_TURNS: "max_turns",
     StopReason.MAX_TOKENS: "max_output_tokens",
