@@ -1,2 +1,2 @@
-"""The trainer's side of the service: the client of the control API, batches of groups for training, pass rates, and
-samples as files."""
+"""What a trainer needs to use a service: the client of the control API, batches of groups for training, pass rates, and
+files of samples."""

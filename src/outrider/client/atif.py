@@ -1,8 +1,7 @@
 """Converts training rows to trajectories of ATIF 1.8, Harbor's interchange format.
 
-The module is pure. Each row becomes one trajectory; all trajectories of a session have the same `session_id`.
-Invariant: a step with metrics is one model call, and has the ids and log-probabilities that were sampled. Nothing is
-tokenized again.
+Each row becomes one trajectory. All trajectories of a session have the same `session_id`. Invariant: a step with
+metrics is one model call, with the ids and log-probabilities that were sampled.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Trajectory = dict[str, Any]
 def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
     """Convert a row to a trajectory. `sample` has the row's token ids, and `row` has its messages.
 
-    A reply is marked as copied context if it was not sampled or the row does not train it. An image whose type the
-    format does not support becomes a text with the image's path or URL.
+    A reply is marked as copied context if the model did not sample it, or if this row does not train it. An image of a
+    type that the format does not support becomes a text with the image's path or URL.
     """
     media = iter(image.media_type for image in sample.images)
     spans = iter(sample.turn_spans)
@@ -80,8 +79,8 @@ def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
 
 
 def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a reply besides its content. If the arguments of a tool call are not a JSON object, they
-    become `{"text": ...}`."""
+    """Return the reasoning and the tool calls of an assistant message. If the arguments of a tool call are not a JSON
+    object, they become `{"text": ...}`."""
     fields: dict[str, Any] = {}
     if (reasoning := message.get("reasoning_content")) is not None:
         fields["reasoning_content"] = reasoning
@@ -100,7 +99,7 @@ def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
-    """Return the metrics of one model call: its ids and, if the row trains the call and the engine reported any, its
+    """Return the metrics of one model call: its ids and, if the engine reported them and the row trains the call, its
     log-probabilities."""
     found: dict[str, Any] = {
         "prompt_tokens": start,
@@ -118,8 +117,8 @@ def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
 
 
 def content_of(content: str | list[dict[str, str]] | None, media: Iterator[str]) -> str | list[dict[str, Any]]:
-    """Convert a message's content to ATIF's format. `media` yields the media types of the row's images. The next item
-    is the type of this message's first image."""
+    """Convert a message's content to ATIF's format. `media` yields the media types of the row's images, beginning with
+    the first image of this message."""
     if not isinstance(content, list):
         return content or ""
     parts: list[dict[str, Any]] = []

@@ -5,18 +5,19 @@
         for done in client.follow():
             ...
 
-Replies are the structs of schemas.py. Every method raises the error in the service's reply (InvalidField, NotFound,
-...), and ServiceError if the service cannot be reached or the client is not open.
+Replies are the structs of schemas.py. Every method raises the error in the service's reply, such as InvalidField or
+NotFound. It raises ServiceError if the service cannot be reached or the client is not open.
 
-Once a client has had a reply, it repeats safe calls while the service is busy or cannot be reached, for example during
-a restart. Safe calls are:
+After the service has replied once, a client repeats safe calls while the service is busy or cannot be reached, for
+example during a restart. Safe calls are:
+
 - all methods that read;
 - `cancel`, `cancel_session`, `ack` without `rewind`, `pause_queue`, `drain_node`, `resume_node`, `drain_engine` and
   `complete_session`, because a second call changes nothing;
 - `submit`, `regrade` and `open_session` with an idempotency key.
 
-A lost stream of events is connected again, too. All other calls are sent once, except that a submission is always
-repeated while the service is busy, because a busy service has refused it.
+All other calls are sent once. But a submission that a busy service has refused is always repeated. If a stream of
+events is lost, the client connects again.
 """
 
 from __future__ import annotations
@@ -124,17 +125,17 @@ item."""
 TOTAL_SECONDS = 300.0
 """Maximum seconds from sending a request to the end of its reply."""
 CONNECT_SECONDS = 60.0
-"""Maximum seconds until a connection to the service is made, TLS included."""
+"""Maximum seconds to connect to the service, including TLS."""
 MAX_CONNECTIONS = 100
-"""Maximum number of requests of a client at the same time. More requests wait."""
+"""Maximum number of concurrent requests of a client. Further requests wait."""
 PULL_SECONDS = 3600.0
-"""Maximum seconds of a request to pull an image to all machines."""
+"""Maximum seconds for a request to pull an image to all machines."""
 LONG_POLL = 30.0
 """Seconds that one request waits for a group to be done. The service allows at most 60."""
 WATCH_PAUSE = 0.2
 WATCH_PAUSE_EACH = 0.02
-"""Seconds between two polls of watched groups: WATCH_PAUSE, or WATCH_PAUSE_EACH for each group if this is longer. So
-the service gets at most about 50 requests a second."""
+"""Seconds between two polls of the groups that `wait` watches: WATCH_PAUSE or, if longer, WATCH_PAUSE_EACH for each
+group. So the service gets at most about 50 requests a second."""
 
 
 SILENCE = 60.0
@@ -145,18 +146,18 @@ RETRIES = RetryPolicy(first=0.25, longest=10.0)
 RESTART_SECONDS = 30.0
 """Default seconds for which a client repeats a safe call."""
 PATIENCE = 300.0
-"""Seconds for which `patiently` retries while the service is busy or cannot be reached, for example during a restart.
-`submit` retries for the same time, but without an idempotency key only while the service is busy."""
+"""Seconds for which `patiently` and `submit` retry while the service is busy or cannot be reached, for example during a
+restart. Without an idempotency key, `submit` retries only while the service is busy."""
 REPORT_AFTER = 5.0
-"""Seconds after which `patiently` logs a warning with the reason for its retries."""
+"""After this many seconds of retries, `patiently` logs a warning with the reason."""
 REPORT_EVERY = 30.0
-"""Minimum seconds between two warnings about retries in one event loop, even if many calls are retried."""
+"""Minimum seconds between two warnings about retries in one event loop, no matter how many calls are retried."""
 LATER = frozenset({408, 425, 429})
-"""HTTP statuses below 500 after which a retry may help, even if a proxy sent them."""
+"""HTTP statuses below 500 after which a retry may help, whether from the service or a proxy."""
 UNAVAILABLE = frozenset({502, 503, 504})
 """HTTP statuses that a proxy sends while the service behind it restarts."""
 GZIP = 31
-"""The argument `wbits` that makes zlib read gzip."""
+"""The value of `wbits` with which zlib reads gzip."""
 SPREAD = 1.25
 """A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD. So refused clients do
 not all retry at the same time."""
@@ -168,7 +169,7 @@ class _Reply(NamedTuple):
 
 
 def _trace_context() -> dict[str, str]:
-    """Return the header with the trace context of the calling program, if the program uses OpenTelemetry."""
+    """Return the header with the calling program's trace context, if the program uses OpenTelemetry."""
     if "opentelemetry.trace" not in sys.modules:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -181,9 +182,9 @@ def _trace_context() -> dict[str, str]:
 class AsyncClient:
     """The client of the service for asynchronous code: `async with AsyncClient(url, token=None) as client`.
 
-    The certificate of an https service is verified. `ca` is a PEM file with the certificate of its authority; it is
-    needed if this machine does not trust the authority. `patience` is the number of seconds for which safe calls are
-    repeated (see the module). With 0, they are sent once.
+    The certificate of an https service is verified. `ca` is a PEM file with the certificate of the authority that
+    signed it. It is needed if this machine does not trust the authority. `patience` is the number of seconds for which
+    safe calls are repeated (see the module). With 0, they are sent once.
     """
 
     def __init__(
@@ -238,21 +239,22 @@ class AsyncClient:
             connections.close()
 
     async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
-        """Submit a group. The group is stored when this method returns. The service is busy if its queue is full or the
-        token has too many sessions. The group is then submitted again after the requested wait. After `patience`
-        seconds, raises Busy (QueueFull for a full queue).
+        """Submit a group. When this method returns, the service has stored the group.
 
-        With an `idempotency_key`, the group is also submitted again while the service cannot be reached. If the service
-        has already stored the group, that group is returned. A group without a key is not submitted again in this case,
-        because the service might run it twice.
+        The service is busy if its queue is full or the token has too many sessions. The submission is then repeated
+        after the wait that the service requests. After `patience` seconds, raises Busy (QueueFull for a full queue).
+
+        With an `idempotency_key`, the submission is also repeated while the service cannot be reached. If the service
+        has already stored the group, that group is returned. Without a key, the service might run a repeated group
+        twice.
         """
         return await self._submit("/v1/groups", group, patience)
 
     async def regrade(
         self, id: str, asked: RegradeSpec | Mapping[str, Any] | None = None, *, patience: float = PATIENCE
     ) -> GroupView:
-        """Grade the sessions of a group, or one session, again. Returns the new group, which runs no agent. `asked` may
-        name another evaluator. For `patience`, see `submit`."""
+        """Grade a group or a session again; `id` is the id of either. Returns the new group, which runs no agent.
+        `asked` may name another evaluator. For `patience`, see `submit`."""
         kind = "sessions" if id.startswith("s-") else "groups"
         return await self._submit(_path(kind, id, "regrade"), asked or {}, patience)
 
@@ -260,15 +262,15 @@ class AsyncClient:
         return await self._submission(path, GroupView, spec, patience)
 
     async def _submission(self, path: str, shape: type[T], spec: Spec | Mapping[str, Any], patience: float) -> T:
-        """Send a submission, and repeat it while the service is busy. With an idempotency key, the submission is also
-        repeated while the service cannot be reached."""
+        """Send a submission, and repeat it while the service is busy. With an idempotency key, it is also repeated
+        while the service cannot be reached."""
         body = _encoded(spec)
         key = spec.get("idempotency_key") if isinstance(spec, Mapping) else getattr(spec, "idempotency_key", None)
         submission = partial(self._call, "POST", path, shape, body=body)
         return await patiently(submission, patience, unreachable=key is not None and self._reached)
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
-        """Return a group once it is done, or in its current state after `wait` seconds (at most 60)."""
+        """Return a group. Waits up to `wait` seconds (at most 60) until the group is done."""
         query = {"wait": wait, "samples": samples}
         if not samples:
             return await self._call("GET", _path("groups", group_id), GroupView, query=query)
@@ -282,7 +284,7 @@ class AsyncClient:
     async def group_page(
         self, wanted: Mapping[str, Any] = {}, *, after: str | None = None, limit: int = 20
     ) -> GroupList:
-        """Return one page of the groups that match the filters in `wanted`, newest first. The filters have the names of
+        """Return one page of the groups that match the filters in `wanted`, newest first. The filters are named like
         the arguments of `sessions`. `min_reward` and `max_reward` apply to a group's mean reward."""
         return await self._call("GET", "/v1/groups", GroupList, query=_filter(wanted, after, limit))
 
@@ -307,8 +309,8 @@ class AsyncClient:
         60) for the first. A page has at most `limit` groups: call again with the page's cursor until a page is empty.
 
         Without `after`, the results begin with the first group. For a named `consumer`, they begin after the groups
-        that the consumer has acknowledged (`ack`). A new consumer begins at `after`. Raises Forbidden if a `consumer`
-        is given and the token is read-only.
+        that the consumer has acknowledged (`ack`); for a new consumer, they begin at `after`. Raises Forbidden if a
+        `consumer` is given and the token is read-only.
         """
         query = {"wait": wait, "limit": limit, "samples": samples, "after": after, "consumer": consumer}
         if not samples:
@@ -328,8 +330,8 @@ class AsyncClient:
         samples: bool = False,
         evaluations: bool = False,
     ) -> AsyncIterator[GroupView]:
-        """Yield groups as they finish, without end. This includes groups that finished before the call, unless `after`
-        or `consumer` excludes them; to wait for your own groups, use `wait`. Groups of evaluations are left out unless
+        """Yield groups as they finish, without end. Groups that finished before the call come first, unless `after` or
+        `consumer` excludes them. To wait for your own groups, use `wait`. Groups of evaluations are left out unless
         `evaluations` is True, so that a trainer does not train on held-out tasks. For the other arguments, see
         `results`.
 
@@ -346,12 +348,12 @@ class AsyncClient:
             after = page.cursor
 
     async def ack(self, consumer: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> ConsumerView:
-        """Acknowledge the groups up to `cursor`. Call this method once the data made from these groups is stored. A
-        consumer whose position is after `cursor` keeps its position. With `rewind`, it moves back to `cursor`, and gets
-        the later groups again. An admin may name the consumer's `tenant`."""
+        """Acknowledge the groups up to `cursor`. Call this method once the data made from these groups is stored. If
+        the consumer's position is after `cursor`, it does not change. With `rewind`, it moves back to `cursor`, and the
+        consumer gets the later groups again. An admin may name the consumer's `tenant`."""
         body = _encoded({"cursor": cursor, "rewind": rewind})
         path = _path("consumers", consumer, "ack")
-        # A repeated rewind could undo an acknowledgement that another process has made in between.
+        # A rewind is not repeated, because it could undo an acknowledgement that another process has made since.
         return await self._call("POST", path, ConsumerView, body=body, query={"tenant": tenant}, safe=not rewind)
 
     async def consumers(self) -> tuple[ConsumerView, ...]:
@@ -365,12 +367,12 @@ class AsyncClient:
         return (await self._call("DELETE", path, ConsumerList, query={"tenant": tenant})).consumers
 
     async def dead_callbacks(self, *, limit: int = 100) -> tuple[CallbackView, ...]:
-        """Return the callbacks that were given up, newest first."""
+        """Return the callbacks that the service has given up, newest first."""
         return (await self._call("GET", "/v1/callbacks/dead", CallbackList, query={"limit": limit})).callbacks
 
     async def redeliver(self, group_id: str | None = None) -> int:
-        """Retry the given-up callback of a group, or all given-up callbacks. Returns the number of retried
-        callbacks."""
+        """Retry the given-up callback of a group or, without `group_id`, all given-up callbacks. Returns their
+        number."""
         which = () if group_id is None else (group_id,)
         return (await self._call("POST", _path("callbacks", "dead", *which, "redeliver"), Redelivered)).callbacks
 
@@ -382,17 +384,20 @@ class AsyncClient:
         self, *, days: float | None = None, size_mb: int | None = None, force: bool = False, dry_run: bool = False
     ) -> GcReport:
         """Remove the finished groups that ended more than `days` ago. Then remove the oldest remaining groups until at
-        most `size_mb` MiB are stored. If `days` and `size_mb` are None, the service's settings apply. Groups that a
-        consumer has not acknowledged are kept unless `force` is given. Groups whose callback is not delivered are
-        always kept. With `dry_run`, nothing is removed. One call removes groups for about 20 seconds: call again while
-        `more` is true in the report."""
+        most `size_mb` MiB are stored. If both are None, the service's settings apply.
+
+        Groups that a consumer has not acknowledged are kept unless `force` is True. Groups whose callback is not
+        delivered are always kept. With `dry_run`, nothing is removed. One call removes groups for about 20 seconds.
+        Call again while `more` is true in the report."""
         body = {"days": days, "size_mb": size_mb, "force": force, "dry_run": dry_run}
         return await self._call("POST", "/v1/gc", GcReport, body=_encoded(body))
 
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
-        """Return the groups in the order of `group_ids`, once all are done. `watch` is called with all groups at first,
-        at the end, and about every 0.2 seconds in between (less often for more than ten groups). Once all groups were
-        read, the wait survives a restart of the service (see `patiently`)."""
+        """Wait until all groups are done, and return them in the order of `group_ids`.
+
+        `watch` is called with all groups at the beginning, at the end, and about every 0.2 seconds in between (less
+        often for more than ten groups). Once all groups have been read, the wait survives a restart of the service (see
+        `patiently`)."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
             if watch is not None:
@@ -406,9 +411,9 @@ class AsyncClient:
                 groups[group_id] = await patiently(partial(self.group, group_id))
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
-        """Yield every event after a cursor, without end. If the connection is lost, or a proxy replies with a status in
-        UNAVAILABLE, the client connects again. Raises ServiceError if the first connection fails, or if no connection
-        succeeds for PATIENCE seconds. Any other error in a reply is raised at once."""
+        """Yield every event after the cursor `after`, without end. The client connects again if the connection is lost,
+        or if a proxy replies with a status in UNAVAILABLE. Raises ServiceError if the first connection fails, or if no
+        connection succeeds for PATIENCE seconds. Any other error in a reply is raised at once."""
         clock = asyncio.get_running_loop().time
         give_up_at, tries = clock(), 0
         while True:
@@ -418,7 +423,7 @@ class AsyncClient:
                         refusal = _refusal(await reply.whole(), reply)
                         if reply.status not in UNAVAILABLE or clock() >= give_up_at:
                             raise refusal
-                    async for line in _lines(reply):  # after an error, no line is left, because the body is read
+                    async for line in _lines(reply):  # the body of an error was read above, so no line is left
                         give_up_at, tries = clock() + PATIENCE, 0
                         if line.startswith(b"data: "):
                             event = msgspec.json.decode(line[6:], type=EventView)
@@ -439,7 +444,7 @@ class AsyncClient:
         return (await self._call("GET", _path("sessions", session_id, "turns"), TurnList, query=query)).turns
 
     async def timeline(self, session_id: str, attempt: int | None = None) -> TimelineView:
-        """Return the timeline of one attempt of a session (default: the newest)."""
+        """Return the timeline of one attempt of a session, by default of the newest attempt."""
         query = {"attempt": attempt}
         return await self._call("GET", _path("sessions", session_id, "timeline"), TimelineView, query=query)
 
@@ -451,8 +456,8 @@ class AsyncClient:
         return await self._submission("/v1/sessions", SessionEndpoint, session or {}, patience)
 
     async def complete_session(self, session_id: str, report: ReportSpec | Mapping[str, Any]) -> SessionView:
-        """Complete a session whose agent runs elsewhere. The report is stored when this method returns. Repeating the
-        call with the same report changes nothing."""
+        """Complete a session whose agent runs elsewhere. When this method returns, the service has stored the report.
+        Repeating the call with the same report changes nothing."""
         path = _path("sessions", session_id, "complete")
         return await self._call("POST", path, SessionView, body=_encoded(report), safe=True)
 
@@ -477,9 +482,12 @@ class AsyncClient:
         after: str | None = None,
         limit: int = 100,
     ) -> SessionList:
-        """Return one page of the sessions that match every given filter, newest group first. `after` is the `after` of
-        the previous page. `error` is an error's code. `since` and `until` are times of submission, in seconds since the
-        epoch. `text` is searched for in the error, the end of the agent's output and the answer."""
+        """Return one page of the sessions that match every given filter, newest group first.
+
+        error: the code of a session's error.
+        since, until: times of submission, in seconds since the epoch.
+        text: is searched for in the error, the end of the agent's output and the answer.
+        after: the `after` of the previous page."""
         wanted = {
             "state": state,
             "labels": labels,
@@ -501,27 +509,27 @@ class AsyncClient:
         return await self._call("POST", "/v1/query", QueryReply, body=_encoded({"sql": sql}), safe=True)
 
     async def diff(self, a: str, b: str, *, passed: float = 1.0) -> RunDiff:
-        """Compare two runs. A run is given by labels (NAME=VALUE) or ids of groups, separated by commas. A session is
-        solved if its reward is at least `passed`."""
+        """Compare the runs `a` and `b`. Each is given by labels (NAME=VALUE) or ids of groups, separated by commas. A
+        session counts as solved if its reward is at least `passed`."""
         return await self._call("GET", "/v1/diff", RunDiff, query={"a": a, "b": b, "passed": passed})
 
     async def cancel_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
-        """Cancel all sessions that match the filter and are not done."""
+        """Cancel all sessions that match the filter `wanted` and are not done."""
         return await self._call("POST", "/v1/sessions/cancel", ChangedSessions, body=_encoded(wanted))
 
     async def retry_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
-        """Submit again all sessions that match the filter and are done, in new groups of the same tasks."""
+        """Submit all finished sessions that match the filter `wanted` again, in new groups of the same tasks."""
         return await self._call("POST", "/v1/sessions/retry", ChangedSessions, body=_encoded(wanted))
 
     async def pauses(self) -> QueuePauses:
-        """Return the pauses of the queue, and the number of sessions that they hold."""
+        """Return the pauses of the queue, and the number of sessions that wait because of them."""
         return await self._call("GET", "/v1/queue", QueuePauses)
 
     async def pause_queue(
         self, *, labels: Mapping[str, str] = {}, harness: str | None = None, tenant: str | None = None
     ) -> QueuePauses:
         """Start no more sessions of groups that have all `labels` and the `harness`, until `resume_queue` is called
-        with the same arguments. Sessions under way continue. An admin may name a `tenant`."""
+        with the same arguments. Running sessions continue. An admin may name a `tenant`."""
         body = _encoded({"labels": dict(labels), "harness": harness, "tenant": tenant})
         return await self._call("POST", "/v1/queue/pause", QueuePauses, body=body, safe=True)
 
@@ -535,8 +543,8 @@ class AsyncClient:
     async def diagnosis(
         self, *, labels: Mapping[str, str] = {}, groups: Sequence[str] = (), since: float = 0.0
     ) -> RunDiagnosis:
-        """Return the faults of groups (docs/diagnosis.md): of the groups with all `labels`, or of the groups named in
-        `groups`. Only groups created at `since` (seconds since the epoch) or later are examined."""
+        """Return the faults of groups (docs/diagnosis.md): of those with all `labels`, or of those named in `groups`.
+        Only groups created at `since` (seconds since the epoch) or later are examined."""
         query: Query = {
             "label": [f"{name}={value}" for name, value in labels.items()],
             "group": list(groups),
@@ -548,8 +556,9 @@ class AsyncClient:
     async def external_session(
         self, session: SessionSpec | Mapping[str, Any] | None = None
     ) -> AsyncIterator[ExternalSession]:
-        """Open a session for an agent that the block runs: `async with client.external_session() as session`. The block
-        calls `session.complete`. If the block raises, or ends without this call, the session ends with an error."""
+        """Open a session for an agent that the block runs: `async with client.external_session() as session`. The
+        block must call `session.complete`. If it raises an error or ends without this call, the session ends with an
+        error."""
         opened = ExternalSession(self, await self.open_session(session))
         try:
             yield opened
@@ -573,18 +582,18 @@ class AsyncClient:
         return await self._call("GET", path, ArtifactList, query={"attempt": attempt})
 
     async def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
-        """Return the bytes of an artifact, by its path in the sandbox."""
+        """Return the bytes of the artifact at `path` in the sandbox."""
         place = f"{_path('sessions', session_id, 'artifacts')}/{quote(path.removeprefix('/'))}"
         return (await self._fetch("GET", place, query={"attempt": attempt})).data
 
     async def image(self, digest: str) -> Image:
-        """Return an image of a sample, with its bytes. Raises NotFound for an image sent as a URL, because the service
-        does not store its bytes."""
+        """Return an image that occurs in a sample, with its bytes. Raises NotFound for an image that was sent as a URL,
+        because the service does not store its bytes."""
         answer = await self._fetch("GET", _path("images", digest))
         return image_from_bytes(answer.media_type, answer.data)
 
     async def reply_body(self, path: str, query: Query | None = None) -> bytes:
-        """Return the undecoded body of the reply to a GET of a path, such as `/v1/status`. Raises NotFound for an
+        """Return the undecoded body of the reply to a GET of `path`, such as `/v1/status`. Raises NotFound for an
         unknown path."""
         return (await self._fetch("GET", path, query=query)).data
 
@@ -592,8 +601,8 @@ class AsyncClient:
         return await self._call("GET", "/v1/status", ServiceStatus)
 
     async def rates(self) -> RateList:
-        """Return the numbers of sessions, model calls and tokens in each step of the last hour. Raises Forbidden unless
-        the token is an admin's or the operator's."""
+        """Return the numbers of sessions, model calls and tokens in the last hour, as a series over time. Raises
+        Forbidden unless the token is an admin's or the operator's."""
         return await self._call("GET", "/v1/rates", RateList)
 
     async def metrics(self) -> str:
@@ -614,7 +623,7 @@ class AsyncClient:
         return await self._call("POST", "/v1/nodes/pull", PulledImages, body=body, seconds=seconds)
 
     async def drain_node(self, name: str) -> tuple[NodeStats, ...]:
-        """Place no new sessions on a node, until `resume_node` is called. Returns all nodes."""
+        """Start no new sessions on a node, until `resume_node` is called. Returns all nodes."""
         return (await self._call("POST", _path("nodes", name, "drain"), NodeList, safe=True)).nodes
 
     async def resume_node(self, name: str) -> tuple[NodeStats, ...]:
@@ -641,7 +650,7 @@ class AsyncClient:
         max_queued: int | None = None,
         expires_days: float | None = None,
     ) -> NewToken:
-        """Create a token. Only this reply has the token's text. Tokens of the same `tenant` see each other's groups. By
+        """Create a token. Its text is only in this reply. Tokens of the same `tenant` see each other's groups. By
         default, the tenant has the token's name."""
         body = {"name": name, "role": role, "tenant": tenant, "max_queued": max_queued, "expires_days": expires_days}
         return await self._call("POST", "/v1/tokens", NewToken, body=_encoded(body))
@@ -657,7 +666,7 @@ class AsyncClient:
         return await self._call("POST", "/v1/policy/pause", PolicyStatus, body=_encoded({"mode": mode}), seconds=None)
 
     async def resume_policy(self, version: int | None = None, *, go_back: bool = False) -> PolicyStatus:
-        """Resume generation. `version` is the version of the engines' weights, if it has changed. `go_back` allows a
+        """Resume generation. If the engines' weights have changed, `version` is the new version. `go_back` allows a
         version lower than the policy's, to undo a wrong version."""
         body = _encoded({"version": version, "go_back": go_back})
         return await self._call("POST", "/v1/policy/resume", PolicyStatus, body=body, seconds=None)
@@ -671,14 +680,15 @@ class AsyncClient:
         cancel_older_than: int | None = None,
         go_back: bool = False,
     ) -> PolicyStatus:
-        """Pause the policy, make the engines load `weights` (a file or folder) if given, set the version, and resume.
-        Returns once the engines generate again. This call has no time limit. For `go_back`, see `resume_policy`."""
+        """Pause the policy, make the engines load `weights` (a file or folder) if given, set the version, and resume
+        the policy. Returns once the engines generate again. This call has no time limit. For `go_back`, see
+        `resume_policy`."""
         asked = {"mode": mode, "weights": weights, "cancel_older_than": cancel_older_than, "go_back": go_back}
         body = _encoded({"version": version, **asked})
         return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
 
     async def _with_samples(self, path: str, shape: type[T], query: Query) -> tuple[T, list[Sample]]:
-        """Return a reply without its samples, and the samples."""
+        """Fetch a reply with samples. Returns the reply without them, and the samples."""
         reply = await self._fetch("GET", path, query=query, accept=MEDIA_TYPE)
         if reply.media_type != MEDIA_TYPE:
             raise ServiceUnusable(
@@ -699,7 +709,7 @@ class AsyncClient:
         seconds: float | None = TOTAL_SECONDS,
         safe: bool = False,
     ) -> T:
-        """Send a request, and read its reply. `safe` marks a request that may be repeated. A GET may always be
+        """Send a request, and decode its reply. `safe` is True if the request may be repeated. A GET may always be
         repeated."""
         reply = await self._fetch(method, path, query=query, body=body, seconds=seconds, safe=safe)
         return self._read(reply.data, shape)
@@ -761,8 +771,8 @@ class AsyncClient:
         seconds: float | None = None,
         accept: str | None = None,
     ) -> AsyncIterator[Response]:
-        """Send a request, and yield the reply once its head has arrived. Raises OSError if the service cannot be
-        reached. Raises TimeoutError, which is an OSError, if the head does not arrive within `seconds`."""
+        """Send a request, and yield the reply once its status and headers have arrived. Raises OSError if the service
+        cannot be reached. Raises TimeoutError, which is an OSError, if the headers do not arrive within `seconds`."""
         if self._connections is None:
             raise _not_open()
         sent = () if body is None else (body,)
@@ -780,7 +790,7 @@ class AsyncClient:
 
     def _unreachable(self, error: OSError) -> ServiceError:
         if self.url.startswith("https:"):
-            import ssl  # late, for the reason given in wire/tls.py
+            import ssl  # imported here, because some programs that import this module cannot load OpenSSL
 
             if isinstance(error, ssl.SSLCertVerificationError):
                 return ServiceUnusable(
@@ -826,13 +836,13 @@ async def _lines(reply: Response) -> AsyncIterator[bytes]:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE, *, unreachable: bool = True) -> T:
-    """Call the service, and retry for up to `patience` seconds, with pauses, while the service is busy or cannot be
-    reached. If `unreachable` is False, retry only while it is busy. If `unreachable` is True, `call` must be
-    repeatable: a read, or a submission with an idempotency key.
+    """Call the service, and retry for up to `patience` seconds while the service is busy or cannot be reached. If
+    `unreachable` is False, retry only while it is busy. Otherwise `call` must be repeatable: a read, or a submission
+    with an idempotency key.
 
-    The time of the calls counts: if a submission has itself waited for `patience` seconds, it is not repeated. Errors
-    that a retry cannot change, such as ServiceUnusable, are raised at once. If the retries take REPORT_AFTER seconds or
-    more, the reason is logged as a warning.
+    The time of the calls also counts: a submission that has itself waited for `patience` seconds is not repeated.
+    Errors that a retry cannot change, such as ServiceUnusable, are raised at once. After REPORT_AFTER seconds of
+    retries, a warning with the reason is logged.
     """
     clock = asyncio.get_running_loop().time
     started = clock()
@@ -890,9 +900,10 @@ class _Reports:
 
 
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> GroupView:
-    """Return a group that the service has accepted. Raises ServiceError if the service has lost the group. `group` is
-    the method `AsyncClient.group`. Call this function if a group's result does not arrive: a lost group never gets a
-    result."""
+    """Return a group that the service has accepted. Raises ServiceError if the service has lost the group.
+
+    Call this function if a group's result does not arrive, because a lost group never gets a result. `group` is the
+    method `AsyncClient.group`."""
     try:
         return await patiently(lambda: group(group_id))
     except NotFound as error:
@@ -903,12 +914,12 @@ async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: st
 
 
 class ExternalSession:
-    """A session of an agent that runs elsewhere, for the code that runs the agent.
+    """A session whose agent runs outside the service, for the program that runs the agent.
 
     base_url, key: the agent's base URL (without `/v1`) and API key.
     model: the name of the agent's model.
     instruction: the task's instruction.
-    variables: environment variables for the agent programs of all vendors.
+    variables: environment variables with these values, for the agent programs of all vendors.
     """
 
     def __init__(self, client: AsyncClient, opened: SessionEndpoint) -> None:
@@ -923,15 +934,14 @@ class ExternalSession:
         """True once `fail` was called."""
 
     async def complete(self, **report: Any) -> SessionView:
-        """Complete the session with the fields of a `ReportSpec`: `reward`, `metrics`, `reason`, `turns`, `rows`,
-        `answer`, `stop_reason`, `error`. Retries while the service cannot be reached, because a report may be
-        repeated."""
+        """Complete the session. `report` has the fields of a `ReportSpec`, such as `reward`, `answer` or `error`.
+        Retries while the service cannot be reached."""
         done = await patiently(lambda: self._client.complete_session(self.id, report))
         self.completed = True
         return done
 
     async def fail(self, error: BaseException) -> None:
-        """Report an error, unless the session is completed. Errors of the report itself are suppressed, because the
+        """Report an error, unless the session is completed. If the report itself fails, this is ignored, because the
         caller is about to raise `error`. A session without a report ends with an error after its `idle_seconds`."""
         self.failed = True
         if not self.completed:
@@ -1000,8 +1010,8 @@ class Client:
     """`AsyncClient` for code that does not await: the same methods with the same arguments and replies.
 
     An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in a separate
-    thread. So it also works in a notebook, where the caller's thread already runs an event loop. With `run` and `open`,
-    other asynchronous code, such as a `DynamicSampler`, can use the same connections.
+    thread. So it also works in a notebook, whose own thread already runs an event loop. With `run` and `open`, other
+    asynchronous code, such as a `DynamicSampler`, can use the same connections.
     """
 
     def __init__(
@@ -1052,7 +1062,7 @@ class Client:
         with self.open(self.asynchronous.external_session(session)) as opened:
             try:
                 yield BlockingExternalSession(self, opened)
-            except BaseException as error:  # `open` does not report the block's error to the session
+            except BaseException as error:  # `open` does not tell the session about the block's error
                 self.run(opened.fail(error))
                 raise
 
@@ -1121,8 +1131,8 @@ def _not_open() -> ServiceError:
 
 
 def _path(*segments: str) -> str:
-    """Return a path of the control API. Names and ids are quoted, because a name may be any text. Raises InvalidField
-    for an empty name, because the path would then be that of the whole list."""
+    """Return a path of the control API. Names and ids are quoted, because they may contain any text. Raises
+    InvalidField for an empty name, because the path would then be that of the whole list."""
     if not all(segments):
         raise InvalidField("a name or an id in the request is empty", hint="give the name or the id")
     return "/v1/" + "/".join(quote(segment, safe="") for segment in segments)
@@ -1136,7 +1146,7 @@ def _with_query(path: str, query: Query) -> str:
 
 
 def _filter(wanted: Mapping[str, Any], after: str | None, limit: int) -> Query:
-    """Return the query parameters for a filtered list."""
+    """Return the query parameters for a filtered list of groups or sessions."""
     others = {name: value for name, value in wanted.items() if name not in ("labels", "groups")}
     labels = [f"{name}={value}" for name, value in wanted.get("labels", {}).items()]
     return {**others, "label": labels, "group": list(wanted.get("groups", ())), "after": after, "limit": limit}
@@ -1153,8 +1163,8 @@ def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
 
 
 def _unpacked(body: bytes, reply: Response) -> bytes:
-    """Return the body of a reply, decompressed if a proxy has compressed it with gzip. Raises ServiceUnusable for any
-    other compression."""
+    """Return the body of a reply. If a proxy has compressed it with gzip, it is decompressed. Raises ServiceUnusable
+    for any other compression."""
     coding = (reply.header(b"content-encoding") or b"identity").decode("latin-1").strip().lower()
     if coding == "identity":
         return body
@@ -1182,11 +1192,11 @@ def _refusal(body: bytes, reply: Response) -> OutriderError:
         hint = "the reply is not from Outrider: see whether the address is right, and what a proxy in front refuses"
         return ServiceUnusable(text, hint=hint)
     error = error_from(record)
-    # an unknown error code, from another version of the service
+    # The service has another version, and this client does not know the error's code.
     if lasting and type(error) is ServiceError and not record.retryable:
         error = ServiceUnusable(error.message, hint=error.hint, field=error.field, log_tail=error.log_tail)
     if isinstance(error, Busy):
-        with suppress(ValueError):  # a proxy may write a date and not a number
+        with suppress(ValueError):  # a proxy may send a date instead of a number
             error.retry_after = max(error.retry_after, float(reply.header(b"retry-after") or b""))
     for name, value in (("field", error.field), ("hint", error.hint)):
         if value is not None:

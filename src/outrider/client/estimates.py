@@ -1,5 +1,5 @@
-"""Estimates from the rewards of sessions: pass@k, and confidence intervals over tasks. The functions are pure; equal
-values give equal results."""
+"""Computes statistics from the rewards of sessions: pass@k, and confidence intervals over tasks. Equal values always
+give equal results."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from statistics import fmean, stdev
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 MOST_RESAMPLED = 500
-"""Maximum number of values for which an interval is computed by resampling. For more values, the normal approximation
+"""Maximum number of values for which an interval is computed by resampling. With more values, the normal approximation
 is as good."""
 NORMAL_QUANTILE = 1.959964
-"""The quantile of the normal distribution for CONFIDENCE."""
+"""How many standard errors the interval extends to each side of the mean, for CONFIDENCE."""
 
 
 def pass_at(k: int, passes: int, samples: int) -> float:

@@ -1,11 +1,10 @@
-"""Evaluates a policy: runs the same tasks with the same seeds each time. Groups for training can run at the same time.
+"""Evaluates a policy on the same tasks with the same seeds each time. Groups for training can run at the same time.
 
     if step % 20 == 0:
         found = await evaluate(client, held_out, samples=4, seed=0)
         print(found.reward.mean, found.reward.pass_at[4], found.failures)
 
-The module uses the control API and is independent of the trainer. Invariant: an ungraded session is counted in
-`failures` and in no mean.
+Invariant: a session that was not graded is counted in `failures` and in no mean.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ LARGEST_SEED = (1 << 63) - 1
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of the reward or of a metric.
 
-    mean: the mean of the tasks' means. Each task weighs the same. A task's mean is over its graded samples.
-    standard_error: the standard error of `mean`, from the spread between tasks; None with fewer than two tasks.
-    interval: the 95 % confidence interval of `mean`, by bootstrap over tasks (RESAMPLES resamples from a fixed seed);
+    mean: the mean of the tasks' means, with equal weights. A task's mean is over its graded samples.
+    standard_error: the standard error of `mean`, from the spread between tasks. None with fewer than two tasks.
+    interval: the 95 % confidence interval of `mean`, by bootstrap over tasks (RESAMPLES resamples from a fixed seed).
         None with fewer than two tasks.
     pass_at: for each k, the unbiased estimate of the probability that at least one of k samples of a task passes (Chen
         et al. 2021, section 2.1). It is the mean over the tasks with at least k graded samples.
@@ -60,7 +59,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     failures: number of ungraded sessions by error code, or by stop reason if they have no error.
     versions: the policy versions before and after the evaluation.
-    groups: in the order of the tasks, without samples.
+    groups: the groups without their samples, in the order of the tasks.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupView, ...]
 
     def figures(self) -> dict[str, float]:
-        """Return the statistics by name, for a logger of training metrics. An example of a name is
+        """Return the statistics for a logger of training metrics. The keys are names such as
         `evaluation/reward/pass@4`."""
         found: dict[str, float] = {}
         for name, score in {"reward": self.reward, **self.metrics}.items():
@@ -102,17 +101,17 @@ async def evaluate(
 
     seed: task i gets the seed `seed` + i in place of its own, so that a deterministic engine samples the same tokens in
         every evaluation. If None, the tasks keep their own seeds.
-    policy_version: the policy must have this version from the beginning to the end.
+    policy_version: if given, the version that the policy must have from the beginning to the end.
     passed: a sample passes if its reward, or the value of a metric, is at least this number.
     name: the value of the label `outrider.evaluation` that the groups get.
     run: a name for the evaluation. Groups already submitted under this name are used, so the same call after an
         interruption submits only the missing groups.
     watch: see `AsyncClient.wait`.
 
-    Raises InvalidField if the service refuses a task or the policy has another version. Raises Conflict if `run` was
-    used with other tasks, and Busy if the service stays busy. Raises ServiceError if the service cannot be reached, the
-    version changed meanwhile, or no session was graded. After an error, groups that still run are cancelled, unless
-    `run` is given.
+    Raises InvalidField if the service refuses a task or the policy does not have `policy_version`. Raises Conflict if
+    `run` was used with other tasks, and Busy if the service stays busy. Raises ServiceError if the service cannot be
+    reached, the version is another one at the end, or no session was graded. After an error, running groups are
+    cancelled, unless `run` is given.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")
@@ -136,9 +135,9 @@ async def evaluate(
             }
             ids.append((await patiently(partial(client.submit, body))).id)
         groups = await patiently(partial(client.wait, ids, watch))
-    except BaseException:  # also if this evaluation is cancelled
+    except BaseException:
         for group_id in ids if run is None else ():
-            with suppress(OutriderError):  # must not hide the error that ended the evaluation
+            with suppress(OutriderError):  # an error here must not hide the one that ended the evaluation
                 await shielded(partial(client.cancel, group_id))
         raise
     after = (await patiently(client.policy)).version
@@ -154,7 +153,7 @@ async def evaluate(
 def evaluation_task(
     task: TaskSpec | Mapping[str, Any], name: str = "evaluation", *, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return the fields of the task with the label that marks evaluations. Exports for training skip groups with this
+    """Return the task's fields with the label that marks evaluations. Exports for training skip groups with this
     label."""
     body = task.model_dump(mode="json") if isinstance(task, TaskSpec) else dict(task)
     body["labels"] = {**(body.get("labels") or {}), EVALUATION_LABEL: name}
@@ -201,7 +200,7 @@ def _evaluation(
 
 def _score(values: Sequence[Sequence[float]], samples: int, passed: float) -> Score:
     """Compute the statistics of the reward or of one metric. `values` has a list of values for each task. At least one
-    task must have a value."""
+    of these lists must not be empty."""
     graded = [of_task for of_task in values if of_task]
     means = [fmean(of_task) for of_task in graded]
     chances: dict[int, float] = {}

@@ -1,8 +1,9 @@
-"""Rolls out the tasks of a data set for training. A run has a name, and submits one group for each task.
+"""Runs each task of a dataset as a group, to collect rollouts for training. All groups of one such run share the run's
+name.
 
     done = await roll_out(client, tasks, run="first", samples=4)
 
-The same call continues a run that was interrupted. Invariant: a run submits one group for each task of the data set,
+The same call continues a run that was interrupted. Invariant: a run submits one group for each task of the dataset,
 even if other rows are added, moved or removed.
 """
 
@@ -26,9 +27,9 @@ from outrider.lifecycle import GroupState, SessionState
 from outrider.schemas import GroupView
 
 RUN_LABEL = "outrider.run"
-"""Label of the groups of a run. Its value is the run's name. `outrider export --run` exports these groups."""
+"""The label that holds the name of a group's run. `outrider export --run` exports all groups of a run."""
 WAITED_FOR = 16
-"""Maximum number of groups that are polled at once. These are the first groups that are not done."""
+"""Maximum number of groups that are polled at once. The first groups that are not done are polled."""
 WAIT_SECONDS = 1.0
 """Seconds that a poll waits for the first group to be done."""
 
@@ -46,14 +47,14 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run.
 
-    groups: the ids, in the order of the tasks.
-    earlier: number of groups that were done before this call, because an earlier call had submitted them.
-    mean_reward: over all graded sessions, None if no session was graded.
+    groups: the ids of the groups, in the order of the tasks.
+    earlier: number of groups that an earlier call had already run.
+    mean_reward: the mean over all graded sessions, or None if no session was graded.
     mixed: number of groups whose rewards are not all equal. Only such groups have a non-zero advantage in GRPO.
     failures: number of ungraded sessions by error code, or by stop reason if they have no error.
     failed: the id of a session that ended with an error, or None.
-    trained: number of tokens that train.
-    after: the cursor before the first of the groups, for `export --after`.
+    trained: number of tokens to train on.
+    after: the cursor just before the first of the groups, for `export --after`.
     """
 
     run: str
@@ -84,9 +85,9 @@ async def roll_out(
     groups wait for their submission. `watch` is called with the progress after each submission, before each poll, and
     at the end.
 
-    Groups that were already submitted under the name `run` are used. If the call is cancelled, running groups continue
-    in the service. Raises InvalidField if the service refuses a task, or if the run has a task with another number of
-    sessions or another priority. Raises ServiceError if the service cannot be reached.
+    Groups that an earlier call submitted under the name `run` are used again. If the call is cancelled, running groups
+    continue in the service. Raises InvalidField if the service refuses a task, or if the run has a task with another
+    number of sessions or another priority. Raises ServiceError if the service cannot be reached.
     """
     if not tasks or samples < 1:
         raise InvalidField("a run needs a task and a session", field="n" if tasks else "source")
@@ -110,7 +111,7 @@ async def roll_out(
         try:
             submission = partial(client.submit, body, patience=math.inf)
             # If the first submission cannot reach the service, the address may be wrong, so the error is raised at
-            # once. Later, the service may be restarting, so the submission is repeated.
+            # once. Later submissions are repeated, because the service may be restarting.
             group = await (patiently(submission) if groups else submission())
         except Conflict as error:
             raise InvalidField(
@@ -123,8 +124,7 @@ async def roll_out(
     earlier = sum(group.state is GroupState.DONE for group in groups.values())
     while active := [group for group in groups.values() if group.state is not GroupState.DONE][:WAITED_FOR]:
         tell(active)
-        # The request for the first group waits up to WAIT_SECONDS, which is the pause between two polls. The other
-        # requests do not wait.
+        # Only the request for the first group waits, for up to WAIT_SECONDS. This is the pause between two polls.
         waits = [WAIT_SECONDS] + [0.0] * (len(active) - 1)
         calls = [partial(client.group, group.id, wait=wait) for group, wait in zip(active, waits, strict=True)]
         for group in await asyncio.gather(*map(patiently, calls)):
@@ -134,7 +134,7 @@ async def roll_out(
 
 
 def _bodies(tasks: Sequence[Mapping[str, Any]], *, run: str, samples: int, priority: int) -> Iterator[dict[str, Any]]:
-    """Yield the groups to submit. The key of a group is made from the content of its task, not from the task's
+    """Yield the groups to submit. A group's idempotency key is made from the content of its task, not from the task's
     position. So a run can continue after rows were added, removed or moved. Equal tasks get different keys."""
     seen = Counter[str]()
     for task in tasks:

@@ -1,7 +1,7 @@
-"""Writes training rows to files, and their images to a folder.
+"""Writes training rows to files, and their images to a folder. Invariants:
 
-The module does not use the service. Invariants: `jsonl` and `parquet` have the same rows, with the fields of
-`trajectory.Sample`; a file appears complete or not at all.
+- `jsonl` and `parquet` have the same rows, with the fields of `trajectory.Sample`.
+- A file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Row = Sample | ChatRow
 TOKEN_COLUMNS = ("ids", "loss_mask", "logprobs", "versions")
 """The columns that have a number for each token."""
 ROW_GROUP_TOKENS = 1 << 20
-"""A Parquet row group ends once it has this many tokens. The arrays of a row group have 17 bytes for each token. Row
-groups of 400,000 or of two million tokens take a tenth more time."""
+"""A Parquet row group ends once it has this many tokens. Its arrays have 17 bytes for each token. Writing row groups of
+400,000 or of two million tokens takes a tenth more time."""
 
 
 class SampleFormat(StrEnum):
-    """The format of a file. `jsonl`, `parquet` and `arrow` are files of samples. `chat` is JSON lines of chat rows, and
-    `atif` is JSON lines of trajectories."""
+    """The format of a file. `jsonl`, `parquet` and `arrow` contain samples. `chat` contains conversations and `atif`
+    contains ATIF trajectories, both as JSON lines."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
@@ -45,7 +45,7 @@ class SampleFormat(StrEnum):
 
 
 class JsonLines:
-    """A writer of JSON lines: one JSON object on each line."""
+    """Writes JSON lines: one JSON object on each line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -61,7 +61,7 @@ class JsonLines:
 
 
 class Parquet:
-    """A writer of Parquet, with a row group for about ROW_GROUP_TOKENS tokens.
+    """Writes Parquet, with a row group for about ROW_GROUP_TOKENS tokens.
 
     Token columns are large lists: `ids` and `versions` of int32, `loss_mask` of int8, `logprobs` of float64. `metrics`
     and `labels` are JSON text, because not all readers treat Arrow maps alike. `images` is a list of structs. Raises
@@ -79,7 +79,8 @@ class Parquet:
                 hint=f"{install_command('parquet')}, or use --format jsonl",
             ) from error
         self._schema = self._arrow.schema(_columns(self._arrow, JsonSample))
-        # Dictionaries and statistics of token columns take two thirds of the time, and no reader needs them.
+        # For token columns, dictionaries and statistics would take two thirds of the time to write, and no reader needs
+        # them.
         small = [field.name for field in self._schema if field.name not in TOKEN_COLUMNS]
         self._writer = parquet.ParquetWriter(
             file, self._schema, compression="zstd", use_dictionary=small, write_statistics=small
@@ -125,7 +126,7 @@ class Parquet:
 
 def _token_arrays(rows: Sequence[Sample]) -> dict[str, Any]:
     """Return the TOKEN_COLUMNS of all rows as numpy arrays, one row after the other. They are made from the rows'
-    packed fields, because the arrays of the single samples would have to be copied."""
+    packed fields, because joining the arrays of the single samples would copy them."""
     import numpy as np
 
     total = sum(map(len, rows))
@@ -146,7 +147,7 @@ def _token_arrays(rows: Sequence[Sample]) -> dict[str, Any]:
 
 
 class ArrowStream:
-    """A writer of an Arrow IPC stream with the columns of `sample_columns.py`."""
+    """Writes an Arrow IPC stream with the columns of `sample_columns.py`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -169,8 +170,8 @@ WRITERS: dict[SampleFormat, Callable[[BinaryIO], SampleWriter]] = {
 
 @contextmanager
 def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
-    """Open a writer of the file at `path`. The file appears, or is replaced, only if the block ends without an error.
-    Raises InvalidField if the file cannot be created, or if `parquet` needs pyarrow and it is not installed.
+    """Open a writer for the file at `path`. The file appears, or is replaced, only if the block ends without an error.
+    Raises InvalidField if the file cannot be created, or if `kind` is `parquet` and pyarrow is not installed.
     """
     make = WRITERS.get(kind, JsonLines)
     with whole_file(path, field="output") as file, closing[SampleWriter](make(file)) as writer:
@@ -194,16 +195,16 @@ class ImageFolder:
 
 
 def stored_images(samples: Iterable[Row]) -> list[str]:
-    """Return the digests of the images in samples, without repetitions. Images sent as URLs are left out, because the
-    service does not fetch URLs and has no bytes of these images."""
+    """Return the digests of the images in samples, without repetitions. Images that were sent as URLs are left out,
+    because the service does not fetch URLs."""
     shown = (image for sample in samples for image in sample.images)
     return list(dict.fromkeys(image.digest for image in shown if image.url is None))
 
 
 @contextmanager
 def whole_file(path: Path, *, field: str) -> Iterator[BinaryIO]:
-    """Open a file that appears at `path` when the block ends without an error. Until then, it has a temporary name.
-    After an error, it is removed. Raises InvalidField for `field` if the file cannot be created."""
+    """Open a file for writing. It has a temporary name until the block ends without an error, and then appears at
+    `path`. After an error, it is removed. Raises InvalidField, naming `field`, if the file cannot be created."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,14 +222,14 @@ def whole_file(path: Path, *, field: str) -> Iterator[BinaryIO]:
 
 
 def _columns(arrow: Any, row: type) -> list[tuple[str, Any]]:
-    """Return the name and type of a column for each field of a struct."""
+    """Return the columns for a struct: the name and type of one column for each field."""
     return [(name, _arrow_type(arrow, name, kind)) for name, kind in get_type_hints(row).items()]
 
 
 def _arrow_type(arrow: Any, name: str, kind: Any) -> Any:
-    """Return the Arrow type for a field of type `kind`. All types that are not handled here become strings."""
+    """Return the Arrow type for a field of the Python type `kind`. Types that are not handled here become strings."""
     inner = get_args(kind)
-    if isinstance(kind, UnionType):  # None needs no type, because every column may be null
+    if isinstance(kind, UnionType):  # `X | None` has the type of X, because every column may be null
         return _arrow_type(arrow, name, inner[0])
     if get_origin(kind) in (list, tuple):
         if name in TOKEN_COLUMNS:

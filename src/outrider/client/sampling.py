@@ -1,21 +1,21 @@
 """Makes batches of rollouts for a trainer, without the groups that teach nothing (the dynamic sampling of DAPO).
 
-If all samples of a group have the same reward, every advantage is 0, and so is the gradient. The sampler runs groups
-concurrently, keeps the informative groups, and replaces the other groups at once. It returns a batch as soon as it has
-enough groups. If a group fails, its prompt (its task) is submitted again a few times. Otherwise tasks whose sandboxes
-fail more often would be missing from the data. The sampler uses the control API and is independent of the trainer.
+If all samples of a group have the same reward, every advantage is 0, and so is the gradient. The sampler drops such
+groups and replaces them at once. It runs groups concurrently, and returns a batch as soon as it has enough of the other
+groups, which are called informative. If a group fails, its prompt (its task) is submitted again a few times. Otherwise
+tasks whose sandboxes fail more often would be missing from the data.
 
     async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
         async for batch in sampler:
             await sampler.set_version(train_on(batch))
 
-Invariant: a prompt that was taken from the source is waiting, being submitted, running or ready until it is delivered
-or dropped. `state()` has all these prompts. Each drop is counted in `Counts`.
+Invariant: `state()` has every prompt that was taken from the source and is not delivered or dropped yet. Each drop is
+counted in `Counts`.
 
 `max_age` limits the age of tokens without dropping groups. The sampler submits only as many groups as the trainer can
-train on before they are too old, and delivers the oldest groups first. Before a batch would make slow groups too old,
-it waits for them. A sampler that dropped old groups would prefer fast groups, since the prompt of a dropped group is
-sampled again.
+train on before they are too old, and delivers the oldest groups first. A batch waits for slow groups that would be too
+old for the next batch. A sampler that dropped old groups would prefer fast groups, because it samples the prompt of a
+dropped group again.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ Refill = Literal["asynchronous", "synchronous", "static"]
 Surplus = Literal["carry", "cancel"]
 Overdue = Literal["wait", "train"]
 Choice = bool | Literal["again"]
-"""The decision about a group. True: keep the group. False: drop its prompt. "again": submit its prompt again."""
+"""The decision about a finished group. True keeps the group. False drops its prompt. "again" submits its prompt
+again."""
 
 SAME = 1e-9
-"""Rewards count as equal if they differ by at most this."""
+"""Two rewards count as equal if they differ by at most this."""
 FAILED_IN_A_ROW = 16
-"""The sampler fails if the first groups of this many prompts fail without a graded group in between. The cause then
-affects all prompts."""
+"""The sampler fails if this many prompts in a row fail at their first group, with no graded group in between. The cause
+then probably affects all prompts."""
 HELD_SECONDS = 600.0
-"""A warning is logged when a full batch has been held back for this many seconds, and again each time the duration has
-doubled."""
+"""A warning is logged when a full batch has been held back for this many seconds. It is repeated each time the duration
+has doubled."""
 FRUITLESS_BATCHES = 20
-"""The sampler fails if a batch is not full after this many times `target` graded groups. The tasks are then too hard or
-too easy for the policy."""
+"""The sampler fails if a batch is still not full after FRUITLESS_BATCHES times `target` graded groups. The tasks are
+then too hard or too easy for the policy."""
 SOURCES = (
     "give a sequence of tasks, or a function that returns the same task for the same number and raises IndexError after"
     " the last one"
@@ -81,16 +82,16 @@ class RolloutService(Protocol):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """The outcomes of groups since the previous batch. Over all batches, each submitted group is counted in `submitted`
-    and in one other count, unless it still runs or waits for a later batch.
+    """The number of groups with each outcome since the previous batch. Every group is counted in `submitted`. When it
+    no longer runs or waits, it is also counted in exactly one of `informative`, `uninformative`, `retried`, `given_up`,
+    `stale` and `stopped`.
 
-    informative: groups that were delivered.
-    overdue: delivered groups with a trained token older than `max_age`.
-    uninformative: groups whose prompt was dropped, because they teach nothing.
+    informative: groups that were delivered in a batch.
+    overdue: informative groups with a trained token older than `max_age`.
+    uninformative: groups that teach nothing. Their prompts were dropped.
     retried, given_up: failed groups whose prompt was submitted again, or was dropped after the last retry.
     reasons: the groups in `retried` and `given_up`, by the most frequent error code of their sessions.
-    stale: groups that are too old, because the version rose by more than the sampler expected. Their prompts are
-        submitted again.
+    stale: groups that are too old, because the version rose faster than expected. Their prompts are submitted again.
     stopped: groups that were cancelled by a user, or because their batch was full. Their prompts are submitted again.
     """
 
@@ -105,7 +106,7 @@ class Counts(msgspec.Struct, kw_only=True):
     reasons: dict[str, int] = {}
 
     def flat(self) -> dict[str, int]:
-        """Return all counts by name. The reasons have names of the form `reason_CODE`."""
+        """Return all counts by name. The counts in `reasons` get names of the form `reason_CODE`."""
         counts: dict[str, int] = msgspec.structs.asdict(self)
         del counts["reasons"]
         return counts | {f"reason_{code}": count for code, count in self.reasons.items()}
@@ -115,11 +116,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one training step, with samples, in the order in which they finished. With `max_age`, groups of
     older versions come first.
 
-    prompts: the numbers of the groups' prompts.
+    prompts: the number of each group's prompt.
     version: the policy version when the batch was delivered.
     waited: seconds for which the trainer waited for the batch.
-    held: the part of `waited` in which the batch was full, but waited for slow groups that would otherwise become too
-        old.
+    held: the part of `waited` in which the batch was full, but waited for slow groups that would become too old.
     counts: the outcomes of groups since the previous batch.
     """
 
@@ -138,12 +138,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that is neither delivered nor dropped.
+    """A prompt that is neither delivered nor dropped yet.
 
     number: the number of the prompt.
     attempt: the number of its newest group.
     failures: how many of its groups have failed.
-    version: the policy version under which the newest group was submitted, None before the submission.
+    version: the policy version under which the newest group was submitted, or None before the submission.
     """
 
     number: int
@@ -168,8 +168,8 @@ class _Prompt(msgspec.Struct):
     """A prompt in progress. `version` is the policy version under which its group was submitted, or None before the
     submission.
 
-    `protected` is True if the prompt was submitted before; its group is then not stopped when a batch is full.
-    Otherwise the groups of a slow task would be stopped again and again, and its prompt would never be delivered.
+    `protected` is True if the prompt was submitted before. Its group is then not stopped when a batch is full.
+    Otherwise a slow task would be stopped again and again, and its prompt would never be delivered.
     """
 
     number: int
@@ -186,7 +186,7 @@ class _Ready(msgspec.Struct, frozen=True):
 
 
 def rewards_of(group: GroupView) -> list[float]:
-    """Return the rewards of the graded sessions, in sample order."""
+    """Return the rewards of the graded sessions, in order."""
     results = (session.result for session in group.sessions)
     return [result.verdict.reward for result in results if result is not None and result.verdict is not None]
 
@@ -222,34 +222,33 @@ class DynamicSampler:
 
     source: the tasks. A sequence is repeated without end. A function returns the task of prompt number 0, 1, 2, ... and
         raises IndexError after the last prompt. For the same number, it must return the same task.
-    n: samples for each prompt.
-    target: groups in a batch.
-    inflight: groups that run at once, by default twice the target.
-    informative: decides whether to keep a group with at least two graded sessions (one if `n` is 1). If it returns
-        "again", or if too few sessions are graded, the prompt is submitted again.
-    retries: how often a prompt is submitted again for the two reasons under `informative` before it is given up.
+    n: number of samples for each prompt.
+    target: number of groups in a batch.
+    inflight: number of groups that run at once, by default twice the target.
+    informative: decides whether to keep a group, if at least two of its sessions were graded (one if `n` is 1). If it
+        returns "again", or if fewer sessions were graded, the prompt is submitted again.
+    retries: how often a prompt is submitted again for one of these two reasons, before it is given up.
     refill: "asynchronous" replaces a group as soon as it is done. "synchronous" waits for all running groups before it
         submits `inflight` new groups, as DAPO did at first. "static" submits one batch, waits for all of its groups,
-        and filters nothing. The last two are for comparison.
+        and filters nothing. "synchronous" and "static" are for comparison.
     surplus: what happens to groups that still run when a batch is full. "carry" keeps them running for a later batch.
-        "cancel" stops them, and submits nothing before the next batch is requested. See below for its bias.
-    max_age: the maximum age of a trained token, in policy versions before the version that the batch is trained with.
-        None sets no limit. At most (`max_age` + 1) * `groups_per_version` groups run or wait for a batch, so that a
-        finished group is never too old. With 0, nothing runs while the trainer trains.
+        "cancel" stops them, and submits nothing before the next batch is requested. Its bias is described below.
+    max_age: how many policy versions a trained token may be older than the version that trains on it. None sets no
+        limit. At most (`max_age` + 1) * `groups_per_version` groups run or wait for a batch, so that a finished group
+        is never too old. With 0, nothing runs while the trainer trains.
     groups_per_version: the number of groups that the trainer trains on before it raises the version by one, by default
         `target`.
-    overdue: what happens to groups that still run when the next version would make them too old. "wait" holds a full
-        batch back until these groups are done (`Batch.held`). "train" keeps them running and uses them when they are
-        done, with the version of each token. Only the number of groups is then limited, and tokens of slow groups may
-        be older than `max_age` (`Counts.overdue`).
+    overdue: what happens to running groups that the next version would make too old. "wait" holds a full batch back
+        until these groups are done (`Batch.held`). "train" keeps them running and uses them when they are done. Only
+        the number of groups is then limited, and tokens of slow groups may be older than `max_age` (`Counts.overdue`).
     min_usable, expires_seconds: fields of the submitted groups (`spec.GroupSpec`). With `min_usable` below `n`, the
         slowest sessions of a group are left out, which biases rewards that depend on the duration.
-    state: the `state()` of an earlier sampler, which this sampler continues. Groups are recognised by their idempotency
-        keys, so groups that ran in between are used, and no group is delivered twice.
+    state: the `state()` of an earlier sampler, which this sampler continues. It finds the earlier groups by their
+        idempotency keys. So groups that finished meanwhile are used, and no group is delivered twice.
 
     With `surplus` "cancel", the prompt of a stopped group is submitted again before any new prompt, and its new group
-    is not stopped when a batch is full. So slow tasks are not left out. The rewards are still biased: a slow group is
-    stopped and sampled again, so slow outcomes are rarer in the batches than among the rollouts.
+    is not stopped when a batch is full. So slow tasks are not left out. But a slow group is stopped and sampled again,
+    so slow outcomes are rarer in the batches than among the rollouts, and the rewards are biased.
     """
 
     def __init__(
@@ -302,7 +301,7 @@ class DynamicSampler:
         self._next = state.next
         self._batches = state.batches
         # Prompts with the oldest versions are submitted first. Otherwise newer groups could fill a batch before the
-        # sampler finds the older groups.
+        # sampler finds the older groups in the service.
         self._waiting = deque(
             _Prompt(each.number, each.attempt, each.failures, each.version, protected=True)
             for each in sorted(state.pending, key=lambda each: math.inf if each.version is None else each.version)
@@ -344,8 +343,8 @@ class DynamicSampler:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop following the results. Running groups continue in the service, and a sampler that continues from
-        `state()` finds them."""
+        """Stop following the service's results. Running groups continue in the service, and a sampler that continues
+        from `state()` finds them."""
         self._end(ServiceError("the sampler was closed", hint="a new sampler continues from its state()"))
         for worker in self._workers:
             worker.cancel()
@@ -362,12 +361,12 @@ class DynamicSampler:
 
     @property
     def counts(self) -> Counts:
-        """The outcomes of groups since the previous batch. Outcomes after the last batch are in no batch, but only
-        here."""
+        """The outcomes of groups since the previous batch. The outcomes after the last batch are only here, not in a
+        batch."""
         return self._counts
 
     def state(self) -> SamplerState:
-        """Return the state to store in a checkpoint after a training step. All batches delivered so far are treated as
+        """Return the state to store in a checkpoint after a training step. Batches that were delivered count as
         trained."""
         prompts = [ready.prompt for ready in self._ready]
         prompts += self._running.values()
@@ -376,7 +375,7 @@ class DynamicSampler:
         return SamplerState(
             run=self._run,
             next=self._next,
-            # A group that is being stopped is not used by a later sampler, so the prompt continues with a new group.
+            # A group that is being stopped will not be used. So its prompt continues with a new group.
             pending=tuple(
                 PendingPrompt(prompt.number, prompt.attempt, prompt.failures, prompt.version)
                 if prompt.stopping is None
@@ -398,8 +397,8 @@ class DynamicSampler:
         - Too few groups are informative (FRUITLESS_BATCHES).
         - The sampler is stopped or closed meanwhile.
 
-        Also raises any error of a submission, of the source or of `informative`. An error or a cancellation loses no
-        prompt.
+        Also raises any error that a submission, the source or `informative` raises. No prompt is lost after an error or
+        a cancellation.
         """
         began = _now()
         self._resting = False
@@ -418,8 +417,8 @@ class DynamicSampler:
             return self._deliver(began, held)
 
     async def _fill(self) -> float:
-        """Wait until a batch may be delivered. Returns the seconds for which the batch was full, but waited for older
-        groups."""
+        """Wait until a batch can be delivered. Returns the number of seconds for which the batch was full but waited
+        for older groups."""
         full_since: float | None = None
         patience = HELD_SECONDS
         self._wanted = True
@@ -447,7 +446,7 @@ class DynamicSampler:
                 else:
                     await wait_for_event(changed, full_since + patience - _now())
                 if full_since is not None and _now() >= full_since + patience:
-                    slow = next(iter(self._running), "GROUP")  # none runs while the slow group is being submitted
+                    slow = next(iter(self._running), "GROUP")  # no group runs while the slow group is being submitted
                     log.warning(
                         "a full batch is held for slow groups (%d run): outrider show %s", len(self._running), slow
                     )
@@ -461,7 +460,7 @@ class DynamicSampler:
         return len(self._ready) >= self._target and (idle or self._refill != "static")
 
     def _has_ended(self) -> bool:
-        """Return True if the source has ended and every prompt is ready, delivered or dropped."""
+        """Return True if the source has ended and every prompt's group is ready, delivered or dropped."""
         return self._exhausted and not (self._running or self._submitting or self._waiting)
 
     def _deliver(self, began: float, held: float) -> Batch:
@@ -485,8 +484,8 @@ class DynamicSampler:
         )
 
     async def stop(self) -> None:
-        """Cancel all groups that still run, and submit no more until another batch is requested. If a call of `batch`
-        is waiting, it raises ServiceError."""
+        """Cancel all running groups, and submit no more until another batch is requested. A waiting call of `batch`
+        raises ServiceError."""
         self._resting = True
         self._changed.send()
         await self._stop(list(self._running), "stopped")
@@ -495,8 +494,8 @@ class DynamicSampler:
         await self._stop(list(self._running), "stopped")
 
     async def set_version(self, version: int) -> None:
-        """Record that the engines now serve another policy version. Groups that are now too old are stopped or dropped,
-        and their prompts are submitted again."""
+        """Record that the engines now serve the policy version `version`. Groups that are now too old are stopped or
+        dropped, and their prompts are submitted again."""
         if version < self._version:
             raise InvalidField(f"version {version} is older than {self._version}", field="version")
         self._delivered = max(0, self._delivered - (version - self._version) * self._groups_per_version)
@@ -520,14 +519,14 @@ class DynamicSampler:
         return ready[: self._target]
 
     def _must_wait(self) -> bool:
-        """Return True if the next batch must wait for groups that still run, because a running group could be too old
-        in a later batch."""
+        """Return True if a full batch must wait for running groups, because one of them could be too old in a later
+        batch."""
         if self._max_age is None or self._overdue == "train":
             return False
         running = [*self._running.values(), *([self._submitting] if self._submitting else [])]
         # After this batch, `left` more groups are delivered until the version has risen by `steps`. All groups with a
-        # version below `oldest` must be among these groups. If the trainer takes batches without raising the version,
-        # `left` falls to 0, and a batch waits for all running groups.
+        # version below `oldest` must be among them. If the trainer takes batches without raising the version, `left`
+        # falls to 0, and a batch waits for all running groups.
         for steps in range(1, self._max_age + 2):
             oldest = self._version + steps - self._max_age
             left = max(0, steps * self._groups_per_version - self._delivered - self._target)
@@ -538,14 +537,13 @@ class DynamicSampler:
         return False
 
     def _room(self) -> int:
-        """Return the number of groups to submit now. It may be negative, which means none."""
+        """Return the number of groups to submit now. A negative number means none."""
         running, ready = len(self._running), len(self._ready)
         if self._refill == "static":
             return self._target - running - ready if self._wanted else 0
         allowed = self._inflight
         if self._surplus == "cancel":
-            # For each ready group, the batch needs one running group less. Groups that the batch does not need would be
-            # cancelled.
+            # For each ready group, the batch needs one running group less. More running groups would only be cancelled.
             allowed = max(self._inflight - ready, min(self._inflight, self._target - ready))
         if self._max_age is not None:
             trainable = (self._max_age + 1) * self._groups_per_version - self._delivered
@@ -586,8 +584,8 @@ class DynamicSampler:
             self._next = max(self._next, prompt.number + 1)
             prompt.version = self._version if prompt.version is None else prompt.version
             group = await self._submit_group(prompt, task)
-            # The idempotency key may return a group of the earlier sampler. If that group was cancelled after `state()`
-            # was saved, the prompt needs a new group.
+            # For this idempotency key, the service may return a group of an earlier sampler. If that group was
+            # cancelled after `state()` was saved, the prompt needs a new group.
             while group.cancelled:
                 prompt.attempt += 1
                 prompt.version = self._version
@@ -603,9 +601,9 @@ class DynamicSampler:
             self._submitting = None
             self._early.clear()
             self._changed.send()
-        if group.state is GroupState.DONE:  # it ended at once, or while an earlier sampler ran
+        if group.state is GroupState.DONE:  # it ended at once, or an earlier sampler had submitted it
             await self._settle(group)
-        elif self._is_stale(prompt):  # the version has risen since the group was chosen
+        elif self._is_stale(prompt):  # the version has risen since the submission began
             await self._stop([group.id], "stale")
         elif self._surplus == "cancel" and not self._wanted and not prompt.protected:
             await self._stop([group.id], "stopped")
@@ -626,11 +624,12 @@ class DynamicSampler:
                 await self._settle(group)
             cursor = page.cursor
             if self._running and _now() >= check_at:
-                # Other clients' results may arrive all the time, so the check does not wait for an empty page.
+                # Other clients' results may arrive all the time. So this check of the oldest group does not wait for an
+                # empty page.
                 check_at = _now() + LONG_POLL
                 oldest = await check_known(self._client.group, next(iter(self._running)))
                 if oldest.id in self._running and oldest.cursor is not None:
-                    # If the service restarts without its old data, its cursors begin again, so this group may be done
+                    # If the service restarts without its old data, its cursors begin again. The group may then be done
                     # at a lower cursor than the sampler's.
                     cursor = min(cursor, oldest.cursor - 1)
 
@@ -638,24 +637,24 @@ class DynamicSampler:
         """Keep a finished group for a batch, or drop it. Depending on the reason, a dropped group's prompt is submitted
         again."""
         prompt = self._running.get(group.id)
-        if prompt is None:  # of another client, settled already, or being submitted
+        if prompt is None:  # another client's, already handled, or being submitted
             if self._submitting is not None:
                 self._early[group.id] = group
             return
         rewards = rewards_of(group)
-        # Only `group.cancelled` shows whether the group was stopped. A group may end before the sampler can stop it. A
-        # user or an update of the policy may cancel a group that the sampler did not stop.
+        # Only `group.cancelled` shows whether the group was stopped. It may have ended before the sampler could stop
+        # it. A user or an update of the policy may cancel a group that the sampler did not stop.
         stopped = (prompt.stopping or "stopped") if group.cancelled else None
         choice: Choice = False
         if len(rewards) < min(self._n, 2):
             choice = "again"
         elif stopped is None:
             choice = self._refill == "static" or self._informative(group)
-            choice = choice if choice == "again" else bool(choice)  # it may be a bool of NumPy
+            choice = choice if choice == "again" else bool(choice)  # `informative` may return NumPy's bool
         kept = None
         if choice is True:
             kept = await patiently(partial(self._client.group, group.id, samples=True))
-        if self._running.pop(group.id, None) is None:  # settled while its samples were fetched
+        if self._running.pop(group.id, None) is None:  # another call has handled the group meanwhile
             return
         if kept is not None and self._is_stale(prompt, kept):
             self._submit_again(prompt, "stale")
@@ -674,7 +673,7 @@ class DynamicSampler:
         self._changed.send()
 
     def _note_failure(self, prompt: _Prompt, group: GroupView) -> None:
-        """Submit the prompt of a failed group again, or give it up."""
+        """Submit the prompt of a failed group again, or give it up after the last retry."""
         errors = [session.result.error for session in group.sessions if session.result and session.result.error]
         why = errors[0].message if errors else "no session failed, but too few have a reward"
         codes = Counter(error.code for error in errors) or Counter(["no_reward"])
@@ -715,8 +714,8 @@ class DynamicSampler:
         self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures, protected=True))
 
     def _is_stale(self, prompt: _Prompt, group: GroupView | None = None) -> bool:
-        """Return True if the prompt's group is too old. This happens only if the version rises faster than once for
-        `groups_per_version` groups, or if another program raises it."""
+        """Return True if the prompt's group is too old. This happens only if another program raises the version, or if
+        the version rises after fewer than `groups_per_version` groups."""
         if self._max_age is None or self._overdue == "train":
             return False
         return _oldest_version(prompt, group) < self._version - self._max_age
@@ -728,7 +727,7 @@ class DynamicSampler:
                 prompt.stopping = reason
                 try:
                     await patiently(partial(self._client.cancel, group_id))
-                except BaseException:  # the group may run on, so a later call must stop it
+                except BaseException:  # the group may still run, so a later call must stop it
                     prompt.stopping = None
                     raise
 
@@ -736,18 +735,18 @@ class DynamicSampler:
         """Run background work. If it fails, store the error for `batch` to raise."""
         try:
             await work()
-        except Exception as error:  # any error, because the trainer must not wait for ever
+        except Exception as error:  # any error, because the trainer would otherwise wait forever
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        """Submit no more groups, and make `batch` raise the first error."""
+        """Submit no more groups, and make `batch` raise `error`, unless there is an earlier error."""
         self._failure = self._failure or error
         self._changed.send()
 
 
 def _oldest_version(prompt: _Prompt, group: GroupView | None = None) -> int:
     """Return the lowest policy version of the tokens in the group's samples. Without samples, return the version under
-    which the prompt's group was submitted."""
+    which the group was submitted."""
     samples = (group.samples if group is not None else None) or ()
     return min((sample.min_version for sample in samples if sample.min_version >= 0), default=prompt.version or 0)
 
@@ -757,8 +756,8 @@ def _now() -> float:
 
 
 def _task_by_number(source: Source) -> Callable[[int], Task]:
-    """Return a function from a prompt's number to its task. Raises InvalidField if `source` is neither a sequence nor a
-    function."""
+    """Return a function that returns the task for a prompt's number. Raises InvalidField if `source` is neither a
+    sequence nor a function."""
     if callable(source):
         return source
     if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):

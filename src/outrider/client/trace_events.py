@@ -1,7 +1,7 @@
-"""Converts timelines to events of the Trace Event Format, which ui.perfetto.dev and chrome://tracing show.
+"""Converts timelines of sessions to events of the Trace Event Format, which ui.perfetto.dev and chrome://tracing show.
 
-Each session becomes a process of the trace. Each kind of spans gets one row, or several rows if spans overlap. The
-module is pure. Invariant: the spans of a row do not overlap, because the format would show them as nested.
+Each session becomes a process of the trace. Each kind of span gets one row, or several rows if spans overlap.
+Invariant: the spans of a row do not overlap, because the viewers would show them as nested.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROWS = {
     "process": "processes",
     "error": "errors",
 }
-"""The names of the rows by the kind of their spans, in display order."""
+"""The name of the row for each kind of span, in display order."""
 
 Event = dict[str, Any]
 
 
 def trace_events(timelines: Iterable[tuple[str, TimelineView]]) -> Iterator[Event]:
-    """Return the events of timelines. Each timeline comes with the title of its process."""
+    """Yield the events of timelines. Each timeline comes with the title of its process."""
     for number, (title, timeline) in enumerate(timelines, 1):
         yield _named("process_name", title, pid=number)
         yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
@@ -43,7 +43,7 @@ def trace_events(timelines: Iterable[tuple[str, TimelineView]]) -> Iterator[Even
 
 
 def _rows(timeline: TimelineView, kind: str) -> list[list[SpanView]]:
-    """Distribute the spans of a kind over rows, so that the spans of a row do not overlap."""
+    """Distribute the spans of one kind over rows, so that the spans of a row do not overlap."""
     rows: list[list[SpanView]] = []
     for span in timeline.spans:
         if span.kind != kind:

@@ -1,11 +1,11 @@
 """Adds a trainer's inference servers to a service as engines, and adds them again after the service has restarted.
-
-The module works for any trainer. Invariants:
+Invariants:
 
 - The engines of a training run have the names `PREFIX-0`, `PREFIX-1`, and so on.
-- An `AttachedEngines` changes the service's engines in one call at a time.
+- An `AttachedEngines` makes one change to the service's engines at a time.
 - Several processes of one training run may attach the same engines.
-- A second training run on the same service gets an error, because its sessions would use the engines of both runs.
+- A second training run on the same service gets an error. Otherwise its sessions would also use the first run's
+  engines.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from outrider.schemas import EngineStatus
 from outrider.trainers.shared_client import FIRST_PATIENCE
 
 LOOK_SECONDS = 5.0
-"""Minimum seconds between two checks of whether the service still has the engines."""
+"""The minimum time, in seconds, between two checks that the service still has the engines."""
 
 
 class AttachedEngines:
-    """The engines that a training run attaches to a service. An engine's name is `prefix` and a number, such as
-    `nemo-rl-0`."""
+    """Attaches the inference servers of a training run to a service as engines. An engine's name is `prefix` and a
+    number, such as `nemo-rl-0`."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -37,25 +37,25 @@ class AttachedEngines:
         """The error of the newest call of `attach` that failed."""
 
     async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False) -> bool:
-        """Attach the engines that the service does not have. A restarted service has none. Unless `renamed` is True,
-        the service is asked at most once in LOOK_SECONDS.
+        """Attach those engines that the service does not have, for example because it has restarted. Unless `renamed`
+        is True, the service is asked for its engines at most once in LOOK_SECONDS.
 
-        Each engine is a mapping with `url`, `model` and any other fields of `spec.EngineSpec` except the name. An
-        engine must have the same position in `engines` in all calls, because the position is part of its name. The
-        first call removes engines that an earlier training run has left, if they have no sessions. With `renamed`, an
-        engine whose model has another name is replaced.
+        Each item of `engines` has `url`, `model` and any other fields of `spec.EngineSpec` except the name. The name is
+        made from the item's position, which must therefore be the same in every call. The first call also removes an
+        earlier training run's engines that failed or have no sessions. With `renamed`, an engine whose model has
+        another name now is replaced.
 
         Returns True if this call attached an engine. A new engine has policy version 0, unless its server reports a
         version. Waits while the service restarts. Raises the service's error, for example while a server still loads
-        its model. Raises Conflict if another training run has engines with this prefix, or if the service has
-        other engines for the policy.
+        its model. Raises Conflict if another training run has engines with this prefix, or if the service has other
+        engines for the policy.
         """
         if not engines:
             return False
         failed_before = self._not_attached
         async with self._looking:
             if self._not_attached is not None and self._not_attached is not failed_before:
-                # another call failed while this call waited for the lock, and a new try would only wait again
+                # Another call failed while this call waited for the lock. A new attempt would only wait again.
                 raise self._not_attached
             clock = asyncio.get_running_loop().time
             if self._looked is not None and clock() - self._looked < LOOK_SECONDS and not renamed:
@@ -89,7 +89,8 @@ class AttachedEngines:
                 await _remove(client, name)
         for (name, url), engine in zip(wanted.items(), engines, strict=True):
             if (old := attached.get(name)) is not None and old.url in wanted.values():
-                usable = old.ok or not first  # a failed engine of an earlier training run may have another model
+                # on the first call, a failed engine may be an earlier training run's, with another model
+                usable = old.ok or not first
                 if old.url == url and usable and not (renamed and old.model != engine["model"]):
                     continue
                 await _remove(client, name)
@@ -112,7 +113,7 @@ def _of_another(engine: EngineStatus) -> Conflict:
 
 async def _add(client: AsyncClient, engine: Mapping[str, Any]) -> bool:
     """Add an engine to the service. Returns False if another process of the training run has added it. While that
-    process adds the engine, the name is taken and the engine is not in the service's list, so this function tries
+    process adds the engine, the name is taken, but the service does not list the engine yet. So this function tries
     again."""
     clock = asyncio.get_running_loop().time
     end = clock() + PATIENCE

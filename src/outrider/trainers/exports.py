@@ -1,8 +1,10 @@
-"""Converts samples to the data formats of trainers: NeMo Gym's `/run` reply, training samples of prime-rl, traces of
-verifiers, and the datums of Tinker-style clients.
+"""Converts samples, the training rows of sessions, to the data formats of trainers: NeMo Gym's `/run` reply, prime-rl's
+training samples, verifiers' traces, and the datums of Tinker-style clients.
 
-The results are plain dicts and lists, so no trainer has to be installed. Invariants: ids, mask and log-probabilities
-equal the sample's, bit for bit. A sample without a reward is refused, because it must not be trained on.
+The results are plain dicts and lists, so no trainer has to be installed. Invariants:
+
+- The ids, mask and log-probabilities are exactly those of the sample.
+- A sample without a reward is refused, because it must not be trained on.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from outrider.errors import InvalidField
 from outrider.trajectory import Sample
 
 Decode = Callable[[list[int]], str]
-"""A function that converts ids to text, like a tokenizer's `decode`."""
+"""A function that converts token ids to text, like a tokenizer's `decode`."""
 
 
 class Span(NamedTuple):
-    """The range [start, end) of a row's token ids. The ids all have the same mask: `trained` is True for 1, False for
-    0."""
+    """A range [start, end) of a row's token ids that have the same mask value. `trained` is True for mask 1 and False
+    for mask 0."""
 
     start: int
     end: int
@@ -27,7 +29,7 @@ class Span(NamedTuple):
 
 
 def spans_of(mask: Sequence[int]) -> Iterator[Span]:
-    """Split a mask wherever its value changes. The spans are in order and cover the whole mask."""
+    """Split a mask wherever its value changes. The parts are in order and cover the whole mask."""
     start = 0
     for end in range(1, len(mask) + 1):
         if end == len(mask) or mask[end] != mask[start]:
@@ -38,12 +40,12 @@ def spans_of(mask: Sequence[int]) -> Iterator[Span]:
 def nemo_gym_reply(
     sample: Sample, request: Mapping[str, Any], *, decode: Decode | None = None, longest: int | None = None
 ) -> dict[str, Any]:
-    """Return the reply to NeMo Gym's `POST /run`, whose body is `request`. The reply has an output item for each
-    trained span of the row.
+    """Return the reply to `request`, the body of a `POST /run` from NeMo Gym. The reply has an output item for each
+    range of trained ids in the row.
 
-    The prompt of an item is all ids before the item, so each prompt begins with the previous prompt, as NeMo RL
-    requires. Without `decode`, the items have no text. The row is cut after `longest` ids. The usage counts each id of
-    the row once. Raises InvalidField for a sample without a reward.
+    An item's prompt is all ids before the item. So each prompt begins with the previous item's prompt, as NeMo RL
+    requires. Without `decode`, the items have no text. Ids after the first `longest` are left out. Raises InvalidField
+    for a sample without a reward.
     """
     reward = _reward(sample)
     ids, mask, logprobs = (column[:longest].tolist() for column in (sample.ids, sample.loss_mask, sample.logprobs))
@@ -93,8 +95,8 @@ def prime_rl_sample(
     sample: Sample, *, env_name: str, temperature: float, advantage: float | Sequence[float]
 ) -> dict[str, Any]:
     """Return the fields of prime-rl's TrainingSample, with lists of equal length. `advantage` is one number for the
-    row, or a list with a number for each id, for example computed from `Sample.token_rewards()`. Ids with mask 0 get
-    the advantage 0.0. Raises InvalidField for a sample without a reward."""
+    whole row, or a list with a number for each id, for example from `Sample.token_rewards()`. Ids with mask 0 get the
+    advantage 0.0. Raises InvalidField for a sample without a reward."""
     return {
         "token_ids": sample.ids.tolist(),
         "mask": sample.loss_mask.astype(bool).tolist(),
@@ -107,12 +109,12 @@ def prime_rl_sample(
 
 
 def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) -> list[dict[str, Any]]:
-    """Return the `nodes` of a verifiers trace. The trace has a path for each sample of a session; each path has its own
-    root. Raises InvalidField for a sample without a reward.
+    """Return the `nodes` of a verifiers trace. Each sample of the session becomes a path of nodes with its own root.
+    Raises InvalidField for a sample without a reward.
 
-    A trained span becomes a sampled assistant node. All other spans become user nodes, because a row does not record
-    roles. The `token_ids` of a path's nodes, concatenated, are the row; their `logprobs`, concatenated, are the
-    log-probabilities of the row's trained ids.
+    Each range of trained ids becomes an assistant node, marked as sampled. All other ranges become user nodes, because
+    a row does not record roles. The `token_ids` of a path's nodes, in order, are the row. Their `logprobs`, in order,
+    are the log-probabilities of the row's trained ids.
     """
     nodes: list[dict[str, Any]] = []
     for sample in samples:
@@ -135,14 +137,15 @@ def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) 
 
 
 def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[str, Any]:
-    """Return a datum of a Tinker-style client, for the losses importance_sampling, ppo and cispo. `model_input` has all
-    ids but the last, and position i in `loss_fn_inputs` belongs to id i + 1 of the row. `advantage` is one number for
-    the row, or a list with a number for each id.
+    """Return a datum of a Tinker-style client, for the losses importance_sampling, ppo and cispo.
 
-    `weights` are 1.0 for trained ids and 0.0 for other ids. The loss cross_entropy takes `weights` in place of
-    `logprobs` and `advantages`. For tinker's class, use `Datum(model_input=ModelInput.from_ints(datum["model_input"]),
-    loss_fn_inputs=datum["loss_fn_inputs"])`. Raises InvalidField for a sample without a reward, and for a sample that
-    begins with a trained id, because the model cannot predict an id without a prompt.
+    `model_input` has all ids but the last. Position i in `loss_fn_inputs` belongs to id i + 1 of the row. `advantage`
+    is one number for the whole row, or a list with a number for each id. `weights` are 1.0 for trained ids and 0.0 for
+    other ids. For the loss cross_entropy, pass `weights` in place of `logprobs` and `advantages`. For tinker's class,
+    use `Datum(model_input=ModelInput.from_ints(datum["model_input"]), loss_fn_inputs=datum["loss_fn_inputs"])`.
+
+    Raises InvalidField for a sample without a reward, and for one whose first id is trained, because the model cannot
+    predict an id without a prompt.
     """
     _reward(sample)
     if sample.trained[:1] and sample.trained[0][0] == 0:

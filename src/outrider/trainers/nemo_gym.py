@@ -1,4 +1,5 @@
-"""The bridge to NeMo Gym and NeMo RL: an agent server of NeMo Gym whose rollouts are sessions of a service.
+"""The bridge to NeMo Gym and NeMo RL: a NeMo Gym agent server that runs each rollout as a session of an Outrider
+service.
 
 NeMo Gym starts the server from a folder `responses_api_agents/outrider`, whose `app.py` has these lines:
 
@@ -10,9 +11,9 @@ NeMo Gym starts the server from a folder `responses_api_agents/outrider`, whose 
 NeMo RL sends each row of its data to `POST /run`, and trains on the reply (`nemo_rl.environments.nemo_gym`). Importing
 this module does not import NeMo Gym. Invariants:
 
-- A reply has exactly one training row, token for token, with a reward.
-- A rollout that cannot be trained on is an HTTP error, whose status shows whether another try may help.
-- If the connection breaks before the reply, a repeated request gets the rollout of the first request.
+- A reply has exactly one training row, with the sampled tokens and a reward.
+- A rollout that cannot be trained on becomes an HTTP error. The status shows whether another attempt may help.
+- If the connection breaks before the reply, a request repeated within RETRY_SECONDS gets the same rollout.
 """
 
 from __future__ import annotations
@@ -53,36 +54,36 @@ T = TypeVar("T")
 
 VARIABLE = "OUTRIDER_NEMO_GYM"
 RETRY_SECONDS = 30.0
-"""A rollout whose client has disconnected continues for this many seconds, and its reply is kept until then. NeMo Gym's
-client sends a request again half a second after the connection broke."""
+"""For this many seconds, the rollout of a disconnected client continues, so that a repeated request can take it over.
+NeMo Gym's client repeats a request half a second after the connection broke."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}
-"""Fields of `responses_create_params` that are not sampling parameters. Other code reads some of them; the others do
-not change the tokens that an agent samples."""
+"""Fields of `responses_create_params` that do not become sampling parameters. Other code reads some of them, such as
+`input`. The rest do not change the tokens that an agent samples."""
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
 """Fields of `responses_create_params` for which only the listed values are accepted. These values have no effect."""
 TEMPLATE = "chat_template_kwargs"
-"""Key of the chat template's variables in the metadata of a NeMo Gym row, and in the metadata's `extra_body`."""
+"""The key of the chat template's variables. A NeMo Gym row may have it in its `metadata`, and in the metadata's
+`extra_body`."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
-"""Options of the engine kind `openai` for NeMo RL's vLLM workers. NeMo RL 0.7 always sets this `logprobs_mode`. In
-later versions it comes from the configuration of the workers."""
+"""Options of the engines that are attached for NeMo RL's vLLM workers (engine kind `openai`). NeMo RL 0.7 always sets
+this `logprobs_mode`; later versions read it from the workers' configuration."""
 LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "row"}
-"""Columns of a NeMo Gym row that become labels of the task. The keys are the columns, the values the names of the
-labels."""
+"""The columns of a NeMo Gym row that become labels of the task. Each label's name gets the prefix `nemo_gym.`."""
 
 
 def _listed(urls: Any) -> Any:
-    """Return a list for a single URL. On NeMo Gym's command line, `policy_base_url` may be a single URL."""
+    """Return `urls` as a list. On NeMo Gym's command line, `policy_base_url` may be a single URL."""
     return [urls] if isinstance(urls, str) else urls
 
 
 class NemoGymSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
-    rows: "all" refuses a session with several training rows, because a reply has one row; "main" replies with the main
-        conversation's row, and counts the other rows.
-    engines: URLs of NeMo RL's inference servers, which are attached to the service as engines.
+    rows: "all" refuses a session with several training rows, because a reply has room for one row. "main" replies with
+        the main conversation's row and counts the other rows.
+    engines: the URLs of NeMo RL's inference servers. The bridge attaches them to the service as engines.
     model: the name of the model that these servers serve."""
 
     engines: Annotated[list[Name], BeforeValidator(_listed)] = Field(default_factory=list)
@@ -90,7 +91,7 @@ class NemoGymSettings(BridgeSettings):
 
 
 class GymRollouts:
-    """Runs rows of the data set as sessions: `async with GymRollouts(settings) as rollouts`. Leaving the block cancels
+    """Runs rows of the dataset as sessions: `async with GymRollouts(settings) as rollouts`. Leaving the block cancels
     all rollouts."""
 
     def __init__(self, settings: NemoGymSettings) -> None:
@@ -109,7 +110,8 @@ class GymRollouts:
 
     async def __aenter__(self) -> GymRollouts:
         async with AsyncExitStack() as held:
-            # The shared client stays open, so that a new rollout waits for a service that restarts.
+            # The client stays open between rollouts. With a new client, a rollout would wait only FIRST_PATIENCE
+            # seconds for a restarting service.
             self._shared = await held.enter_async_context(shared_client(self._settings.url, self._settings.token))
             self._tasks = await held.enter_async_context(asyncio.TaskGroup())
             held.callback(self._cancel)
@@ -123,9 +125,10 @@ class GymRollouts:
         """Run the row in `body`, the JSON of a request to `/run`, and return NeMo Gym's reply.
 
         `left()` returns when the client has disconnected. `run` then returns None, and the rollout continues for
-        RETRY_SECONDS. An equal request in this time takes over the rollout. While the first client still waits, an
-        equal request starts a rollout of its own, because a data set may have a row twice. Raises InvalidField for a
-        row that cannot be converted to a task, and the error of a failed session.
+        RETRY_SECONDS. An equal request in this time takes over the rollout. While the first client is still connected,
+        an equal request starts its own rollout, because a dataset may have a row twice.
+
+        Raises InvalidField for a row that cannot be converted to a task. Raises the error of a failed session.
         """
         key = sha256(body).digest()
         if self._left.get(key):
@@ -141,7 +144,7 @@ class GymRollouts:
             if waiting.done():
                 self._keep(key, rollout)
                 return None
-        except asyncio.CancelledError:  # some versions of Starlette cancel the request of a client that has left
+        except asyncio.CancelledError:  # some versions of Starlette cancel a request when its client disconnects
             self._keep(key, rollout)
             raise
         finally:
@@ -163,7 +166,7 @@ class GymRollouts:
 
     def _keep(self, key: bytes, rollout: asyncio.Task[_Outcome]) -> None:
         kept: _LeftRollout
-        # Cancelling the rollout also cancels its group.
+        # If no request takes the rollout over, it is cancelled with its group.
         end = asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._taken(key, kept).cancel())
         kept = _LeftRollout(rollout, end)
         self._left[key].append(kept)
@@ -183,7 +186,7 @@ class GymRollouts:
         labels |= {f"nemo_gym.{label}": row.get(column) for column, label in LABELS.items()}
         task = task_for(self._settings, row, prompt=params.get("input"), sampling=_sampling(params), labels=labels)
         task["sampling"] = PLAIN_SAMPLING | task["sampling"]
-        # The group's idempotency key is random and does not depend on the row, because each epoch has the same rows.
+        # The group's idempotency key is random, because each epoch has the same rows and needs new sessions.
         return group_of(self._settings, task)
 
     async def _outcome(self, row: Mapping[str, Any], group: Mapping[str, Any]) -> _Outcome:
@@ -192,12 +195,12 @@ class GymRollouts:
             done = await self._shared.run(group)
             [trajectory] = trajectories_of(done, self._settings, logprobs=True)
             return reply_of(trajectory, row, self._settings, rows_left_out=len(left_out_of(done, trajectory)))
-        # `run` raises the error later. If this task raised it, the task group would cancel all rollouts.
+        # The error is returned, and `run` raises it. Raised here, it would make the task group cancel all rollouts.
         except Exception as error:
             return error
 
     async def _attach(self) -> None:
-        """Attach NeMo RL's servers to the service, unless they are attached."""
+        """Attach NeMo RL's servers to the service, unless they are already attached."""
         engine = {"kind": "openai", "model": self._settings.model, "options": ENGINE}
         await self._engines.attach(self._shared.client, [engine | {"url": url} for url in self._settings.engines])
 
@@ -207,7 +210,7 @@ _Outcome = dict[str, Any] | Exception
 
 @dataclass(frozen=True, eq=False)
 class _LeftRollout:
-    """A rollout whose client has disconnected, and the timer that cancels the rollout."""
+    """A rollout whose client has disconnected, and the timer that will cancel the rollout."""
 
     task: asyncio.Task[_Outcome]
     end: asyncio.TimerHandle
@@ -216,9 +219,9 @@ class _LeftRollout:
 def reply_of(
     trajectory: Trajectory, row: Mapping[str, Any], settings: NemoGymSettings, *, rows_left_out: int
 ) -> dict[str, Any]:
-    """Return NeMo Gym's reply to the request `row`, from the finished session of the request. `rows_left_out` is the
-    number of the session's other rows with trained tokens. Raises the session's error. Raises InvalidField if the
-    session has several such rows and the setting `rows` is "all"."""
+    """Return NeMo Gym's reply to the request `row`, from the request's finished session. `rows_left_out` is the number
+    of the session's other rows with trained tokens. Raises the session's error. Raises InvalidField if the session has
+    several rows with trained tokens and the setting `rows` is "all"."""
     if trajectory.error is not None:
         raise trajectory.error
     if len(trajectory.rows) > 1:
@@ -228,7 +231,7 @@ def reply_of(
             hint='use an agent that appends to one conversation, or train the main conversation alone: rows = "main"',
         )
     [trained] = trajectory.rows
-    # NeMo Gym and NeMo RL log the numbers beside the reward as metrics.
+    # NeMo Gym and NeMo RL log the numbers next to `reward` in the reply as metrics.
     metrics = {
         **chosen_metrics(trajectory, settings),
         "outrider_turns": float(trajectory.result.turns),
@@ -244,11 +247,10 @@ def reply_of(
 
 
 def agent_class(settings: Mapping[str, Any] | None = None) -> type:
-    """Return the agent server, a class of NeMo Gym's SimpleResponsesAPIAgent.
+    """Return the class of the agent server, a subclass of NeMo Gym's SimpleResponsesAPIAgent.
 
-    Its settings are `settings`, overridden by `outrider` in the server's configuration of NeMo Gym and by
-    $OUTRIDER_NEMO_GYM. The class raises InvalidField for wrong settings when the server starts. Raises ImportError
-    without NeMo Gym.
+    The entry `outrider` in the server's NeMo Gym configuration overrides `settings`, and $OUTRIDER_NEMO_GYM overrides
+    both. Creating the server raises InvalidField for wrong settings. Raises ImportError if NeMo Gym is not installed.
     """
     base = importlib.import_module("nemo_gym.base_responses_api_agent")
 
@@ -281,7 +283,7 @@ def agent_class(settings: Mapping[str, Any] | None = None) -> type:
             return await _answer(self._rollouts, request)
 
         async def responses(self, request: Request) -> Response:
-            """Run a session for the bare `responses_create_params`. The reply has no reward."""
+            """Run a session for a request that has only `responses_create_params`. The reply has no reward."""
             return await _answer(self._rollouts, request, bare=True)
 
     OutriderAgent.model_rebuild(
@@ -306,12 +308,12 @@ async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False
         content = orjson.dumps({"error": msgspec.to_builtins(error.record())})
         return Response(content, error.http_status, media_type="application/json")
     if reply is None:
-        return Response(status_code=503)  # the client has left and reads no reply
+        return Response(status_code=503)  # the client has disconnected and reads no reply
     return Response(orjson.dumps(reply["response"] if bare else reply), media_type="application/json")
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read a request's body. Raises TooLarge, but only after the whole body has arrived: if the connection broke
+    """Read a request's body. Raises TooLarge, but only after the whole body has arrived. If the connection broke
     earlier, NeMo Gym's client would send the request again and again."""
     size, pieces = 0, []
     async for piece in request.stream():
@@ -326,7 +328,7 @@ async def _body_of(request: Request) -> bytes:
 
 
 async def _until(left: Callable[[], Awaitable[object]]) -> None:
-    with suppress(Exception):  # an unreadable connection means that the client has left
+    with suppress(Exception):  # an error here means that the client has disconnected
         await left()
 
 
@@ -347,8 +349,8 @@ def _row_of(body: bytes) -> dict[str, Any]:
 
 
 def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters in `responses_create_params` and in NeMo Gym's `metadata.extra_body`. Raises
-    InvalidField for a field that cannot be passed to the agents' model calls, such as tools."""
+    """Return the sampling parameters in `responses_create_params` and in its `metadata.extra_body`. Raises InvalidField
+    for a field that cannot be passed to the agents' model calls, such as `tools`."""
     found = {
         OTHER_NAMES.get(name, name): value
         for name, value in params.items()
@@ -360,7 +362,7 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
     found |= _object(metadata.get("extra_body"), f"{PARAMS}.metadata.extra_body")
     template = _object(found.pop(TEMPLATE, None), f"{PARAMS}.metadata.extra_body.{TEMPLATE}")
     template |= _object(metadata.get(TEMPLATE), f"{PARAMS}.metadata.{TEMPLATE}")
-    # Variables other than `enable_thinking` keep their names. The check of the task refuses them, because
+    # Only `enable_thinking` is renamed. `task_for` later refuses other variables of the chat template, because
     # `task.sampling` has no such fields.
     found |= {"thinking" if name == "enable_thinking" else name: value for name, value in template.items()}
     if not isinstance(found.get("thinking"), bool | None):
@@ -375,8 +377,8 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _object(value: Any, source: str) -> dict[str, Any]:
-    """Return an object that is given as a mapping or, as in NeMo Gym's metadata, as JSON text. Returns an empty dict if
-    `value` is None or an empty text. Raises InvalidField for any other value."""
+    """Return an object as a dict. `value` may be a mapping or, as in NeMo Gym's metadata, JSON text. None and empty
+    text give an empty dict. Raises InvalidField for any other value."""
     if isinstance(value, str):
         return json_object(value, source) if value else {}
     if not isinstance(value, Mapping | None):
@@ -385,7 +387,7 @@ def _object(value: Any, source: str) -> dict[str, Any]:
 
 
 def _images(messages: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of the messages that are images."""
+    """Yield the image parts of the messages."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else ():

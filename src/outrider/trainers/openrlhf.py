@@ -1,4 +1,4 @@
-"""The bridge to OpenRLHF: an agent executor that runs sessions of a service.
+"""The bridge to OpenRLHF: an agent executor that runs each sample as a session of an Outrider service.
 
 The file in `--train.agent_func_path` has two lines:
 
@@ -6,10 +6,11 @@ The file in `--train.agent_func_path` has two lines:
     AgentExecutor = agent_executor()
 
 OpenRLHF calls `execute` in its rollout actors, once for each sample of a prompt, and takes one row from each call
-(`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). With the setting `relay`, the vLLM engine of each actor
-generates for the service. Importing this module imports neither OpenRLHF nor vLLM. Invariants: the row has the tokens
-that the engine sampled, with aligned mask and log-probabilities; and for a session that cannot be trained on, `execute`
-raises an error.
+(`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). With the setting `relay`, the actors' vLLM engines generate for
+the service. Importing this module imports neither OpenRLHF nor vLLM. Invariants:
+
+- The row has the tokens that the engine sampled, with a mask and log-probabilities of the same length.
+- `execute` raises an error for a session that cannot be trained on.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fin
 
 
 class OpenRLHFSettings(BridgeSettings):
-    """The settings that all bridges share, and `relay`: the name of the relay engine whose worker generates with
-    OpenRLHF's own vLLM engines. It is None if the service has its own engine.
+    """The settings that all bridges share, and `relay`: the name of the service's relay engine, whose calls OpenRLHF's
+    own vLLM engines answer. It is None if the service has its own engines.
 
     A call of `execute` returns a single row. So with `rows="all"`, the default, a session with several training rows is
-    an error. With `rows="main"`, the session's other rows are left out and counted.
+    an error. With `rows="main"`, all rows but the main conversation's are left out and counted.
     """
 
     relay: Name | None = None
 
 
 class Executor:
-    """The agent executor, without its base class `openrlhf.utils.agent.AgentExecutorBase`: `agent_executor` adds the
+    """The agent executor without its base class `openrlhf.utils.agent.AgentExecutorBase`. `agent_executor` adds the
     base class, because this module must not import OpenRLHF."""
 
     def __init__(self, settings: OpenRLHFSettings) -> None:
@@ -71,10 +72,11 @@ class Executor:
         llm_engine: Any,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Run one session and return OpenRLHF's response. `label` may be a JSON object with the columns of the row,
-        including the task. Raises the session's error. Raises InvalidField if the session has several training rows and
-        the setting `rows` is "all". Any error ends OpenRLHF's training, because OpenRLHF has no other way to report a
-        failed sample."""
+        """Run one session and return OpenRLHF's response. `label` may be a JSON object with the columns of the dataset
+        row, including the task.
+
+        Raises the session's error. Raises InvalidField if the session has several training rows and the setting `rows`
+        is "all". Any error ends OpenRLHF's training, because OpenRLHF has no other way to report a failed sample."""
         refuse_images(images, "the prompt", field="images")
         cap = self._settings.max_row_tokens
         settings = self._settings.model_copy(update={"max_row_tokens": min(cap, max_length) if cap else max_length})
@@ -83,7 +85,7 @@ class Executor:
         task = task_for(settings, _columns(prompt, label), prompt=prompt, sampling=sampling, labels={})
         if settings.relay is not None:
             await self._attach(llm_engine, settings.relay, wants_logprobs)
-        # All rows are fetched even if only one of them is returned, because the other rows are counted.
+        # With the setting "main", this call must still return all rows, because the rows that are left out are counted.
         every = settings.model_copy(update={"rows": "all"})
         [trajectory] = await run_group(every, group_of(settings, task), logprobs=wants_logprobs)
         if trajectory.error is not None:
@@ -100,8 +102,8 @@ class Executor:
             "reward": row.reward,
             "scores": row.reward,
             "truncated": trajectory.truncated,
-            # OpenRLHF makes a column of each key of these logs, so every row must have the same keys, with numbers as
-            # values.
+            # OpenRLHF makes a column from each key of `extra_logs`. So every row must have the same keys, and every
+            # value must be a number.
             "extra_logs": {
                 "outrider_turns": float(trajectory.result.turns),
                 "outrider_agent_seconds": trajectory.seconds,
@@ -114,17 +116,17 @@ class Executor:
         }
 
     def close(self) -> None:
-        """Detach the engine from the service. This also happens when the process exits."""
+        """Detach OpenRLHF's engine from the service. This also happens when the process exits."""
         if self._relay is not None:
             self._relay.close()
 
     async def _attach(self, llm_engine: Any, relay: str, corrected: bool) -> None:
-        """Attach the actor's engine to the service. Later calls do nothing while the engine is attached. Raises the
-        errors of `Worker.in_thread` if the service does not accept the engine."""
+        """Attach the actor's vLLM engine to the service, unless it is already attached. Raises the errors of
+        `Worker.in_thread`."""
         async with self._attaching:
             if self._relay is None:
-                # OpenRLHF makes vLLM report processed log-probabilities if its off-policy correction is on, else raw
-                # log-probabilities.
+                # With OpenRLHF's off-policy correction, vLLM reports the log-probabilities of the sampling
+                # distribution. Otherwise it reports raw log-probabilities.
                 kind = LogprobKind.SAMPLING if corrected else LogprobKind.RAW
                 engine = FunctionEngine(EngineGenerate(llm_engine, asyncio.get_running_loop()), logprob_kind=kind)
                 at, token = self._settings.url, self._settings.token
@@ -134,8 +136,8 @@ class Executor:
 
 
 class EngineGenerate:
-    """The `generate` function of a relay worker. It calls `llm_engine`, OpenRLHF's vLLM engine, on `loop`, the engine's
-    event loop."""
+    """The `generate` function of a relay worker. It generates with `llm_engine`, OpenRLHF's vLLM engine, which runs on
+    the event loop `loop`."""
 
     def __init__(self, llm_engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._llm_engine = llm_engine
@@ -145,7 +147,7 @@ class EngineGenerate:
         asked = request.sampling
         if asked.constraint is not None:
             raise EngineRejected("OpenRLHF's engines do not support structured output")
-        fields = msgspec.structs.asdict(asked)  # vLLM's class SamplingParams has fields of the same names
+        fields = msgspec.structs.asdict(asked)  # vLLM's class SamplingParams has the same field names
         del fields["constraint"]
         fields |= {"stop": list(asked.stop), "stop_token_ids": list(asked.stop_token_ids)}
         fields |= {"logit_bias": asked.logit_bias or None, "logprobs": 0}
@@ -166,7 +168,7 @@ class EngineGenerate:
 
 def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
     """Return the class that OpenRLHF expects under the name AgentExecutor. Its settings are `settings`, overridden by
-    $OUTRIDER_OPENRLHF. Raises InvalidField for wrong settings, ImportError without OpenRLHF."""
+    $OUTRIDER_OPENRLHF. Raises InvalidField for wrong settings, and ImportError if OpenRLHF is not installed."""
     checked = read_settings(OpenRLHFSettings, settings, source="agent_executor()", variable=VARIABLE)
     base: type = importlib.import_module("openrlhf.utils.agent").AgentExecutorBase
 
@@ -177,9 +179,9 @@ def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
 
 
 def _row_of(trajectory: Trajectory, settings: OpenRLHFSettings) -> tuple[TrainingRow, list[TrainingRow]]:
-    """Return the row to train on, and the rows that are left out. Raises InvalidField if `rows` is "all" and the
-    session has several training rows. Raises EngineError if `rows` is "main" and the main conversation has no token to
-    train on."""
+    """Return the row to train on, and the session's other rows. Raises InvalidField if the setting `rows` is "all" and
+    the session has several training rows. Raises EngineError if `rows` is "main" and the main conversation has no token
+    to train on."""
     rows = trajectory.rows
     if settings.rows == "all":
         if len(rows) > 1:

@@ -1,8 +1,8 @@
-"""Converts the images of a training row to pixel values for a trainer's model, and finds where a row must end so that
-the model can read it.
+"""Converts the images of a training row to pixel values for a trainer's model. Also finds where a row must be cut so
+that the model can read it.
 
-Pillow and torch are imported only when pixel values are made. Invariant: the pixel values of an image have the sample's
-grid of patches, so they fit the image's placeholder tokens in the row.
+Pillow and torch are imported only when pixel values are made. Invariant: an image's pixel values have as many patches
+as the engine used, so they fit the image's placeholder tokens in the row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.trainers.trajectories import TrainingRow
 
 @dataclass(frozen=True)
 class TrainerImage:
-    """An image for a trainer's model. `picture` is the scaled image, as Pillow's class. `inputs` is the result of the
+    """An image for a trainer's model. `picture` is the scaled image as a Pillow image. `inputs` is the output of the
     trainer's image processor, with the tensors `pixel_values` and `image_grid_thw`."""
 
     picture: Any
@@ -26,13 +26,14 @@ class TrainerImage:
 
 
 def image_in_grid(data: bytes, grid: Grid | None, image_processor: Any, *, trainer: str, field: str) -> TrainerImage:
-    """Decode an image, scale it to `grid`, and run the trainer's image processor on it. Raises InvalidField for `field`
-    if the processor returns another grid, and ServiceError for data that cannot be decoded."""
+    """Decode an image, scale it to `grid` (in patches), and run the trainer's image processor on it. Raises
+    InvalidField, naming `field`, if the processor returns another grid. Raises ServiceError if the data cannot be
+    decoded."""
     from PIL.Image import Resampling
 
     from outrider.vision.pixels import UnreadableImage, decoded
 
-    assert grid is not None  # `readable_end` has refused images without a grid
+    assert grid is not None  # `readable_end` refuses images without a grid
     patch = int(image_processor.patch_size)
     try:
         picture = decoded(data)
@@ -53,10 +54,11 @@ def image_in_grid(data: bytes, grid: Grid | None, image_processor: Any, *, train
 
 
 def readable_end(row: TrainingRow, end: int, media_ids: frozenset[int]) -> int:
-    """Return the position at which a row must be cut: the first placeholder token before `end` that does not belong
-    to a whole image, or `end` if there is none. A model raises an error for such a placeholder. It is in a row if
-    the model itself sampled it, or if `end` is inside an image. Raises InvalidField for an image without a span or a
-    grid."""
+    """Return where to cut a row so that the model can read it: at the first placeholder token before `end` that does
+    not belong to a whole image, or at `end`.
+
+    A model raises an error for such a placeholder. A row has one if the model itself sampled it, or if `end` is inside
+    an image. Raises InvalidField if the engine did not report an image's position or grid."""
     images = row.sample.images
     if any(image.span is None or image.grid is None for image in images):
         raise InvalidField(

@@ -1,7 +1,8 @@
-"""Refuses settings of Polar's bridge for slime when Outrider's bridge for slime runs, and names their replacements.
+"""Refuses the settings of Polar's bridge for slime, which Outrider's own bridge does not read, and names what to set
+instead.
 
-Polar's bridge reads these settings itself and works with `--compat polar` unchanged. Outrider's bridge does not read
-them. Invariant: no such setting is silently ignored.
+Polar's bridge still works unchanged with `outrider serve --compat polar`. Invariant: Outrider's bridge silently ignores
+none of Polar's settings.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ INSTEAD: Mapping[str, str] = {
     "polar_add_generation_prompt": "leave it out: the service renders the prompts",
     "polar_eval_dataset_name": "leave it out: the bridge names evaluations after slime's sets",
 }
-"""The settings of Polar's bridge, each with its replacement."""
+"""The settings of Polar's bridge, each with what to do instead."""
 
 
 def refuse_polar_settings(args: Any) -> None:
-    """Raise InvalidField for a setting of Polar's bridge in slime's arguments. Settings that are false, zero or empty
-    are not refused."""
+    """Raise InvalidField if slime's arguments have a setting of Polar's bridge. Settings that are false, zero or empty
+    are accepted."""
     for name, value in vars(args).items():
         if name.startswith(PREFIX) and value:
             raise InvalidField(

@@ -1,6 +1,5 @@
-"""Keeps a trainer's own engine attached to a service, by a relay worker in a thread.
-
-The module works for any trainer. Invariant: when `attach` returns, the service has accepted a worker.
+"""Keeps a trainer's own engine attached to a service. A relay worker in a thread passes the service's model calls to
+the engine. Invariant: when `attach` returns, the service has accepted a worker.
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ log = logging.getLogger("outrider.relay")
 
 
 class RelayThread:
-    """A relay worker in a thread. `attach` replaces a worker that has ended, for example because its engine was removed
-    from the service. `make` makes a worker. The methods block, and can be called from any thread."""
+    """A relay worker in a thread. `make` creates the worker. `attach` creates another one if the last worker has
+    ended, for example because its engine was removed from the service. The methods block, and can be called from any
+    thread."""
 
     def __init__(self, make: Callable[[], Worker]) -> None:
         self.worker: Worker | None = None
         """The newest worker that the service has accepted."""
         self._make = make
         self._held = ExitStack()
-        # The lock is needed because the thread of a cancelled asynchronous caller still runs `attach`.
+        # When an asynchronous caller is cancelled, its thread still runs `attach`, so a second call could run at the
+        # same time.
         self._lock = threading.RLock()
 
     def attach(self) -> None:
-        """Start a worker unless one is running, and return when the service has accepted it. Raises the errors of
+        """Start a worker, unless one is running. Returns when the service has accepted the worker. Raises the errors of
         `Worker.in_thread`."""
         with self._lock:
             if self.worker is None or not self.worker.running:

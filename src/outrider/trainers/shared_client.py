@@ -1,9 +1,11 @@
 """A client of the control API that all concurrent rollouts of an event loop share.
 
 Some trainers make a new object for each trajectory, and have no longer-lived object that could hold a client. So the
-first rollout opens the shared client, and the last rollout closes it. The module is independent of the trainer.
-Invariants: an event loop has at most one open client for each service and token; at most one request at a time polls
-for finished groups, for any number of waiting rollouts; and cancelling a rollout cancels its group.
+first rollout opens the shared client, and the last rollout closes it. Invariants:
+
+- An event loop has at most one open client for each service and token.
+- At most one request at a time polls for finished groups, no matter how many rollouts wait.
+- Cancelling a rollout cancels its group.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from outrider.trainers.trajectories import Trajectory, trajectories_of
 T = TypeVar("T")
 
 FIRST_PATIENCE = 10.0
-"""Maximum time, in seconds, to wait for the first reply of a service; requests are repeated during this time. The time
-is short because the address may be wrong."""
+"""The time, in seconds, for which requests are repeated until a service replies for the first time. It is short because
+the address may be wrong."""
 
 
 class SharedClient:
-    """Runs groups on a service. Only `shared_client` makes a SharedClient.
+    """Runs groups on a service. Use `shared_client` to get a SharedClient.
 
     The methods raise the errors that the service returns, and ServiceError if the service remains unreachable.
     """
@@ -40,8 +42,8 @@ class SharedClient:
     _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], SharedClient]]] = (
         WeakKeyDictionary()
     )
-    """The open clients of each event loop, by URL and token. The clients are in a class attribute, because no object of
-    the trainer lives long enough to hold a client."""
+    """The open clients of each event loop, by URL and token. This is a class attribute, because no object of the
+    trainer lives long enough to hold a client."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.users = 0
@@ -56,15 +58,17 @@ class SharedClient:
     async def run(
         self, group: Mapping[str, Any], *, submitted: Callable[[GroupView], object] | None = None
     ) -> GroupView:
-        """Submit a group, wait until the group is done, and return the group with its samples. `group` needs an
-        idempotency key, because the submission is repeated if no reply arrives. `submitted` is called with the reply to
-        the submission."""
+        """Submit a group, wait until it is done, and return it with its samples. `group` needs an idempotency key,
+        because the submission is repeated if no reply arrives. `submitted` is called with the reply to the
+        submission."""
         failed_before = self._no_answer
         async with self._first:
             if self._no_answer is not None and self._no_answer is not failed_before:
-                # another rollout's request failed while this rollout waited, and a new try would only wait again
+                # Another rollout's request failed while this rollout waited for the lock. A new attempt would only wait
+                # again.
                 raise self._no_answer
-            # The cursor is read before the submission, so that the results after the cursor include this group.
+            # The cursor is a position in the service's results. It is read before the submission, so the group's result
+            # comes after it.
             if self._cursor is None:
                 try:
                     self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
@@ -80,7 +84,8 @@ class SharedClient:
                 submitted(view)
 
         try:
-            await shielded(submit)  # shielded, because a group can be cancelled only by its id, which is in the reply
+            # shielded, because the reply has the group's id, without which the group cannot be cancelled
+            await shielded(submit)
             return await self._result(ids[0])
         except asyncio.CancelledError:
             for group_id in ids:
@@ -91,7 +96,8 @@ class SharedClient:
     async def _result(self, group_id: str) -> GroupView:
         done = self._waiting[group_id] = asyncio.get_running_loop().create_future()
         try:
-            # The group may have ended before its id was in `_waiting`, so its state is requested once.
+            # The group may have finished before its id was in `_waiting`. So its state is requested once before the
+            # wait.
             if (await patiently(partial(self.client.group, group_id))).state is not GroupState.DONE:
                 while not done.done():
                     changed = self._changed.next()
@@ -105,8 +111,8 @@ class SharedClient:
         return await patiently(partial(self.client.group, group_id, samples=True))
 
     async def run_all(self, groups: Iterable[Mapping[str, Any]]) -> list[GroupView]:
-        """Run groups concurrently, and return them in the order given. At the first error, cancels the other groups and
-        raises the error."""
+        """Run groups concurrently, and return them in the order given. At the first error, the other groups are
+        cancelled and the error is raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.run(group)) for group in groups]
@@ -115,8 +121,8 @@ class SharedClient:
         return [task.result() for task in running]
 
     async def _follow(self) -> None:
-        """Poll for one page of results for all waiting rollouts. If an error occurs, each of these rollouts raises
-        it."""
+        """Request one page of finished groups, and wake the rollouts that wait for them. If the request fails, all
+        waiting rollouts raise its error."""
         self._following = True
         try:
             page = await patiently(partial(self.client.results, after=self._cursor or 0, wait=LONG_POLL))
@@ -133,14 +139,15 @@ class SharedClient:
                     waiting.set_exception(error)
         finally:
             self._following = False
-            # This call wakes the other rollouts. If this rollout has ended, one of them must read the next page.
+            # This wakes the other rollouts. If this rollout has its result, one of the others must request the next
+            # page.
             self._changed.send()
 
 
 @asynccontextmanager
 async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClient]:
-    """Use the running event loop's client for this service. The first user opens the client, and the last user closes
-    it."""
+    """Use the client of the running event loop for this service. The first user opens the client, and the last user
+    closes it."""
     clients = SharedClient._open.setdefault(asyncio.get_running_loop(), {})
     shared = clients.get((url, token))
     if shared is None:
@@ -160,7 +167,7 @@ async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClie
 async def run_group(
     settings: BridgeSettings, group: Mapping[str, Any], *, logprobs: bool, images: bool = False
 ) -> list[Trajectory]:
-    """Run a group made by `shared_settings.group_of`, and return its sessions in sample order. For `logprobs` and
-    `images`, see `trajectories_of`."""
+    """Run a group made by `shared_settings.group_of`, and return its sessions in order. For `logprobs` and `images`,
+    see `trajectories_of`."""
     async with shared_client(settings.url, settings.token) as client:
         return trajectories_of(await client.run(group), settings, logprobs=logprobs, images=images)

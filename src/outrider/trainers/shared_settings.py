@@ -1,7 +1,7 @@
-"""Reads the settings that bridges share, and converts a dataset row to a task. This is the input side of all bridges.
+"""Reads the settings that all bridges share, and converts a dataset row to a task.
 
-Nothing here awaits or depends on a trainer. Invariant: a task has no object in common with the settings, so no rollout
-can change another rollout's task.
+Nothing here awaits or depends on a trainer. Invariant: a task shares no object with the settings, so no rollout can
+change another rollout's task.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
 S = TypeVar("S", bound="BridgeSettings")
 
 OTHER_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
-"""Sampling parameters with different names in SGLang and vLLM. The keys are SGLang's names, the values vLLM's names,
-which `task.sampling` also uses."""
+"""Sampling parameters that SGLang (the keys) and vLLM (the values) name differently. `task.sampling` uses vLLM's
+names."""
 WITHOUT_EFFECT_ON_IDS = frozenset(
     {
         "logprobs",
@@ -41,11 +41,11 @@ WITHOUT_EFFECT_ON_IDS = frozenset(
         "detokenize",
     }
 )
-"""Sampling parameters that change only what an engine reports, or how the engine makes text from the ids. These
-parameters are dropped, because the gateway itself makes the text from the ids."""
+"""Sampling parameters that change only what an engine reports, or how it makes text from the ids. The bridges drop
+them, because the gateway makes the text from the ids itself."""
 NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n": (1,), "ignore_eos": (False,)}
-"""Sampling parameters that tasks do not have. A value listed here has no effect, and is accepted and ignored; any other
-value of the parameter is refused."""
+"""Sampling parameters that a task cannot have, each with the values that have no effect. Such a value is accepted and
+ignored. Any other value is refused."""
 
 
 PLAIN_SAMPLING = {
@@ -55,22 +55,22 @@ PLAIN_SAMPLING = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Neutral values of sampling parameters. NeMo RL computes importance weights from the temperature and top_p only,
-prime-rl from the temperature only. For these trainers, each task gets the neutral values unless it sets its own, so
-that an agent cannot set other values. NeMo RL's servers also refuse a top_k."""
+"""Values of sampling parameters that leave the model's distribution unchanged. NeMo RL computes importance weights from
+the temperature and top_p only, prime-rl from the temperature only. So their tasks get these values unless they set
+their own, and an agent cannot set others. NeMo RL's servers also refuse a top_k."""
 
 
 class BridgeSettings(Spec):
-    """The settings that bridges share.
+    """The settings that all bridges share.
 
-    url, token: the service's address and token, overridden by OUTRIDER_URL and OUTRIDER_TOKEN.
-    task: the common part of all tasks, in which "{row.NAME}" stands for a column of the dataset row.
-    task_column: the column with the row's own task, an object or JSON, which overrides `task` field by field.
+    url, token: the service's address and token. OUTRIDER_URL and OUTRIDER_TOKEN override them.
+    task: the fields that all tasks have in common. "{row.NAME}" stands for the column NAME of the dataset row.
+    task_column: the column with the row's own task, an object or JSON. Its fields override those of `task`.
     rows: "all" for all training rows of a session, or "main" for the main conversation's row only.
-    max_row_tokens: the length in tokens to which rows are cut; None for no limit.
-    metrics: names of the evaluator's metrics to pass to the trainer; each verdict must have all of them.
-    priority, evaluation_priority: the priorities of training groups and of evaluation groups.
-    min_usable, expires_seconds: these fields of training groups (`spec.GroupSpec`).
+    max_row_tokens: the length in tokens to which longer rows are cut; None for no limit.
+    metrics: names of the evaluator's metrics to pass to the trainer. Each verdict must have all of them.
+    priority, evaluation_priority: the priorities of groups for training and of groups for evaluation.
+    min_usable, expires_seconds: these fields of groups for training (`spec.GroupSpec`).
     """
 
     url: Name = DEFAULT_URL
@@ -89,9 +89,9 @@ class BridgeSettings(Spec):
 def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str, variable: str) -> S:
     """Return the settings in `given`, overridden by the environment variable `variable`.
 
-    The variable holds a JSON object, or @FILE for a JSON or TOML file. `source` names the origin of `given` in error
-    messages. $OUTRIDER_URL and $OUTRIDER_TOKEN override the address and the token. Raises InvalidField naming the
-    setting and its source.
+    The variable holds a JSON object, or @FILE for a JSON or TOML file. $OUTRIDER_URL and $OUTRIDER_TOKEN override the
+    address and the token. `source` tells in error messages where `given` comes from. Raises InvalidField, which names
+    the wrong setting and its source.
     """
     if given is not None and not isinstance(given, Mapping):
         raise InvalidField(f"{source} is {given!r}; it must be an object", field=source)
@@ -117,8 +117,8 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
 
 
 def _check_task_fields(task: Mapping[str, Any], source: str) -> None:
-    """Raise InvalidField if the setting `task` has an unknown field, at any depth. The values of the fields are not
-    checked, because they may be placeholders, and each row's own task may override them."""
+    """Raise InvalidField if the setting `task` has an unknown field, at any depth. The values are not checked, because
+    they may be placeholders such as "{row.NAME}", and because a row's own task may override them."""
     try:
         TaskSpec.model_validate(task)
     except ValidationError as error:
@@ -129,8 +129,8 @@ def _check_task_fields(task: Mapping[str, Any], source: str) -> None:
 
 
 def checked_url(url: str, source: str) -> str:
-    """Return the address of a service in the form that AsyncClient takes. Raises InvalidField naming `source`, the
-    place where the address was set."""
+    """Check a service's address, and return it in the form that AsyncClient takes, such as `http://HOST:PORT`. Raises
+    InvalidField naming `source`, the place where the address was set."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -155,8 +155,8 @@ def checked_url(url: str, source: str) -> str:
 
 
 def plain(value: Any, *, without_none: bool = False) -> Any:
-    """Convert mappings and sequences of any kind, such as OmegaConf's and numpy's, to dicts and lists. With
-    `without_none`, fields that are None are left out."""
+    """Convert mappings and sequences of other types, such as OmegaConf's and numpy's, to dicts and lists. With
+    `without_none`, fields whose value is None are left out."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -175,12 +175,15 @@ def task_for(
     sampling: Mapping[str, Any],
     labels: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the task of a dataset row: the settings' task, overridden by the row's own task (`task_column`) and by the
-    trainer's `sampling`. `labels` are added to the task's labels; if both have a label, the task's value is used.
+    """Return the task of a dataset row: the setting `task`, overridden by the row's own task (`task_column`).
 
-    The trainer's sampling parameters override the task's, because the trainer computes importance weights with them. If
-    the task has no instruction, the instruction is `prompt`, or the last user message in `prompt` if `prompt` is a list
-    of messages. Raises InvalidField.
+    prompt: used if the task has no instruction. If `prompt` is a list of messages, the last user message is the
+        instruction.
+    sampling: the trainer's sampling parameters. They override the task's, because the trainer computes importance
+        weights with them.
+    labels: labels to add. If the task has a label of the same name, the task's value is used.
+
+    Raises InvalidField for a row that cannot be converted.
     """
     if settings.task_column not in row and "task_column" in settings.model_fields_set:
         raise InvalidField(
@@ -196,8 +199,8 @@ def task_for(
             f"column {settings.task_column!r} is a {type(own).__name__}; it must be an object or JSON",
             field=settings.task_column,
         )
-    # A row of an Arrow table has the fields of all rows, with None for missing fields. So a field that is None is left
-    # out.
+    # A row of an Arrow table has the fields of all rows, with None for those that this row lacks. So fields that are
+    # None are left out.
     task = merged(plain(filled(settings.task, row, "the dataset row")), plain(own or {}, without_none=True))
     if "instruction" not in task:
         task["instruction"] = _text_of(plain(prompt))
@@ -213,8 +216,8 @@ def task_for(
 def group_of(
     settings: BridgeSettings, task: Mapping[str, Any], *, n: int = 1, evaluating: bool = False
 ) -> dict[str, Any]:
-    """Return a new group of `n` sessions of a task, ready to submit, with the priority for training or for evaluation.
-    The idempotency key is new at each call."""
+    """Return a new group of `n` sessions of a task, ready to submit. Its priority is that for training or for
+    evaluation. Each call makes a new idempotency key."""
     group = {"task": task, "n": n, "idempotency_key": secrets.token_hex(16)}
     if evaluating:
         return group | {"priority": settings.evaluation_priority}
@@ -223,8 +226,8 @@ def group_of(
 
 
 def refuse_images(images: Any, owner: str, *, field: str) -> None:
-    """Raise InvalidField if `images` is not empty. In the message, `owner` names the object with the images, and
-    `field` is the error's field."""
+    """Raise InvalidField if `images` is not empty. The message says that `owner` has images, and `field` is the error's
+    field."""
     if images:
         message = f"{owner} has images, which this bridge does not hand over"
         raise InvalidField(message, field=field, hint="use tasks without images")
@@ -232,7 +235,7 @@ def refuse_images(images: Any, owner: str, *, field: str) -> None:
 
 def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return a trainer's sampling parameters, named as in vLLM or SGLang, as fields of `task.sampling`. Raises
-    InvalidField for a parameter that would change the sampled ids and that a task cannot have."""
+    InvalidField for a parameter that changes the sampled ids but cannot be in a task."""
     found: dict[str, Any] = {}
     for name, value in parameters.items():
         ours, value = OTHER_NAMES.get(name, name), plain(value)
@@ -269,14 +272,14 @@ def _settings_of_variable(text: str, variable: str) -> dict[str, Any]:
 
 
 def json_object(text: str, source: str) -> dict[str, Any]:
-    """Return the JSON object in `text`. Raises InvalidField naming `source`, the place of the text."""
+    """Parse `text` as a JSON object. Raises InvalidField naming `source`, the place where the text comes from."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise InvalidField(
             f"{source} is not JSON: {error.msg} at character {error.pos + 1}", field=source, hint="write a JSON object"
         ) from error
-    # raised for a number with thousands of digits, or for too deep nesting
+    # `json.loads` raises these for a number with thousands of digits, and for too deep nesting.
     except (ValueError, RecursionError) as error:
         raise InvalidField(f"{source} is no JSON that can be used: {error}", field=source) from error
     if not isinstance(value, dict):

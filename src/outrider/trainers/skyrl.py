@@ -1,4 +1,4 @@
-"""The bridge to SkyRL: a generator that runs trajectories as sessions of a service.
+"""The bridge to SkyRL: a generator that runs each trajectory as a session of an Outrider service.
 
     class Trainer(LossPerRollout, RayPPOTrainer):
         pass
@@ -10,12 +10,12 @@
         def get_trainer(self, **parts):
             return Trainer(**parts)
 
-The generator has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3 and 0.4). SkyRL is imported only
-to compute SkyRL's usual metrics. Invariants:
+OutriderGenerator implements `skyrl.train.generators.base.GeneratorInterface` of SkyRL 0.3 and 0.4. This module imports
+SkyRL only to compute SkyRL's usual metrics. Invariants:
 
 - The rows are in the order of the input, and the rows of one trajectory are adjacent.
 - All columns have equal length.
-- Each row with trained tokens is in the output or counted as left out.
+- Each row with trained tokens is either in the output or counted as left out.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ if TYPE_CHECKING:
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
-"""After this number of consecutive instances in which all trajectories failed, `generate` raises the error, because the
-cause probably affects all instances."""
+"""After this many consecutive instances (prompts) whose trajectories all failed, `generate` raises an error, because
+the cause probably affects all instances."""
 
 
 class SkyRLSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
-    versions: "engine" if the engines report the policy version. With "step", the bridge sets the policy version to the
-        number of finished training steps, before the first batch of each step.
-    rewards: "row" for one number per row, or "token" for one number per response token, with a turn's reward at the
-        turn's end. All batches need the same form, because SkyRL joins batches. So the bridge cannot choose the form by
-        a batch's data.
+    versions: "engine" if the engines report the policy version. With "step", the bridge sets the policy version before
+        the first batch of each step, to the number of finished training steps.
+    rewards: "row" for one number per row. "token" for one number per response token, with a turn's reward at the end of
+        the turn. SkyRL joins batches, so all batches must have the same form.
     """
 
     versions: Literal["engine", "step"] = "engine"
@@ -57,17 +56,18 @@ class SkyRLSettings(BridgeSettings):
 
 
 class OutriderGenerator:
-    """A SkyRL generator that uses a service. `generator_cfg` is SkyRL's `cfg.generator`. `settings` are SkyRLSettings,
-    overridden by $OUTRIDER_SKYRL.
+    """A SkyRL generator that runs its trajectories on a service. `generator_cfg` is SkyRL's `cfg.generator`. `settings`
+    are SkyRLSettings, overridden by $OUTRIDER_SKYRL.
 
     With `step_wise_trajectories`, a trajectory has a row for each branch with trained tokens, with the main
-    conversation's row last. The trainer must then have the mixin `LossPerRollout`. Without this option, a trajectory
-    has only the main conversation's row. A second row with trained tokens is then an error in training with
-    `rows="all"`. With `rows="main"`, and in evaluations, it is left out and counted.
+    conversation's row last. To train on all these rows, the trainer needs the mixin `LossPerRollout`.
 
-    SkyRL cannot leave out a failed trajectory. So in training, all trajectories of its instance are replaced by
-    placeholders: one token with mask 0, as in SkyRL's own Harbor example. In an evaluation, only the failed trajectory
-    is replaced, with reward 0. The metric `outrider/failed_trajectories` counts failed trajectories.
+    Without `step_wise_trajectories`, a trajectory has only the main conversation's row. If a session has a second row
+    with trained tokens, training with `rows="all"` raises an error. With `rows="main"`, and in evaluations, the second
+    row is left out and counted.
+
+    SkyRL cannot leave out a failed trajectory. In training, all trajectories of its instance are therefore replaced by
+    placeholders: one token with mask 0. In an evaluation, only the failed trajectory is replaced, with reward 0.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
@@ -82,14 +82,16 @@ class OutriderGenerator:
         _refuse_what_engines_do_not_report(generator_cfg)
 
     def weigh_rollouts(self) -> None:
-        """Record that the trainer gives each rollout the same weight, however many rows the rollout has."""
+        """Record that the trainer weighs rollouts equally, no matter how many rows they have. `LossPerRollout` calls
+        this."""
         self._weighed = True
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
-        """Return a GeneratorOutput. Raises InvalidField for an input without trajectory ids or with a row that cannot
-        be converted to a task. Raises ServiceError if the service cannot be reached. If all trajectories of the input
-        failed, raises the first error; but for a training input of a single instance, only after FAILED_IN_A_ROW such
-        inputs."""
+        """Run the trajectories of the input, and return SkyRL's GeneratorOutput.
+
+        If all of them failed, raises the first error. With a single instance in training, it does so only after
+        FAILED_IN_A_ROW such inputs. Raises InvalidField for an input without trajectory ids or with a row that cannot
+        be converted to a task. Raises ServiceError if the service cannot be reached."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
@@ -102,7 +104,7 @@ class OutriderGenerator:
                 hint="class Trainer(LossPerRollout, RayPPOTrainer), returned by the experiment's get_trainer;"
                 ' or the setting rows = "main", with which only the main conversation trains',
             )
-        # `global_step` counts the current step, which is not finished
+        # `global_step` includes the current step, which is not finished
         steps = 0 if metadata is None or evaluating else metadata.global_step - 1
         logprobs = (input_batch.get("sampling_params") or {}).get("logprobs") is not None
         places: dict[str, list[int]] = {}
@@ -131,8 +133,8 @@ class OutriderGenerator:
             )
         errors = [each.error for each in found.values() if each.error is not None]
         self._failed_in_a_row = self._failed_in_a_row + len(places) if len(errors) == len(ids) else 0
-        # The asynchronous trainer requests one instance at a time, and any error ends its process. So an instance whose
-        # trajectories all failed is replaced by placeholders, unless there are too many such instances in a row.
+        # SkyRL's asynchronous trainer requests one instance at a time, and any error ends its process. So a failed
+        # instance is replaced by placeholders, unless too many instances in a row have failed.
         bearable = len(places) == 1 and not evaluating and self._failed_in_a_row < FAILED_IN_A_ROW
         if len(errors) == len(ids) and not bearable:
             raise errors[0]
@@ -170,7 +172,8 @@ class OutriderGenerator:
     def _group(
         self, input_batch: Mapping[str, Any], uid: str, places: Sequence[int], evaluating: bool
     ) -> dict[str, Any]:
-        """Return the group of one instance, with one sample for each row of the instance in the input."""
+        """Return the group of one instance, with a sample for each position in `places`, the positions of its rows in
+        the input."""
         prompt = input_batch["prompts"][places[0]]
         extras = input_batch.get("env_extras")
         metadata = input_batch.get("batch_metadata")
@@ -188,7 +191,7 @@ class OutriderGenerator:
         return group_of(self._settings, task, n=len(places), evaluating=evaluating)
 
     def _rows(self, trajectory: Trajectory, trajectory_id: Any) -> list[dict[str, Any]]:
-        """Return SkyRL's columns for each row of a trajectory, with the main conversation's row last."""
+        """Return the values of SkyRL's columns for each row of a trajectory. The main conversation's row is last."""
         # SkyRL's stop reason is "stop" if the agent ended by itself, and "length" if a token limit was reached. For
         # other limits, it is Outrider's stop reason.
         ended = trajectory.result.stop_reason
@@ -240,7 +243,8 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
         "outrider/cut_tokens": sum(row.cut for row in rows),
     }
     if rows:
-        # SkyRL combines these metrics over the parts of a batch by the function in their names: "mean", "min" or "max".
+        # SkyRL combines these metrics over the parts of a batch. The end of a name selects the function: "mean", "min"
+        # or "max".
         found |= {
             "outrider/turns_mean": sum(each.result.turns for each in trained) / len(trained),
             "outrider/version_min": min(row.sample.min_version for row in rows),
@@ -250,7 +254,7 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _split_of(trajectory: Trajectory) -> dict[str, float]:
-    """Return how long the agent ran, in seconds, with SkyRL's names: `llm` is the time in model calls, `env` is the
+    """Split the seconds for which the agent ran, under SkyRL's names: `llm` is the time in model calls, `env` is the
     rest."""
     calls = min(trajectory.result.model_seconds, trajectory.seconds)
     return {"llm": calls, "env": trajectory.seconds - calls}
@@ -259,9 +263,9 @@ def _split_of(trajectory: Trajectory) -> dict[str, float]:
 def _usual_metrics(
     columns: Mapping[str, Sequence[Any]], splits: Sequence[Mapping[str, float]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return SkyRL's own metrics of the rows in `columns`, and columns that only SkyRL 0.4 has. SkyRL 0.3 gets no such
-    columns, because it fails on a column that is a dictionary. The times of a trajectory count once, however many rows
-    it has."""
+    """Return SkyRL's own metrics of the rows in `columns`, and the columns that only SkyRL 0.4 has. SkyRL 0.3 does not
+    get these columns, because it fails on a column that is a dictionary. The times of a trajectory count once, even if
+    it has several rows."""
     metrics_of = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics
     last = [row for row, is_last in enumerate(columns["is_last_step"]) if is_last]
     options: dict[str, Any] = {
@@ -279,8 +283,8 @@ def _usual_metrics(
 
 
 def _refuse_what_engines_do_not_report(generator_cfg: Any) -> None:
-    """Raise InvalidField if SkyRL is configured to use data that the service's samples do not have. SkyRL would train
-    without these data, and only some versions would report it."""
+    """Raise InvalidField if SkyRL is configured to use columns that the service's samples do not have. Only some
+    versions of SkyRL would report this."""
     engine = getattr(generator_cfg, "inference_engine", None)
     for name in ("enable_return_sample_support_set", "enable_return_routed_experts"):
         if getattr(engine, name, False):
@@ -289,14 +293,16 @@ def _refuse_what_engines_do_not_report(generator_cfg: Any) -> None:
 
 
 class LossPerRollout:
-    """A mixin for SkyRL's trainers. The mixin must be the first base class: `class Trainer(LossPerRollout,
-    RayPPOTrainer)`.
+    """A mixin for SkyRL's trainers that gives each rollout the same weight in the loss.
 
-    The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t, over the R rollouts with trained tokens in
-    the mini-batch, and over the T_r trained tokens t of all rows of rollout r. SkyRL's own reductions weigh rows or
-    tokens, so a rollout with seven rows would have seven times the weight. The mixin multiplies the advantages of each
-    row by a positive number, which PPO's clipping does not change. Raises InvalidField for a configuration in which the
-    multiplication does not give these weights.
+    It must be the first base class: `class Trainer(LossPerRollout, RayPPOTrainer)`.
+
+    The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t. R is the number of rollouts with trained
+    tokens in the mini-batch. T_r is the number of trained tokens t in all rows of rollout r. SkyRL's own reductions
+    weigh rows or tokens, so a rollout with seven rows would have seven times the weight.
+
+    The mixin multiplies the advantages of each row by a positive number, which PPO's clipping does not change. Raises
+    InvalidField for a configuration that would change these weights.
     """
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -327,13 +333,15 @@ class LossPerRollout:
 
 
 def row_weights(loss_mask: Tensor, last: Sequence[bool], boundaries: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the factor by which to multiply each row's advantages. The factors turn a mini-batch's mean over tokens
-    into a mean over rollouts, in which each rollout counts with the mean over its tokens.
+    """Return the factor for each row's advantages with which a mean over a mini-batch's tokens gives each rollout the
+    same weight.
 
-    loss_mask: [rows, tokens]. last: whether a row is the last of its rollout; a rollout's rows are adjacent.
-    boundaries: [start, end) of each mini-batch. The factor is N / (R * T), for a rollout of T trained tokens in a
-    mini-batch with N trained tokens and R rollouts that have trained tokens. Rows outside all mini-batches, and
-    rollouts without a trained token, have 0.
+    loss_mask: [rows, tokens].
+    last: whether a row is the last of its rollout. The rows of a rollout are adjacent.
+    boundaries: the range [start, end) of each mini-batch.
+
+    A rollout with T trained tokens has the factor N / (R * T). Its mini-batch has N trained tokens, which belong to R
+    rollouts. Rows outside all mini-batches, and rollouts without a trained token, have the factor 0.
     """
     import torch
 

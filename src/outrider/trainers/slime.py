@@ -1,4 +1,4 @@
-"""The bridge to slime and to miles, its fork: rollout functions that run sessions of a service.
+"""The bridge to slime and its fork miles: rollout functions that run sessions of an Outrider service.
 
     --rollout-function-path outrider.trainers.slime.generate_rollout
     --rollout-function-path outrider.trainers.slime.generate_rollout_async   groups continue between the rollouts
@@ -6,11 +6,11 @@
     --custom-reward-post-process-path outrider.trainers.slime.post_process_rewards
 
 The bridge is written for slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`) and miles of
-the same month (`miles/rollout/base_types.py`). miles calls the functions with slime's arguments. Neither is imported
-before a function is called. Invariants:
+the same month (`miles/rollout/base_types.py`). miles calls the functions with slime's arguments. Neither package is
+imported before a function is called. Invariants:
 
-- The samples of the data source are never changed, only copied.
-- In the rollout functions, the n samples of a prompt come from one group.
+- The samples of slime's data source are copied, never changed.
+- In the rollout functions, the n samples of a prompt come from one group of the service.
 - The tokens, mask and log-probabilities of a sample are aligned, and equal those of the service's row.
 """
 
@@ -53,14 +53,14 @@ VARIABLE = "OUTRIDER_SLIME"
 POST_PROCESS = "outrider.trainers.slime.post_process_rewards"
 LEAVE_SECONDS = 10.0
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
-"""The entries of a sample's `multimodal_train_inputs`, which slime passes to the model's forward method."""
+"""The entries of a sample's `multimodal_train_inputs`. slime passes them to the model's forward method."""
 NUMBER = "slime.prompt"
-"""The label that holds the number of a task's prompt in `_Prompts`."""
+"""The label of a task that holds the number of its prompt in `_Prompts`."""
 NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
-"""The advantage estimators that slime uses with normalised rewards."""
+"""The advantage estimators for which slime normalises rewards."""
 SCALED = frozenset({"grpo", "gspo", "cispo"})
-"""The estimators of NORMALISED that also need rewards divided by the standard deviation, if `grpo_std_normalization` is
-set."""
+"""The estimators of NORMALISED for which slime also divides the rewards by their standard deviation, if
+`grpo_std_normalization` is set."""
 UNSUPPORTED: Mapping[str, str] = {
     "use_rollout_routing_replay": "the routed experts of tokens are not recorded",
     "use_rollout_indexer_replay": "the indexer's choices are not recorded",
@@ -72,21 +72,21 @@ UNSUPPORTED: Mapping[str, str] = {
 OWN_LOOP_ONLY: Mapping[str, str] = {
     "rollout_all_samples_process_path": "samples of groups that were filtered out are not fetched",
 }
-"""Options that are supported only in slime's own loop, with `custom_generate`, each with the reason."""
+"""Options that work only in slime's own rollout loop, with `custom_generate`, each with the reason."""
 
 SlimeSample = Any
 """slime's class `Sample`, which is not Outrider's `Sample`."""
 
 
 class SlimeSettings(BridgeSettings):
-    """The settings that all bridges share, and the following. They are read from the mapping `outrider` in the file of
-    slime's `--custom-config-path`, overridden by the JSON in $OUTRIDER_SLIME.
+    """The settings that all bridges share, and those below. They are read from the mapping `outrider` in the file of
+    slime's `--custom-config-path`. The JSON in $OUTRIDER_SLIME overrides them.
 
     logprobs: whether samples have `rollout_log_probs`.
     complete: with "all", a group is used only if all its samples were graded. With "any", two graded samples are
-        enough, and ungraded samples get `remove_sample`.
-    max_age: the maximum number of policy versions by which a trained token may be older than the engines' version
-        (`generate_rollout_async`). None takes miles' `--max-weight-staleness`.
+        enough, and ungraded ones get `remove_sample`.
+    max_age: for `generate_rollout_async`, the maximum number of policy versions by which a trained token may be older
+        than the engines' version. None takes miles' `--max-weight-staleness`.
     on_failure: what `custom_generate` does with a session that cannot be trained on. "raise" raises the error. "abort"
         returns the sample as ABORTED, and slime's fully asynchronous rollout then repeats it. "remove" returns the
         sample as FAILED with `remove_sample`.
@@ -99,15 +99,16 @@ class SlimeSettings(BridgeSettings):
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Run a training rollout; slime calls this rollout function. Returns `rollout_batch_size` groups that pass the
-    filter in `--dynamic-sampling-filter-path`.
+    """Run one training rollout, and return `rollout_batch_size` groups. slime calls this function for
+    `--rollout-function-path`.
 
-    A group that does not pass is replaced at once. When the batch is full, the groups that still run are cancelled, and
-    the prompts of all groups outside the batch are returned to the data source. So slow rollouts are rarer in the
-    batches than among all rollouts, as in slime's own loop; `generate_rollout_async` has no such bias. With
-    `--partial-rollout`, the running groups are paused instead, and continue in the next rollout with the new weights. A
-    paused group keeps its tokens, and the pause does not count against its agents' time limits. With `evaluation`, the
-    evaluation sets are run instead.
+    A group that does not pass the filter in `--dynamic-sampling-filter-path` is replaced at once. When the batch is
+    full, the running groups are cancelled, and the prompts of all groups outside the batch go back to the data source.
+    So slow rollouts are rarer in the batches than among all rollouts. `generate_rollout_async` has no such bias.
+
+    With `--partial-rollout`, the running groups are paused instead, and continue in the next rollout with the new
+    weights. A paused group keeps its tokens, and the pause does not count against its agents' time limits. With
+    `evaluation`, the evaluation sets are run instead.
     """
     bridge = _Bridge.of(args, data_source)
     if getattr(args, "partial_rollout", False):
@@ -126,9 +127,11 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Return groups like `generate_rollout`, but let unfinished groups continue while slime trains; a later rollout
-    returns them. With `max_age`, a full batch still waits for running groups that would be too old for a later batch.
-    The number of running groups is then limited to what slime can train on before they are too old."""
+    """Return groups like `generate_rollout`, but let unfinished groups continue while slime trains. A later rollout
+    returns them.
+
+    With `max_age`, the number of running groups is limited to what slime can train on before they are too old. A full
+    batch also waits for those running groups that would be too old for a later batch."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
@@ -152,8 +155,8 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
 async def custom_generate(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> SlimeSample | list[SlimeSample]:
-    """Run a session for a sample. Returns a copy of the sample with tokens and reward, or a list of copies if the
-    session has several rows. For an evaluation, returns only the copy for the first row, which is the main
+    """Run a session for a sample of slime's own rollout loop. Returns a copy of the sample with tokens and reward, or a
+    list of copies if the session has several rows. An evaluation gets only the copy for the first row, the main
     conversation's."""
     settings = _settings(args, UNSUPPORTED)
     if not evaluation:
@@ -171,8 +174,7 @@ async def custom_generate(
     async with shared_client(settings.url, settings.token) as shared:
         [trajectory], pixels = await _read_images(args, shared.client, found)
     if trajectory.error is not None:
-        # In an evaluation, "abort" also raises the error, because slime's evaluation cannot use a sample without a
-        # reward.
+        # In an evaluation, "abort" also raises the error, because slime's evaluation needs a reward for each sample.
         if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
             raise trajectory.error
         failed = _removed(args, settings, sample, trajectory)
@@ -188,13 +190,12 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     """Return the rewards, and the rewards normalised within each group, for slime's
     `--custom-reward-post-process-path`.
 
-    A rollout counts once, however many samples it has. A rollout with `remove_sample` does not count. slime's own
-    normalisation treats the batch as a single group unless the batch has exactly n samples for each prompt. The
-    standard deviation is the sample standard deviation, as in torch.
+    Each rollout counts once in its group, no matter how many samples it has. A rollout with `remove_sample` does not
+    count. slime's own normalisation treats the batch as a single group unless it has exactly n samples for each prompt.
 
     If only one rollout of a group counts, the group's normalised rewards are 0. If the estimator divides by the
-    standard deviation, they are also 0 if all rollouts of a group have the same reward. Otherwise a row with another
-    reward than its rollout would get a million times the difference.
+    standard deviation, they are also 0 when all rollouts of the group have the same reward. Otherwise, a row whose
+    reward differs from its rollout's would get a million times the difference.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
@@ -202,8 +203,8 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     counted: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         if not sample.remove_sample:
-            # The reward of a rollout is the reward of its first sample, which is the main conversation's. The rewards
-            # of its other samples may differ.
+            # A rollout's reward is that of its first sample, the main conversation's. Its other samples may have other
+            # rewards.
             counted.setdefault(sample.group_index, {}).setdefault(_rollout_id(sample), reward)
     normalised = []
     for sample, reward in zip(samples, rewards, strict=True):
@@ -223,7 +224,7 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
 
 
 def close(data_source: Any) -> None:
-    """Cancel the groups that run between rollouts for a data source. This also happens when the process exits."""
+    """Cancel the groups of a data source that run between rollouts. This also happens when the process exits."""
     bridge = _Bridge.open_bridges.pop(data_source, None)
     if bridge is not None:
         bridge.opened.close()
@@ -234,8 +235,8 @@ class _Bridge:
     After the first call of `generate_rollout_async`, `resident` has this function's prompts and sampler."""
 
     open_bridges: ClassVar[WeakKeyDictionary[Any, _Bridge]] = WeakKeyDictionary()
-    """The bridges by data source. The bridges are in a class attribute, because slime imports a rollout function by
-    name, and no object of this module is passed from one call to the next."""
+    """The bridges by data source. This is a class attribute, because slime imports a rollout function by name and
+    passes no object of this module from one call to the next."""
 
     def __init__(self, settings: SlimeSettings) -> None:
         self.settings = settings
@@ -252,7 +253,7 @@ class _Bridge:
             settings = _settings(args, {**UNSUPPORTED, **OWN_LOOP_ONLY})
             _check_normalisation(args, settings)
             bridge = cls(settings)
-            try:  # a wrong address or token raises an error here, and not only after minutes
+            try:  # a wrong address or token raises an error now, and not only after minutes
                 bridge.client.run(patiently(bridge.client.asynchronous.status, FIRST_PATIENCE))
             except OutriderError:
                 bridge.opened.close()
@@ -262,7 +263,7 @@ class _Bridge:
 
     @contextmanager
     def policy_runs(self) -> Iterator[None]:
-        """Let the policy run during the block, and pause the policy at the end, because slime then trains."""
+        """Resume the policy for the block. Pause it at the end, because slime then trains."""
         self.client.resume_policy()
         try:
             yield
@@ -271,8 +272,8 @@ class _Bridge:
             self._paused = True
 
     def leave(self) -> None:
-        """Cancel the groups that no rollout will use. If this bridge has paused the policy, resume the policy for the
-        service's other users."""
+        """Cancel the groups that no rollout will use. If this bridge has paused the policy, resume it for the service's
+        other users."""
         with suppress(OutriderError, TimeoutError):  # the service may have ended, and this process exits anyway
             self.client.run(self._leave())
 
@@ -285,8 +286,8 @@ class _Bridge:
 
 
 class _Prompts:
-    """The prompts of a sampler, by number. Each prompt is a group of slime's samples, taken from slime's data source
-    when the prompt is first used."""
+    """The prompts of a sampler, by number. A prompt is a group of slime's samples, which is taken from slime's data
+    source when its task is first requested."""
 
     def __init__(self, args: Any, settings: SlimeSettings, data_source: Any) -> None:
         self.groups: dict[int, list[SlimeSample]] = {}
@@ -298,8 +299,8 @@ class _Prompts:
         self._filter = _load_function(path) if path else None
 
     def task(self, number: int) -> dict[str, Any]:
-        """Return the task of the prompt `number`, for DynamicSampler. Raises IndexError at the end of the data
-        source."""
+        """Return the task of the prompt `number`. DynamicSampler calls this. Raises IndexError if the data source has
+        no more prompts."""
         if number not in self.groups:
             pulled = self._data_source.get_samples(1)
             if not pulled:
@@ -323,8 +324,8 @@ class _Prompts:
         return _task_of(self._settings, group[0], sampling, {NUMBER: number})
 
     def is_informative(self, group: GroupView) -> Choice:
-        """Return True if slime's filter keeps the group, False if the filter drops it, and "again" if too few of the
-        group's samples were graded."""
+        """Return True if slime's filter keeps the group, and False if it drops the group. Returns "again", which
+        repeats the prompt, if too few of the group's samples were graded."""
         args = self._args
         if self._settings.complete == "all" and len(rewards_of(group)) < group.n:
             self.dropped["incomplete"] += 1
@@ -341,8 +342,8 @@ class _Prompts:
                 shown.append(seen)
         verdict = self._filter(args, shown)
         keep = bool(getattr(verdict, "keep", verdict))
-        # As in slime, a group with `keep_when_insufficient` is kept if the number of dropped groups is at least the
-        # number of groups that run beyond the batch size.
+        # As in slime, a group with `keep_when_insufficient` is kept if at least as many groups were dropped as run in
+        # excess of the batch size.
         if getattr(verdict, "keep_when_insufficient", False):
             keep = keep or sum(self.dropped.values()) >= _inflight(args) - args.rollout_batch_size
         if not keep:
@@ -400,8 +401,8 @@ def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | 
                 of_group.append(_filled(args, settings, sample, trajectory, pixels))
                 versions += [version for row in trajectory.rows for version in row.trained_versions()]
             else:
-                # The session was not graded, or has no row to train on. The filter cannot detect the second case,
-                # because the groups that the filter gets have no rows.
+                # The session was not graded, or has no row to train on. The filter cannot detect a missing row, because
+                # it gets groups without rows.
                 log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
                 errors.append(trajectory.error)
                 of_group.append([_removed(args, settings, sample, trajectory)])
@@ -410,7 +411,8 @@ def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | 
         raise errors[0]
     data.sort(key=lambda of_group: of_group[0][0].index)
     fans_out = any(len(rows) > 1 for of_group in data for rows in of_group)
-    # If any rollout has several samples, slime requires a third level of lists for all rollouts.
+    # slime expects a list of groups of samples. If any rollout has several samples, every rollout must be a list of
+    # samples.
     samples = data if fans_out else [[rows[0] for rows in of_group] for of_group in data]
     if path := getattr(args, "rollout_sample_filter_path", None):
         _load_function(path)(args, samples)
@@ -431,8 +433,8 @@ def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | 
 
 async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
     """Run all evaluation sets concurrently. Each session has the same seed in every evaluation. Failed sessions are
-    left out and counted. With `--log-passrate`, groups with a failed session are left out. If no sample of a set is
-    left, raises the first error of the set."""
+    left out and counted. With `--log-passrate`, the whole group of a failed session is left out. If a set has no sample
+    left, raises the set's first error."""
     main = settings.model_copy(update={"rows": "main"})
     data: dict[str, Any] = {}
     metrics: dict[str, Any] = {}
@@ -454,7 +456,7 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
                     filled += _filled(args, main, sample, trajectory, {}, evaluation=True)
                 else:
                     errors.append(trajectory.error)
-            # For pass rates, slime assumes that each n consecutive samples belong to one prompt, so a group with a
+            # For pass rates, slime assumes that each n consecutive samples belong to one prompt. So a group with a
             # failed session is left out.
             samples += filled if len(filled) == group.n or not getattr(args, "log_passrate", False) else []
         if not samples:
@@ -469,7 +471,7 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
 
 
 def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tuple[SlimeSample, dict[str, Any]]]:
-    """Return copies of the prompts of an evaluation set, each with the group to submit. Raises InvalidField for a set
+    """Return copies of an evaluation set's prompts, each with the group to submit. Raises InvalidField for a set
     without prompts or with images, and for unsupported sampling parameters."""
     images = getattr(config, "multimodal_keys", None) or getattr(args, "multimodal_keys", None)
     refuse_images(images, f"the evaluation set {config.name!r}", field="multimodal_keys")
@@ -518,9 +520,11 @@ def _task_of(
 async def _read_images(
     args: Any, client: AsyncClient, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], dict[int, dict[str, Any]]]:
-    """Return the trajectories, and slime's image inputs for each row with images, by Python's `id(row)`. If any row has
-    images, each row is cut before its first placeholder that belongs to no image. A trajectory that has no token to
-    train on after the cut gets an error. Raises InvalidField if the model's processor cannot read the images."""
+    """Return the trajectories, and slime's image inputs for each row with images, by Python's `id(row)`.
+
+    If any row has images, each row is cut before its first placeholder token that belongs to no image. A trajectory
+    without a trained token before the cut gets an error. Raises InvalidField if the model's processor cannot read the
+    images."""
     rows = [row for trajectory in trajectories for row in trajectory.rows]
     if not any(row.sample.images for row in rows):
         return list(trajectories), {}
@@ -556,8 +560,7 @@ def _joined(tensors: Sequence[Any]) -> Any:
 
 @cache
 def _processor(trainer: str, path: str) -> Any:
-    """Load the processor of the model with slime's own function. Raises InvalidField for a model that cannot read
-    images."""
+    """Load the model's processor with slime's own function. Raises InvalidField for a model that cannot read images."""
     processor = importlib.import_module(f"{trainer}.utils.processing_utils").load_processor(
         path, trust_remote_code=True
     )
@@ -596,8 +599,8 @@ def _filled(
     *,
     evaluation: bool = False,
 ) -> list[SlimeSample]:
-    """Return a copy of slime's sample for each row of the session, filled with the row's data. `pixels` has the image
-    inputs of the rows with images, by Python's `id(row)`."""
+    """Return a copy of slime's sample for each row of a session, filled with the row's data. `pixels` has the image
+    inputs of rows with images, by Python's `id(row)`."""
     made = []
     for row in trajectory.rows:
         filled = copy.deepcopy(sample)
@@ -627,8 +630,8 @@ def _filled(
 
 
 def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
-    """Return a copy of slime's sample with one token and mask 0, for a session without a row. The reward is 0 unless
-    the session was graded."""
+    """Return a copy of slime's sample for a session without a row. It has one response token, with mask 0. The reward
+    is 0 unless the session was graded."""
     removed = copy.deepcopy(sample)
     removed.tokens = [0, 0]
     removed.response_length = 1
@@ -651,7 +654,7 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
 def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, *, evaluation: bool = False
 ) -> float | dict[str, float]:
-    """Return the reward. If slime has a reward key, returns a dictionary of the reward and all metrics instead, from
+    """Return the reward for slime. If slime has a reward key, this is a dictionary of the reward and all metrics, from
     which slime picks the key. Raises InvalidField if the dictionary does not have the key."""
     if not (key := _reward_key(args, evaluation=evaluation)):
         return reward
@@ -678,15 +681,15 @@ def _status(sample: SlimeSample, trajectory: Trajectory) -> Any:
 
 
 def _rollout_id(sample: SlimeSample) -> Any:
-    """Return the id that all samples of a rollout have in common. Older versions of slime do not set `rollout_id`; the
-    sample's index is then used."""
+    """Return the id that all samples of a rollout have in common. Older versions of slime do not set `rollout_id`, so
+    the sample's index is used."""
     given = getattr(sample, "rollout_id", None)
     return sample.index if given is None else given
 
 
 def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
-    """Read the settings. Raises InvalidField for wrong settings, and if an unsupported option of slime or a setting of
-    Polar's bridge is set."""
+    """Read the bridge's settings from slime's arguments. Raises InvalidField for wrong settings, for a setting of
+    Polar's bridge, and if an unsupported option of slime is set."""
     refuse_polar_settings(args)
     for option, why in unsupported.items():
         if getattr(args, option, None):
@@ -703,14 +706,14 @@ def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
 
 
 def max_age_of(args: Any, settings: SlimeSettings) -> int | None:
-    """Return the maximum age of tokens, in policy versions, for `generate_rollout_async`; None for no maximum."""
+    """Return the maximum age of tokens for `generate_rollout_async`, in policy versions. None means no maximum."""
     given: int | None = getattr(args, "max_weight_staleness", None)
     return given if settings.max_age is None else settings.max_age
 
 
 def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
-    """Raise InvalidField if slime might normalise the rewards of the batch as one group, which happens unless the batch
-    has exactly n samples for each prompt."""
+    """Raise InvalidField if slime might normalise the rewards of a whole batch as one group. slime does this unless the
+    batch has exactly n samples for each prompt."""
     exact = settings.rows == "main" and settings.complete == "all"
     own = getattr(args, "custom_reward_post_process_path", None) or getattr(
         args, "custom_convert_samples_to_train_data_path", None
@@ -724,8 +727,8 @@ def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
 
 
 def _trainer() -> str:
-    """Return the name of the trainer's package, "slime" or "miles". A process of miles has imported miles' base types
-    before it calls a rollout function."""
+    """Return the name of the trainer's package, "slime" or "miles". miles imports its own `base_types` before it calls
+    a rollout function."""
     return "miles" if "miles.rollout.base_types" in sys.modules else "slime"
 
 

@@ -1,5 +1,5 @@
 """The bridge to tinker-cookbook (0.6.1): a rollout strategy that runs the groups of `tinker_cookbook.rl.train` as
-groups of a service.
+groups of an Outrider service.
 
     Config(
         dataset_builder=TaskDatasetBuilder(data="rows.jsonl", groups_per_batch=8, group_size=8),
@@ -7,9 +7,11 @@ groups of a service.
         ...,
     )
 
-The service samples with the sampling client that the cookbook gives for each group (`tinker_sampling`). Invariants: a
-session with any number of rows is one trajectory; the actions of a trajectory have the tokens and the log-probabilities
-of the service's rows; and a session that cannot be trained on gives no trajectory.
+The service samples with the sampling client that the cookbook gives for each group (`tinker_sampling`). Invariants:
+
+- A session is one trajectory, no matter how many rows it has.
+- The actions of a trajectory have the tokens and the log-probabilities of the service's rows.
+- A session that cannot be trained on gives no trajectory.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ log = logging.getLogger("outrider.tinker")
 
 VARIABLE = "OUTRIDER_TINKER"
 FAILED_IN_A_ROW = 16
-"""After this number of consecutive training groups without a usable session, the error is raised, because the cause
-probably affects all groups."""
+"""After this many consecutive training groups with too few usable sessions, the error is raised, because all groups
+probably fail."""
 STOPS: Mapping[StopReason, CookbookStop] = {
     StopReason.COMPLETED: CookbookStop.COMPLETED,
     StopReason.MAX_TURNS: CookbookStop.MAX_TURNS,
@@ -73,16 +75,16 @@ STOPS: Mapping[StopReason, CookbookStop] = {
     StopReason.CONTEXT_OVERFLOW: CookbookStop.CONTEXT_OVERFLOW,
     StopReason.AGENT_TIMEOUT: CookbookStop.ROLLOUT_TIMEOUT,
 }
-"""The cookbook's names of stop reasons. A stop reason that is not listed keeps its own name."""
+"""The cookbook's names of Outrider's stop reasons. A stop reason that is not listed keeps its own name."""
 
 
 class TinkerSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
-    relay: the name of the relay engine whose model calls the cookbook's sampling clients answer; None if the service
-        has its own engines.
+    relay: the name of the service's relay engine, whose calls the cookbook's sampling clients answer. None if the
+        service has its own engines.
     complete: with "all", a group is used only if all its sessions can be trained on. With "any", two such sessions are
-        enough (one for an evaluation).
+        enough, or one in an evaluation.
     """
 
     relay: Name | None = "tinker"
@@ -90,7 +92,7 @@ class TinkerSettings(BridgeSettings):
 
 
 class TaskGroup(EnvGroupBuilder):  # type: ignore[misc]  # mypy does not check the cookbook
-    """A group of `n` sessions of one row of a dataset, for `ServiceRollouts`."""
+    """A group of `n` sessions for one row of a dataset. `ServiceRollouts` runs it."""
 
     def __init__(self, row: Mapping[str, Any], n: int, *, evaluating: bool = False, prompt_key: str = "prompt") -> None:
         self.row = row
@@ -99,7 +101,7 @@ class TaskGroup(EnvGroupBuilder):  # type: ignore[misc]  # mypy does not check t
         self.prompt_key = prompt_key
 
     async def make_envs(self) -> Sequence[Env]:
-        """Raise InvalidField: the sessions of a service have no environment in the trainer."""
+        """Raise InvalidField: the sessions run in the service, so the trainer has no environments."""
         raise InvalidField(
             "a TaskGroup needs the rollout strategy ServiceRollouts",
             field="rollout_error_tolerance",
@@ -117,7 +119,8 @@ class TaskGroup(EnvGroupBuilder):  # type: ignore[misc]  # mypy does not check t
 
 
 class FinishedRollout(Env):  # type: ignore[misc]  # mypy does not check the cookbook
-    """The reward and the metrics of a session, in the form of an environment, which the cookbook expects."""
+    """The reward and the metrics of a finished session. This is an `Env` because the cookbook passes environments to
+    `compute_group_rewards`."""
 
     def __init__(self, reward: float, metrics: dict[str, float]) -> None:
         self.reward = reward
@@ -131,14 +134,14 @@ class FinishedRollout(Env):  # type: ignore[misc]  # mypy does not check the coo
 
 
 class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not check the cookbook
-    """The rollout strategy for `Config.rollout_error_tolerance`. `settings` are TinkerSettings, overridden by
+    """The rollout strategy, to be set as `Config.rollout_error_tolerance`. `settings` are TinkerSettings, overridden by
     $OUTRIDER_TINKER. Raises InvalidField for wrong settings.
 
     The temperature and the maximum tokens of a model call come from the cookbook.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        # The attribute is private because the cookbook logs public attributes, and the settings have the service's
+        # The attribute is private because the cookbook logs public attributes, and the settings contain the service's
         # token.
         self._settings = read_settings(TinkerSettings, settings, source="settings", variable=VARIABLE)
         fewest = self._settings.min_usable
@@ -160,10 +163,12 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not c
         return False
 
     async def execute(self, env_group_builder: EnvGroupBuilder, policy: Any) -> RolloutResult:
-        """Run a group. If fewer of its sessions can be trained on than the setting `complete` requires, raises
-        AllTrajectoriesFailedError, and the cookbook skips the group. After FAILED_IN_A_ROW such training groups, raises
-        the first error of a session instead. Raises InvalidField for a row that cannot be converted to a task, and
-        ServiceError if the service cannot be reached."""
+        """Run a group and return its trajectories.
+
+        If fewer sessions can be trained on than the setting `complete` requires, raises AllTrajectoriesFailedError, and
+        the cookbook skips the group. After FAILED_IN_A_ROW such training groups in a row, raises a session's error
+        instead. Raises InvalidField for a row that cannot be converted to a task, and ServiceError if the service
+        cannot be reached."""
         builder = env_group_builder
         if not isinstance(builder, TaskGroup):
             raise InvalidField(
@@ -216,7 +221,7 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not c
         trajectories: list[CookbookTrajectory] = []
         rollouts: list[FinishedRollout] = []
         errors: list[OutriderError] = []
-        # An evaluation counts the reward of the main conversation, and needs no other row.
+        # An evaluation uses only the reward of the main conversation's row, so it needs no other row.
         settings = self._settings.model_copy(update={"rows": "main"}) if evaluating else self._settings
         for trajectory in trajectories_of(view, settings, logprobs=not evaluating):
             if trajectory.error is not None:
@@ -242,13 +247,14 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not c
 
 
 def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) -> CookbookTrajectory:
-    """Return the cookbook's trajectory of a session: a transition for each sampled sequence, row after row. Each
-    transition has the reward of its turns. The session's reward is not included, because the cookbook has a separate
-    place for it. `sequences` are the sequences that this process sampled for the session, or None if another engine
-    sampled.
+    """Convert a session to a trajectory of the cookbook, with a transition for each sampled sequence, row after row.
 
-    Raises InvalidField if the rows have different rewards, because the cookbook has one advantage for a trajectory.
-    Also raises InvalidField if this process has not sampled all trained tokens.
+    `sequences` are the sequences that this process sampled for the session, or None if another engine sampled. Each
+    transition has the reward of its turns. The session's own reward is not included, because the cookbook takes it
+    separately.
+
+    Raises InvalidField if the rows have different rewards, because the cookbook has one advantage for a trajectory, or
+    if a trained token is in none of the `sequences`.
     """
     rewards = {row.reward for row in trajectory.rows}
     if len(rewards) > 1:
@@ -270,13 +276,13 @@ def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) ->
 
 
 def _transitions_of(row: TrainingRow, sequences: SampledSequences | None) -> list[Transition]:
-    """Return a transition for each sampled sequence of a row. The observation is all ids of the row before the
-    sequence, so the cookbook makes one datum of the row."""
+    """Return a transition for each sampled sequence of a row. A transition's observation is all ids of the row before
+    its sequence. So the cookbook combines the transitions of a row into one datum."""
     sample = row.sample
     turns = [
         (end, reward)
         for (_, end), reward in zip(sample.turn_spans, sample.turn_rewards, strict=True)
-        # if a turn is only context in this row, its reward is given in the row that trains the turn
+        # A turn's reward is given only in the row that trains the turn. In other rows, the turn is context.
         if reward is not None and end <= len(row.ids) and row.mask[end - 1]
     ]
     found = []
@@ -310,11 +316,11 @@ def _transitions_of(row: TrainingRow, sequences: SampledSequences | None) -> lis
 
 
 def advantages_per_rollout(groups: Sequence[TrajectoryGroup]) -> list[torch.Tensor]:
-    """Return advantages like the cookbook's `compute_advantages`, multiplied so that all rollouts have the same weight
-    in a loss that is a sum over tokens. One tensor of shape (rollouts,) for each group.
+    """Return the cookbook's advantages (`compute_advantages`), multiplied so that all rollouts have the same weight in
+    a loss that sums over tokens. The result has one tensor of shape (rollouts,) for each group.
 
-    The factor is N / (R * T_r), for a rollout with T_r trained tokens in all its rows, among the R rollouts and N
-    trained tokens of all groups together. So the sum of all tokens' weights stays N.
+    The factor of rollout r is N / (R * T_r), where T_r is the number of trained tokens in all its rows. All groups
+    together have R rollouts and N trained tokens. So the weights of all tokens still add up to N.
     """
     tokens = [
         torch.tensor([float(sum(len(each.ac.tokens) for each in one.transitions)) for one in group.trajectories_G])
@@ -329,8 +335,8 @@ def advantages_per_rollout(groups: Sequence[TrajectoryGroup]) -> list[torch.Tens
 
 
 class TaskDataset(RLDataset):  # type: ignore[misc]  # mypy does not check the cookbook
-    """Batches of `groups_per_batch` TaskGroups, one for each row, in the order of the rows. The last batch may be
-    smaller."""
+    """A dataset whose batches have `groups_per_batch` TaskGroups, one for each row, in the order of the rows. The last
+    batch may be smaller."""
 
     def __init__(
         self,
@@ -362,8 +368,8 @@ class TaskDataset(RLDataset):  # type: ignore[misc]  # mypy does not check the c
 
 @chz.chz
 class TaskDatasetBuilder(RLDatasetBuilder):  # type: ignore[misc]  # mypy does not check the cookbook
-    """Reads the datasets for `Config.dataset_builder`: files of rows, as JSON Lines, JSON or Parquet. `test_data` is
-    for the cookbook's evaluations, with `test_group_size` sessions of each row."""
+    """Reads the datasets for `Config.dataset_builder` from files in JSON Lines, JSON or Parquet. `test_data` is the
+    file for the cookbook's evaluations, with `test_group_size` sessions for each row."""
 
     data: str
     groups_per_batch: int

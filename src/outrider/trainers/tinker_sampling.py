@@ -1,9 +1,9 @@
-"""Answers a service's model calls with Tinker's sampling clients, and keeps the id of each sampled sequence.
+"""Answers a service's model calls with Tinker's sampling clients, and keeps Tinker's id of each sampled sequence.
 
-A relay worker in a thread of the trainer's process receives the model calls of the sessions. The calls of a group are
-sampled with the client that the trainer gave for the group, even after the trainer has made newer clients. Each new
-client is a new policy version. The module needs `tinker` (0.38), not tinker-cookbook. Invariant: the tokens of a
-generation have the version of the client that sampled them.
+A relay worker in a thread of the trainer's process receives the model calls. The trainer gives a sampling client for
+each group. All calls of the group are sampled with it, even after the trainer has made newer clients. Each new client
+is a new policy version. The module needs `tinker` (0.38), not tinker-cookbook. Invariant: sampled tokens have the
+version of the client that sampled them.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ UNKNOWN_TO_TINKER = {
     "logit_bias": {},
     "constraint": None,
 }
-"""Sampling parameters that Tinker does not have, with the only value that is accepted."""
+"""Sampling parameters that Tinker does not support, each with the only value that is accepted."""
 REFUSALS = frozenset({400, 413, 422})
-"""HTTP statuses of requests that Tinker would refuse again."""
+"""HTTP statuses of refused requests. Tinker would refuse such a request again."""
 
 SamplingClient = Any
-"""`tinker.SamplingClient`, or an object with its method `sample`."""
+"""A `tinker.SamplingClient`, or another object with the same method `sample`."""
 
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """A sequence that Tinker sampled: its tokens, Tinker's id, and the number of prompt tokens from the cache."""
+    """A sequence that Tinker sampled: its tokens, its id, and the number of prompt tokens that came from Tinker's
+    cache."""
 
     ids: tuple[int, ...]
     sequence_id: str | None
@@ -57,7 +58,7 @@ class SampledSequence:
 
 
 class SampledSequences:
-    """The sequences of one session, by their prompts."""
+    """The sampled sequences of one session, by their prompts."""
 
     def __init__(self) -> None:
         self._by_prompt: dict[int, list[SampledSequence]] = {}
@@ -66,8 +67,9 @@ class SampledSequences:
         self._by_prompt.setdefault(_digest(prompt), []).append(sequence)
 
     def find(self, ids: Sequence[int], start: int, end: int) -> tuple[SampledSequence, int] | None:
-        """Return the longest sampled sequence that begins at position `start` of a row's ids, and the position in the
-        row at which the sequence ends, at most `end`. Returns None if no sequence has this prompt and these tokens."""
+        """Return the longest sequence that was sampled for the prompt `ids[:start]` and whose tokens are the next ids
+        of the row. Also return the position, at most `end`, at which it ends in the row. Returns None if there is no
+        such sequence."""
         best: tuple[SampledSequence, int] | None = None
         for sequence in self._by_prompt.get(_digest(ids[:start]), ()):
             stop = min(end, start + len(sequence.ids))
@@ -78,7 +80,8 @@ class SampledSequences:
 
 
 class SampledGroup:
-    """A running group: its client, the client's policy version, and its sessions' sequences by session id."""
+    """A running group: its client, the client's policy version, and the sampled sequences by session id. `announced` is
+    done once these ids are known."""
 
     def __init__(self, client: SamplingClient, version: int, by_session: dict[str, SampledGroup]) -> None:
         self.client = client
@@ -88,7 +91,7 @@ class SampledGroup:
         self._by_session = by_session
 
     def announce(self, view: GroupView) -> None:
-        """Record the ids of the group's sessions after the group was submitted."""
+        """Record the ids of the group's sessions from `view`, the reply to the submission."""
         self.sessions = {session.id: SampledSequences() for session in view.sessions}
         self._by_session.update(dict.fromkeys(self.sessions, self))
         self.announced.set_result(None)
@@ -101,11 +104,11 @@ class SampledGroup:
 
 
 class TinkerSampler:
-    """The relay worker of a trainer's process for the relay engine `relay` of the service at `url`. `version` is the
+    """A relay worker in the trainer's process, for the relay engine `relay` of the service at `url`. `version` is the
     newest policy version; the first client gets the next version.
 
-    `open` makes at most one sampler for an engine, because an engine divides its work among its workers, and a second
-    sampler would not have the clients of the first.
+    `open` makes at most one sampler for an engine. An engine divides its calls among its workers, and a second sampler
+    would not have the first one's clients.
     """
 
     _open: ClassVar[dict[tuple[str, str], TinkerSampler]] = {}
@@ -123,25 +126,25 @@ class TinkerSampler:
         self.version = version
         self._key = url, relay
         self._users = 0
-        self._lock = threading.Lock()  # the cookbook may run groups in several threads
+        self._lock = threading.Lock()  # tinker-cookbook may run groups in several threads
         self._newest: SamplingClient | None = None
         self._versions: WeakKeyDictionary[SamplingClient, int] = WeakKeyDictionary()
         self._groups: set[SampledGroup] = set()
         self._by_session: dict[str, SampledGroup] = {}
-        # SkyRL's server of the Tinker API reports raw log-probabilities. With the cookbook's default temperature of 1,
-        # they are also the log-probabilities of the sampling distribution.
+        # SkyRL's implementation of the Tinker API reports log-probabilities from before the temperature. With the
+        # cookbook's default temperature of 1, they are also those of the sampling distribution.
         self._engine = FunctionEngine(self._generate, logprob_kind=LogprobKind.RAW, version=version)
         self._thread = RelayThread(lambda: Worker(url, self._engine, engine=relay, token=token, name="tinker"))
         atexit.register(self._detach)
 
     async def attach(self) -> None:
-        """Attach the worker if it is not attached, and return when the service has accepted the worker. Raises the
-        errors of `Worker.in_thread`."""
+        """Attach the worker to the service, unless it is attached. Returns when the service has accepted the worker.
+        Raises the errors of `Worker.in_thread`."""
         await asyncio.to_thread(self._thread.attach)
 
     def close(self) -> None:
-        """Detach the worker from the service, unless the sampler has other users (see `open`). This also happens when
-        the process exits."""
+        """End one use of the sampler (see `open`). After the last use, and when the process exits, the worker is
+        detached from the service."""
         self._users -= 1
         if not self._users:
             self._detach()
@@ -153,11 +156,11 @@ class TinkerSampler:
 
     @contextmanager
     def group(self, client: SamplingClient) -> Iterator[SampledGroup]:
-        """Use `client` to sample the group that is submitted in the block. A client that was not used before is a new
-        version."""
+        """Sample the calls of a group with `client`. The group is submitted inside the block. A client that was not
+        used before gets a new version."""
         with self._lock:
             if client not in self._versions:
-                # An operator may have set a higher version. A worker with a lower version would get no work.
+                # An operator may have set a higher version. A worker with a lower version would get no calls.
                 self.version = max(self.version, self._engine.version) + 1
                 self._newest = client
                 self._versions[client] = self.version
@@ -172,8 +175,8 @@ class TinkerSampler:
             group.close()
 
     async def _generate(self, request: GenerateRequest) -> Chunk:
-        """Sample one reply. Raises EngineRejected for a request that Tinker does not take, EngineUnavailable and
-        EngineMisbehaved for failures of Tinker."""
+        """Sample one reply. Raises EngineRejected for a request that Tinker refuses. Raises EngineUnavailable or
+        EngineMisbehaved if Tinker fails."""
         params = sampling_params(request.sampling)
         group, sequences = await self._group_of(request.session_key)
         client = group.client if group is not None else self._newest
@@ -205,9 +208,11 @@ class TinkerSampler:
         )
 
     async def _group_of(self, session_key: str) -> tuple[SampledGroup, SampledSequences] | tuple[None, None]:
-        """Return the group of a session, and the session's sequences; None for a session of another client of the
-        service. If needed, waits for replies to submissions of groups, because a session's first call may arrive before
-        the reply that names the session."""
+        """Return a session's group and sequences, or None for both if the session belongs to another client of the
+        service.
+
+        A session's first call may arrive before the reply to the submission, which names the session. So this method
+        waits for missing replies."""
         waiting = {asyncio.wrap_future(group.announced) for group in self._groups.copy() if not group.announced.done()}
         while True:
             session = session_key
@@ -221,7 +226,8 @@ class TinkerSampler:
 
 
 def sampling_params(asked: SamplingParams) -> tinker.SamplingParams:
-    """Return Tinker's sampling parameters. Raises EngineRejected for parameters that Tinker does not have."""
+    """Convert sampling parameters to Tinker's class. Raises EngineRejected for parameters that Tinker does not
+    support."""
     for name, neutral in UNKNOWN_TO_TINKER.items():
         if getattr(asked, name) != neutral:
             raise EngineRejected(f"Tinker does not support {name}", hint="leave it out of the agent's requests")

@@ -1,8 +1,7 @@
-"""Selects the rows of a finished group that a trainer may train on, and cuts them to `max_row_tokens`. This is the
-output side of all trainers' modules.
+"""Selects the rows of a finished group that a trainer may train on, and cuts them to `max_row_tokens`.
 
-Nothing here awaits or depends on a trainer. Invariant: for a session without a verdict, or without a token to train on,
-the `Trajectory` has an error and no rows.
+Nothing here awaits or depends on a trainer. Invariant: the `Trajectory` of a session without a verdict, or without a
+token to train on, has an error and no rows.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult
 ENDED_BY_A_LIMIT = frozenset(
     {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW, StopReason.AGENT_TIMEOUT}
 )
-"""Stop reasons of sessions that a limit ended. Trainers call such trajectories truncated."""
+"""Stop reasons of sessions that were ended by a limit. Trainers call such trajectories truncated."""
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """A training row with a reward, cut to `max_row_tokens`. The four columns have equal length, and at least one token
-    has mask 1.
+    """A training row with a reward, cut to `max_row_tokens`. `ids`, `mask`, `logprobs` and `versions` have equal
+    length, and at least one token has mask 1.
 
-    `start` is the number of ids before the first sampled id. `cut` is the number of trained tokens that were cut off.
-    `sample` is the whole row.
+    start: the number of ids before the first sampled id.
+    cut: the number of trained tokens that were cut off.
+    sample: the whole row.
     """
 
     ids: list[int]
@@ -48,14 +48,15 @@ class TrainingRow:
         return self.sample.reward
 
     def trained_versions(self) -> list[int]:
-        """Return the policy versions of the trained tokens, each once, in the order of their first tokens."""
+        """Return the distinct policy versions of the trained tokens, in the order in which they first occur."""
         pairs = zip(self.versions, self.mask, strict=True)
         return list(dict.fromkeys(version for version, trains in pairs if trains))
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A finished session: its `rows`, with the main conversation's row first, or an `error` if it has no rows."""
+    """A finished session. It has `rows` to train on, with the main conversation's row first, or an `error` if there are
+    none."""
 
     session: SessionView
     rows: list[TrainingRow]
@@ -77,16 +78,16 @@ class Trajectory:
 
     @property
     def seconds(self) -> float:
-        """The time for which the agent ran, in seconds."""
+        """The time that the agent ran, in seconds."""
         return self.result.seconds.run
 
 
 def trajectories_of(
     group: GroupView, settings: BridgeSettings, *, logprobs: bool, images: bool = False
 ) -> list[Trajectory]:
-    """Return the sessions of a group in sample order. The group must have been requested with its samples. With
-    `logprobs`, a session has an error if one of its rows has no log-probabilities. Without `images`, a session has an
-    error if one of its rows has images."""
+    """Return the sessions of a group in order. The group must have been requested with its samples. With `logprobs`, a
+    session whose rows have no log-probabilities becomes an error. Without `images`, a session whose rows have images
+    becomes an error."""
     found = []
     for session in group.sessions:
         samples = [sample for sample in group.samples or () if sample.session_id == session.id]
@@ -98,8 +99,8 @@ def trajectories_of(
 
 
 def left_out_of(group: GroupView, trajectory: Trajectory) -> list[Sample]:
-    """Return the session's rows with trained tokens that are not in `trajectory.rows`. They are left out because of the
-    settings or the trainer."""
+    """Return those rows of a session that have trained tokens but are not in `trajectory.rows`. The settings or the
+    trainer exclude them."""
     kept = {row.sample.row for row in trajectory.rows}
     return [
         sample
@@ -112,8 +113,8 @@ def left_out_of(group: GroupView, trajectory: Trajectory) -> list[Sample]:
 
 
 def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str, float]:
-    """Return the verdict's metrics that the settings name. Raises EvaluatorError if the verdict does not have a named
-    metric, because trainers put metrics in columns, and every row must have all columns."""
+    """Return the metrics of the verdict that the setting `metrics` names. Raises EvaluatorError if the verdict lacks
+    one of them. Trainers put metrics in columns, so every row must have all of them."""
     verdict = trajectory.result.verdict
     assert verdict is not None
     for name in settings.metrics:

@@ -6,16 +6,17 @@
     with Client() as client, PolicyWeights(client) as weights, Rollouts(client, tasks, weights) as rollouts:
         Trainer(model, service_reward, args, steps_dataset(1000), rollout_func=rollouts).train()
 
-A session has a row for each of its branches. Each sampled token is trained in one row at most. A failed session has no
-reward, and is left out of all means. The two trainers differ:
+A session has a row for each branch of its conversation. A sampled token is trained in at most one row. A failed session
+has no reward, and is left out of all means. The two trainers differ:
 
 - GRPOTrainer takes exactly one row of each session: the first row with trained tokens, usually the main branch's. Other
-  rows are an error, or with `rows="main"` left out and counted. A failed session gets a row of one token with mask 0.
+  rows are an error. With `rows="main"`, they are left out and counted. A failed session gets a row of one token with
+  mask 0.
 - AsyncGRPOTrainer takes all rows with trained tokens, each with the advantage of its session. With
-  `AsyncLossPerRollout`, each session has the same weight in the loss, however many rows it has.
+  `AsyncLossPerRollout`, each session has the same weight in the loss, no matter how many rows it has.
 
-Importing this module does not import TRL. Invariant: every token with mask 1 that a trainer receives was sampled by an
-engine of the service, has the log-probability with which it was sampled, and is passed to the trainer once.
+Importing this module does not import TRL. Invariant: a trainer receives a token with mask 1 only once, with the
+log-probability with which an engine of the service sampled it.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ if TYPE_CHECKING:
 
 TESTED = "1.16"
 SETTINGS = BridgeSettings()
-"""The default settings of bridges, which use all rows of a session that have trained tokens."""
+"""The default settings of a bridge. They select all rows of a session that have trained tokens."""
 STATE_FILE = "outrider_sampler.json"
-"""The name of the file, in a checkpoint of the trainer, that contains the sampler's state."""
+"""The file for the sampler's state in a trainer's checkpoint."""
 UNUSED_FILE = "outrider_unused_rows.pt"
-"""The name of the file, in a checkpoint of the trainer, that contains the rows of the trainer's current batch. The file
-exists only if the checkpoint was written between two steps that share a batch."""
+"""The file for the rows of the current batch in a trainer's checkpoint. It exists only if the checkpoint was written
+between two steps that share a batch."""
 ASYNC_HOOKS = ("rollout_worker", "weight_transfer")
 """The arguments of AsyncGRPOTrainer that take a `RolloutWorker` and a `ServiceWeights`."""
 PROMPT_COLUMN = "prompt"
@@ -82,10 +83,13 @@ REWARD_COLUMN = "outrider_reward"
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row for GRPOTrainer. The four lists after `prompt_ids` have equal length; `versions` is -1 where `mask` is 0.
-    `reward` is None for a session that was not graded. `images` are the images whose placeholder tokens are in the row.
-    The row is cut before its first placeholder that belongs to no image; `cut` is the number of trained tokens after
-    the cut."""
+    """A row for GRPOTrainer. `completion_ids`, `mask`, `logprobs` and `versions` have equal length.
+
+    versions: the policy version of each token, or -1 where `mask` is 0.
+    reward: None for a session that was not graded.
+    images: the images whose placeholder tokens are in the row.
+    cut: the number of trained tokens that were cut off. A row is cut before its first placeholder token that belongs to
+        no image."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -100,22 +104,21 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 class StepStats(msgspec.Struct, kw_only=True):
     """The statistics of one batch.
 
-    reward, spread: mean reward, and mean standard deviation within a group, over all groups graded since the previous
-        batch, including groups that were dropped.
+    reward: mean reward of all groups that were graded since the previous batch, including dropped groups.
+    spread: mean standard deviation of the rewards within each of these groups.
     kept_reward: mean reward of the groups in the batch.
     staleness_mean, staleness_max: mean and maximum number of versions by which the trained tokens are older than the
         policy in training.
-    waited: the time for which the trainer waited for the batch, in seconds.
-    held: the part of `waited` in which the batch was full and waited for slow groups (`sampling.Batch`).
-    left_out_rows, left_out_tokens: the number of rows that were left out because the batch has one row for each
-        session, and the number of their trained tokens. `left_out_tokens` also counts the tokens that `BatchRow.cut`
-        counts.
-    empty_rows: the number of rows without a trained token.
-    errors: the number of sessions of the batch that failed.
-    drift_tokens: the number of ids for which an engine reported other ids than were recorded.
-    logprob_gap: the largest difference between a token's recorded log-probability and the trainer's, over
-        `compared_tokens` tokens. The trainer computes its value with the weights from which the token was sampled. None
-        if the difference was not measured.
+    waited: the seconds for which the trainer waited for the batch.
+    held: the part of `waited` in which the batch was full, but waited for slow groups (`sampling.Batch`).
+    left_out_rows: number of rows that were left out because the batch has one row for each session.
+    left_out_tokens: number of trained tokens in these rows, plus the tokens that `BatchRow.cut` counts.
+    empty_rows: number of rows without a trained token.
+    errors: number of sessions of the batch that failed.
+    drift_tokens: number of ids that an engine reported differently from the recorded ids.
+    logprob_gap: the largest difference between a token's recorded log-probability and the trainer's value, computed
+        with the weights that sampled the token. None if it was not measured.
+    compared_tokens: number of tokens compared for `logprob_gap`.
     """
 
     step: int
@@ -158,42 +161,41 @@ class StepStats(msgspec.Struct, kw_only=True):
 
 
 def steps_dataset(groups: int) -> Any:
-    """Return a dataset for GRPOTrainer with `groups` rows, at least as many as a batch has groups. Only the number of
-    rows matters. The tasks come from `Rollouts`, because a group that the filter drops is replaced by a group of
-    another task."""
+    """Return a dataset for GRPOTrainer with `groups` rows. Only the number of rows matters: it must be at least the
+    number of groups in a batch. The tasks come from `Rollouts`, because a group that the filter drops is replaced by a
+    group of another task."""
     from datasets import Dataset
 
     return Dataset.from_dict({PROMPT_COLUMN: [f"group {number}" for number in range(groups)]})
 
 
 def service_reward(*, outrider_reward: list[float | None], **columns: Any) -> list[float | None]:
-    """Return the rewards of the service's evaluator. This is the reward function for GRPOTrainer. The reward of a
-    session without a verdict is None, and TRL leaves such a session out of the group's mean."""
+    """The reward function for GRPOTrainer. It returns the rewards of the service's evaluator. A session without a
+    verdict has the reward None, and TRL leaves it out of the group's mean."""
     return outrider_reward
 
 
 class Rollouts:
     """The `rollout_func` of a GRPOTrainer. Use as `with Rollouts(client, tasks, weights) as rollouts`.
 
-    The first call of each step publishes the trainer's weights. Each call returns the next batch of a `DynamicSampler`;
-    its documentation describes the arguments that are not described here. `max_age` is the maximum number of versions
-    by which a token may be older than the current version. The groups that run while the trainer trains are at least
-    one version old when they are used.
+    The first call of each step publishes the trainer's weights. Each call returns the next batch of a `DynamicSampler`,
+    whose documentation describes the arguments that are not listed here:
 
-    `eval_tasks` are run, without a filter, when the trainer evaluates: each evaluation begins with the first task, and
-    each of its batches takes the next tasks. `measure` compares the recorded log-probabilities with the trainer's own,
-    computed with the weights that each token was sampled from (`StepStats.logprob_gap`). The comparison costs one more
-    forward pass for each version in a batch, and `weights.keep` should be at least `max_age` + 1.
+    max_age: the maximum number of versions by which a token may be older than the current version. The groups that run
+        while the trainer trains are at least one version old when they are used.
+    eval_tasks: the tasks of the trainer's evaluations, which have no filter. Each evaluation begins with the first
+        task, and each of its batches takes the next tasks.
+    measure: compare the recorded log-probabilities with the trainer's own, computed with the weights that sampled each
+        token (`StepStats.logprob_gap`). This costs one more forward pass for each version in a batch, and
+        `weights.keep` should be at least `max_age` + 1.
+    rows: GRPOTrainer has room for one row of a session. With "all", a second row with trained tokens in a training
+        batch is an error. With "main", only the first row trains, and the other rows are counted
+        (`StepStats.left_out_rows`).
+    state: the result of `sampler_state(checkpoint)`, for a trainer that loads a checkpoint in its own way.
+        `train(resume_from_checkpoint=...)` loads the state itself.
 
-    GRPOTrainer has room for one row of a session. With `rows="all"`, a second row with trained tokens in a session of a
-    training batch is an error. With `rows="main"`, only the session's first row trains, and its other rows are counted
-    (`StepStats.left_out_rows`).
-
-    A trainer that continues from a checkpoint (`train(resume_from_checkpoint=...)`) loads the sampler's state from it.
-    `state`, the result of `sampler_state(checkpoint)`, is for a trainer that loads a checkpoint in another way.
-
-    If the block ends without an error, the groups that still run are cancelled. After an error these groups continue,
-    so that a restarted trainer can use them.
+    If the block ends without an error, running groups are cancelled. After an error they continue, so that a restarted
+    trainer can use them.
     """
 
     def __init__(
@@ -267,9 +269,9 @@ class Rollouts:
         """Return the rows of len(prompts) sessions, in the form that TRL expects from a `rollout_func`. The rows of a
         group are adjacent. The contents of `prompts` are not used.
 
-        Raises InvalidField if the trainer's configuration would make it train on other data, or if a session has too
-        many rows for the setting `rows`. Raises ServiceError if there are too few tasks or the service cannot be
-        reached.
+        Raises InvalidField if the trainer's configuration would make it train on data other than the service's, or if a
+        session has too many rows for the setting `rows`. Raises ServiceError if there are too few tasks or the service
+        cannot be reached.
         """
         _check_trainer(trainer)
         training = bool(trainer.model.training)
@@ -312,7 +314,7 @@ class Rollouts:
         }
 
     def _read_images(self, rows: Sequence[BatchRow], processor: Any) -> None:
-        """Make the pixel values of the images of a batch, each image once."""
+        """Compute the pixel values of the images in a batch, each image once."""
         self.images = [row.images for row in rows]
         self._pixels = {}
         for image in (image for row in rows for image in row.images):
@@ -328,8 +330,8 @@ class Rollouts:
                 self._pixels[image.digest, image.grid] = read.inputs
 
     def image_inputs(self, ids: Tensor, attention: Tensor, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """Return the model's image inputs for rows of the last batch, by default all. `ids` and `attention` are of
-        shape (rows, length), padded on both sides. Returns an empty dictionary if the rows have no images."""
+        """Return the model's image inputs for `rows` of the last batch, by default for all rows. `ids` and `attention`
+        have the shape (rows, length), padded on both sides. Returns an empty dictionary if the rows have no images."""
         import torch
 
         images = self.images if rows is None else [self.images[row] for row in rows]
@@ -354,12 +356,12 @@ class Rollouts:
         self._published_at = trainer.state.global_step
 
     def state(self) -> SamplerState | None:
-        """Return the sampler's state; None before the first batch."""
+        """Return the sampler's state, or None before the first batch."""
         return self._client.run(_state_of(self._sampler)) if self._sampler is not None else None
 
     def resume(self, state: SamplerState) -> None:
-        """Continue from the state of a checkpoint. Raises InvalidField after the first batch, and if another state was
-        given to the constructor."""
+        """Continue from the sampler's state in a checkpoint. Raises InvalidField after the first batch, or if the
+        constructor was given another state."""
         if self._sampler is not None:
             raise InvalidField(
                 "these rollouts have made batches already, and a checkpoint's state would train their prompts again",
@@ -396,7 +398,7 @@ class Rollouts:
         return self._client.run(self._sampler.batch())
 
     def _evaluation_batch(self, tasks: Source, n: int, target: int, step: int) -> Batch | None:
-        """Return the next `target` groups of the evaluation at the step `step`. A batch begins after the tasks of the
+        """Return the next `target` groups of the evaluation at step `step`. Each batch begins after the tasks of the
         evaluation's previous batch."""
         begin = self._evaluated[1] if self._evaluated[0] == step else 0
         state = SamplerState(run=secrets.token_hex(8), next=begin, pending=(), version=0, batches=0)
@@ -413,8 +415,8 @@ class Rollouts:
         return batch
 
     def _noted(self, group: GroupView) -> Choice:
-        """Apply the filter to a graded group. Also records the group's rewards for the statistics, because dropped
-        groups are not in any batch."""
+        """Apply the filter to a graded group. The group's rewards are also recorded for the statistics, because a
+        dropped group is not in any batch."""
         self._graded.append(rewards_of(group))
         return self._informative(group)
 
@@ -428,7 +430,7 @@ class Rollouts:
             if version >= 0
         ]
         kept = [reward for group in batch.groups for reward in rewards_of(group)]
-        # If all groups of this batch were ready at the previous batch, no group was graded since then.
+        # If all groups of this batch were done at the previous batch, no group was graded since.
         graded = graded or [rewards_of(group) for group in batch.groups]
         results = [session.result for group in batch.groups for session in group.sessions if session.result]
         return StepStats(
@@ -452,15 +454,17 @@ class Rollouts:
 
 
 class ServiceLogprobs:
-    """A mixin for GRPOTrainer. The mixin must be the first base class: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
+    """A mixin for GRPOTrainer that uses the engines' log-probabilities.
 
-    Unless vLLM generates, TRL uses the trainer's own log-probabilities in place of the sampler's. Tokens of an older
+    It must be the first base class: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
+
+    Unless vLLM generates, TRL uses the trainer's own log-probabilities in place of the engines'. Tokens of an older
     policy would then count as sampled by the current policy. With the mixin, the importance ratio and its clipping use
     the log-probabilities with which the tokens were sampled. The mixin also logs `StepStats` as `outrider/...`.
 
     A checkpoint contains the sampler's state. If several steps share a batch (`steps_per_generation`,
     `num_iterations`), it also contains the rows of an unfinished batch. A trainer that continues from the checkpoint
-    loads both, so it trains on each group as often as a trainer that was never interrupted.
+    loads both, so it trains on each group as often as an uninterrupted trainer.
     """
 
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -497,8 +501,8 @@ class ServiceLogprobs:
         if "position_ids" in inspect.signature(forward).parameters:
             model = _counting_from_first_token(model)
         rollouts = self.rollout_func
-        # While TRL makes a batch, it passes no images of the service's rows, so the images are added here. In the loss,
-        # TRL itself passes the images of the batch.
+        # While TRL makes a batch, it does not pass the images of the service's rows, so they are added here. In the
+        # loss, TRL passes the images itself.
         if "pixel_values" not in options and isinstance(rollouts, Rollouts) and len(input_ids) == len(rollouts.images):
             options |= rollouts.image_inputs(input_ids, attention_mask)
         return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]  # the method is in TRL's class
@@ -509,8 +513,8 @@ class ServiceLogprobs:
         import torch
 
         rollouts = self.rollout_func
-        # The state is written first, because `super` completes the checkpoint and removes older checkpoints. So every
-        # complete checkpoint has a sampler's state, even if the process is killed in between.
+        # The state is written before the call of `super`, which completes the checkpoint and removes older ones. So
+        # every complete checkpoint has a sampler's state, even if the process is killed now.
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -534,7 +538,7 @@ class ServiceLogprobs:
 
 
 def sampler_state(checkpoint: Path | str) -> SamplerState:
-    """Return the sampler's state from a checkpoint. Raises InvalidField if the checkpoint has no readable state."""
+    """Read the sampler's state from a checkpoint. Raises InvalidField if the checkpoint has no readable state."""
     try:
         return msgspec.json.decode((Path(checkpoint) / STATE_FILE).read_bytes(), type=SamplerState)
     except (OSError, msgspec.DecodeError) as error:
@@ -543,8 +547,8 @@ def sampler_state(checkpoint: Path | str) -> SamplerState:
 
 
 def async_row_class() -> Callable[..., Any]:
-    """Return TRL's class for a row of AsyncGRPOTrainer (`RolloutSample`). Raises InvalidField if AsyncGRPOTrainer of
-    the installed TRL cannot take rollouts from another program."""
+    """Return TRL's class for a row of AsyncGRPOTrainer, `RolloutSample`. Raises InvalidField if the AsyncGRPOTrainer of
+    the installed TRL has no argument for a rollout worker."""
     places = ("trl.experimental.async_grpo.async_rollout_worker", "trl.trainer.async_grpo_trainer")
     row: Callable[..., Any] | None = _first("RolloutSample", places)
     trainer = _first("AsyncGRPOTrainer", ("trl", "trl.experimental.async_grpo"))
@@ -563,7 +567,7 @@ def async_row_class() -> Callable[..., Any]:
 
 
 def _first(name: str, modules: Sequence[str]) -> Any:
-    """Return the attribute `name` of the first module that has it; None if no module has it."""
+    """Return the attribute `name` of the first module that has it, or None."""
     for module in modules:
         try:
             return getattr(importlib.import_module(module), name)
@@ -573,7 +577,7 @@ def _first(name: str, modules: Sequence[str]) -> Any:
 
 
 class RowAdvantage(float):
-    """The advantage of a session. `tokens` is the number of trained tokens in all rows of the session."""
+    """The advantage of a row, a float. `tokens` is the number of trained tokens in all rows of the row's session."""
 
     tokens: int
 
@@ -584,13 +588,14 @@ class RowAdvantage(float):
 
 
 class AsyncLossPerRollout:
-    """A mixin for AsyncGRPOTrainer. The mixin must be the first base class: `class Trainer(AsyncLossPerRollout,
-    AsyncGRPOTrainer)`.
+    """A mixin for AsyncGRPOTrainer that gives each rollout the same weight in the loss.
 
-    The loss of a micro-batch becomes 1/R * sum_r 1/T_r * sum_t l_t: over the T_r trained tokens t of all rows of
-    rollout r, and over the R rollouts of the micro-batch. If only half of a rollout's tokens are in the micro-batch, it
-    counts as half a rollout in R. TRL's own loss is a mean over tokens, so a rollout with seven rows would have seven
-    times the weight. The mixin multiplies advantages by positive numbers, which PPO's clipping does not change.
+    It must be the first base class: `class Trainer(AsyncLossPerRollout, AsyncGRPOTrainer)`.
+
+    The loss of a micro-batch becomes 1/R * sum_r 1/T_r * sum_t l_t. T_r is the number of trained tokens t in all rows
+    of rollout r. R is the number of rollouts in the micro-batch; a rollout with only half of its tokens there counts as
+    half. TRL's own loss is a mean over tokens, so a rollout with seven rows would have seven times the weight. The
+    mixin multiplies advantages by positive numbers, which PPO's clipping does not change.
     """
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -608,8 +613,8 @@ class AsyncLossPerRollout:
 
 def _weighed(collate: Callable[[Any], Any], examples: Sequence[Any]) -> Any:
     """Collate a micro-batch of TRL's packed rows, with advantages multiplied so that each rollout has the same weight.
-    TRL itself divides the loss by the number of trained tokens in the micro-batch. If the rows are not from
-    `RolloutWorker`, their advantages are left unchanged."""
+    TRL itself divides the loss by the number of trained tokens in the micro-batch. Rows that are not from
+    `RolloutWorker` keep their advantages."""
     samples = [sample for packed in examples[0] for sample in packed.samples]
     if not all(isinstance(sample["advantage"], RowAdvantage) for sample in samples):
         return collate(examples)
@@ -627,11 +632,12 @@ class RolloutWorker:
     A `DynamicSampler` keeps `inflight` groups of `n` sessions running. Every row with trained tokens is put into
     `rollout_buffer`, with the advantage of its session; `advantages` selects how advantages are computed. While the
     buffer is full (`buffered` rows), finished groups wait in the sampler. The constructor raises InvalidField if the
-    installed TRL has no place for a rollout worker.
+    installed TRL has no argument for a rollout worker.
 
-    `groups_per_version` is the number of groups that the trainer trains on between two updates of the weights: the
-    groups in a batch of its optimizer, times `weight_sync_steps`. `max_age` is the trainer's max_staleness. The sampler
-    uses both numbers to submit no more groups than the trainer can use before their rows are too old.
+    groups_per_version: the number of groups that the trainer trains on between two updates of the weights: the groups
+        in a batch of its optimizer, times `weight_sync_steps`.
+    max_age: the trainer's max_staleness. The sampler submits no more groups than the trainer can use before they are
+        older.
     """
 
     def __init__(
@@ -684,11 +690,13 @@ class RolloutWorker:
         self._last_row = time.monotonic()
 
     def weigh_rollouts(self) -> None:
-        """Record that the trainer gives each rollout the same weight, however many rows the rollout has."""
+        """Record that the trainer weighs rollouts equally, no matter how many rows they have. `AsyncLossPerRollout`
+        calls this."""
         self._weighed = True
 
     def start(self) -> None:
-        """Begin to roll out. Raises InvalidField for a trainer that would weigh tokens instead of rollouts."""
+        """Start the rollouts. Raises InvalidField for a trainer without `AsyncLossPerRollout`, which would weigh tokens
+        instead of rollouts."""
         if not self._weighed:
             raise InvalidField(
                 "the trainer would give a rollout with many rows the weight of many rollouts",
@@ -700,7 +708,8 @@ class RolloutWorker:
         self._started = True
 
     def stop(self) -> None:
-        """Cancel the running groups, unless the worker has failed. Does nothing if the worker is not running."""
+        """Stop the worker, and cancel the running groups unless the worker has failed. Does nothing if the worker is
+        not running."""
         self._started = False
         self._running.close()
 
@@ -710,7 +719,7 @@ class RolloutWorker:
             self._client.run(self._sampler.set_version(self._weights.version))
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the worker, or ServiceError if the worker is running and added no row for
+        """Raise the error that ended the worker. Raises ServiceError if the worker is running but has added no row for
         `stale_after_s` seconds."""
         if self._failure is not None:
             raise self._failure
@@ -721,8 +730,8 @@ class RolloutWorker:
             )
 
     def state(self) -> SamplerState:
-        """Return the sampler's state, in which the rows in `rollout_buffer` count as used for training."""
-        if not self._started:  # the state does not change before the start, and the client may be closed
+        """Return the sampler's state. Rows that are still in `rollout_buffer` count as used for training."""
+        if not self._started:  # the state does not change before `start`, and the client may be closed
             return self._sampler.state()
         return self._client.run(_state_of(self._sampler))
 
@@ -755,13 +764,13 @@ class RolloutWorker:
             raise ServiceError(
                 "the tasks are used up", hint="give the tasks as a sequence, which is repeated without end"
             )
-        # Any error is kept for `check_health`. Otherwise the trainer would wait for ever.
+        # Any error is kept, and `check_health` raises it. Otherwise the trainer would wait forever.
         except Exception as error:
             self._failure = error
 
     def _rows(self, group: GroupView, number: int) -> Iterator[Any]:
-        """Yield a RolloutSample for every row with trained tokens. Raises InvalidField for a row with images, because
-        TRL's class of rows has no place for pixel values."""
+        """Yield a RolloutSample for every row with trained tokens. Raises InvalidField for a row with images, because a
+        RolloutSample cannot hold pixel values."""
         for sample in group.samples or ():
             if sample.images:
                 raise InvalidField(
@@ -774,8 +783,8 @@ class RolloutWorker:
         worth = group_advantages(list(rewards.values()), self._advantages)
         advantages = dict(zip(rewards, worth, strict=True))
         spread = pstdev(rewards.values())
-        # A row's reward may differ from its rollout's. The row's advantage then compares the row's own reward with the
-        # rewards of the group's rollouts.
+        # A row may have a reward of its own. Its advantage then compares this reward with the rewards of the group's
+        # rollouts.
         per_reward = 1.0 if self._advantages != "grpo" else 1.0 / (spread + 1e-4) if spread else 0.0
         for trajectory in trajectories:
             tokens = sum(sum(row.mask) for row in trajectory.rows)
@@ -796,8 +805,8 @@ class RolloutWorker:
 
 
 async def _state_of(sampler: DynamicSampler) -> SamplerState:
-    """Return the sampler's state. This is a coroutine because it must run on the sampler's event loop, where nothing
-    changes the state during the read."""
+    """Return the sampler's state. This is a coroutine so that it runs on the sampler's event loop, where nothing else
+    can change the state meanwhile."""
     return sampler.state()
 
 
@@ -805,8 +814,8 @@ class ServiceWeights:
     """The `weight_transfer` of an AsyncGRPOTrainer (WeightTransferProtocol). It publishes the trainer's weights through
     `weights`.
 
-    One call to the service pauses the policy, has the engines load the weights, and resumes the policy. So `pause` and
-    `resume` do nothing.
+    A single call to the service pauses the policy, makes the engines load the weights, and resumes the policy. So
+    `pause` and `resume` do nothing.
     """
 
     def __init__(self, weights: PolicyWeights) -> None:
@@ -825,23 +834,24 @@ class ServiceWeights:
 
 
 class GroupRows(msgspec.Struct, frozen=True):
-    """The rows of a group. `rows` has one row for each session, in sample order. `left_out` has all other rows with
-    trained tokens."""
+    """The rows of a group. `rows` has one row for each session, in order. `left_out` has all other rows with trained
+    tokens."""
 
     rows: list[BatchRow]
     left_out: list[TrainingRow]
 
 
 def placeholders_of(processor: Any) -> frozenset[int]:
-    """Return the id of the image placeholder token, as a set. The set is empty if `processor`, the trainer's
+    """Return a set with the id of the image placeholder token. It is empty if `processor`, the trainer's
     `processing_class`, makes no pixel values."""
     makes = hasattr(processor, "image_processor") and hasattr(processor, "image_token_id")
     return frozenset({int(processor.image_token_id)}) if makes else frozenset()
 
 
 def rows_of(group: GroupView, placeholders: frozenset[int] = frozenset()) -> GroupRows:
-    """Return the rows of a group. If no session has a row, raises the first error of a session, or ServiceError for a
-    group without sessions. Raises InvalidField if the group has images and `placeholders` is empty."""
+    """Return the rows of a group for GRPOTrainer. If no session has a row, raises the first error of a session, or
+    ServiceError for a group without sessions. Raises InvalidField if the group has images and `placeholders` is
+    empty."""
     for sample in group.samples or ():
         if sample.images and not placeholders:
             raise InvalidField(
@@ -858,9 +868,10 @@ def rows_of(group: GroupView, placeholders: frozenset[int] = frozenset()) -> Gro
 
 
 def _batch_row(trajectory: Trajectory, other: TrainingRow, placeholders: frozenset[int]) -> BatchRow:
-    """Return the first row of a session, cut before the first placeholder that belongs to no image. A model may sample
-    such a placeholder, but raises an error when it reads one. If the session has no row, or no trained token is before
-    the cut, returns a row of one token with mask 0, with the prompt of `other`."""
+    """Return the first row of a session as a row for GRPOTrainer. It is cut before the first placeholder token that
+    belongs to no image. A model may sample such a token, but raises an error when it reads one.
+
+    If no trained token remains, returns a row of one token with mask 0 and the prompt of `other`."""
     row = trajectory.rows[0] if trajectory.rows else None
     cut = 0
     if row is not None:
@@ -906,8 +917,8 @@ def _refuse_to_leave_out(rows: Sequence[TrainingRow]) -> None:
 
 
 def _rollout_reward(trajectory: Trajectory) -> float | None:
-    """Return the reward with which a rollout counts in its group: the reward of its first row. If the rollout has no
-    row with trained tokens, returns the verdict's reward; None if the rollout was not graded."""
+    """Return the reward with which a rollout counts in its group: the reward of its first row or, if no row has trained
+    tokens, the verdict's. Returns None if the rollout was not graded."""
     return trajectory.rows[0].reward if trajectory.rows else _reward_of(trajectory.session)
 
 
@@ -917,7 +928,7 @@ def _reward_of(session: SessionView) -> float | None:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise InvalidField for a trainer that would train, without an error, on other data than the service's samples."""
+    """Raise InvalidField for a trainer that would silently train on data other than the service's samples."""
     if not isinstance(trainer, ServiceLogprobs):
         raise InvalidField(
             f"{type(trainer).__name__} would not use the log-probabilities that tokens were sampled with",
@@ -942,9 +953,9 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) -> tuple[float | None, int]:
-    """Compare the engine's log-probabilities with the log-probabilities that the trainer computes from the weights of
-    each token's version. Return the largest difference and the number of tokens compared. Tokens whose weights are no
-    longer stored are not compared; the difference is None if no token is compared."""
+    """Compare the recorded log-probabilities with those that the trainer computes with the weights of each token's
+    version. Returns the largest difference and the number of tokens compared. Tokens whose weights are no longer stored
+    are left out. If no token is compared, the difference is None."""
     import torch
 
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
@@ -973,12 +984,14 @@ def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) ->
 
 
 def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the model in a function that assigns position 0 to a row's first token, as the engine does.
+    """Wrap the model in a function that gives position 0 to a row's first token, as the engine does.
 
-    TRL pads prompts on the left, and its positions count the padding. Rotary positions are relative, but their angles
-    are rounded to float32. So where attention is sharp, a shift by a few positions changes a log-probability by up to
-    8e-5. For a batch with images, the model itself computes positions that do not count the padding. Empty pixel values
-    are left out, because the model's image encoder cannot read them.
+    TRL pads prompts on the left, and its positions count the padding. Rotary embeddings depend only on differences of
+    positions, but their angles are rounded to float32. So where attention is sharp, a shift by a few positions changes
+    a log-probability by up to 8e-5.
+
+    For a batch with images, the model itself computes positions that do not count the padding. Empty pixel values are
+    left out, because the model's image encoder cannot read them.
     """
 
     def call(**inputs: Any) -> Any:
@@ -993,7 +1006,7 @@ def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_weights(model: Any, state: Mapping[str, Tensor]) -> Callable[..., Any]:
-    """Wrap the model in a function that uses the parameters in `state` in place of the model's own."""
+    """Wrap the model in a function that uses the parameters in `state` instead of the model's own."""
     from torch.func import functional_call
 
     def call(**inputs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The part of the bridge to verifiers and prime-rl that does not need their packages. Converts dataset rows to sessions
-of a service, and sessions to the nodes and model calls of a verifiers trace.
+"""The part of the bridge to verifiers and prime-rl that does not need their packages. It runs dataset rows as sessions
+of a service, and converts each session to the nodes and model calls of a verifiers trace.
 
-The classes of verifiers that use this module are in `verifiers_plugin`. Invariants:
+`verifiers_plugin` contains the classes that verifiers itself uses. Invariants:
 
-- The ids, masks and log-probabilities of a trace are those of the session's rows, bit for bit.
-- Each path of a trace is one row and has its own root, so each trained token is in one node.
+- A trace has exactly the ids, masks and log-probabilities of the session's rows.
+- Each row is a path of the trace with its own root, so each trained token is in one node.
 - A failed session is an error, never a reward.
 """
 
@@ -33,26 +33,26 @@ from outrider.trajectory import ChatRow, FinishReason
 
 VARIABLE = "OUTRIDER_VERIFIERS"
 CACHE_SALT = "cache_salt"
-"""The sampling parameter in which prime-rl sends the version of its policy, in decimal digits."""
+"""The sampling parameter in which prime-rl sends the version of its policy, as decimal digits."""
 WITHOUT_EFFECT = {CACHE_SALT, "return_token_ids", "stream", "stream_options"}
 CLIENT_ENGINE = {"vllm": {"control": False, "logprobs_mode": "processed_logprobs"}}
-"""Options of the engine that is attached for the server in verifiers' client, by kind of engine. prime-rl starts vLLM
-with this `logprobs_mode`. It also pauses vLLM and loads weights itself, so Outrider must not (`control`)."""
+"""Options of the engine that is attached for the inference server of verifiers' client, by engine kind. prime-rl starts
+vLLM with this `logprobs_mode`. It also pauses vLLM and loads the weights itself, so `control` is False."""
 STOPS = {
     StopReason.MAX_TURNS: "max_turns",
     StopReason.MAX_TOKENS: "max_output_tokens",
     StopReason.CONTEXT_OVERFLOW: "max_total_tokens",
 }
-"""Stop conditions of verifiers for sessions that a limit ended. The traces of these sessions count as truncated."""
+"""verifiers' stop conditions for sessions that a limit ended. The traces of these sessions count as truncated."""
 
 
 class VerifiersSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
     rows: "all" makes a path for each training row, "main" only for the main conversation's row.
-    engines: "service" for the engines that the service has. With "client", the server in verifiers' client becomes an
-        engine of the service.
-    engine_kind, engine_options: the kind and the options of this engine."""
+    engines: "service" uses the engines that the service has. "client" attaches the inference server that verifiers'
+        client uses.
+    engine_kind, engine_options: the kind and the options of the engine that "client" attaches."""
 
     engines: Literal["service", "client"] = "service"
     engine_kind: Literal["vllm", "sglang", "openai"] = "vllm"
@@ -61,7 +61,8 @@ class VerifiersSettings(BridgeSettings):
 
 @dataclass(frozen=True)
 class ModelServer:
-    """The server that verifiers' client names. `trains` is True if the rollouts are for training and so need tokens."""
+    """The inference server that verifiers' client uses. `trains` is True if the rollouts are for training and so need
+    tokens."""
 
     url: str
     model: str
@@ -71,9 +72,12 @@ class ModelServer:
 
 @dataclass(frozen=True)
 class TraceParts:
-    """The parts of a trace that come from a session. `nodes` and `calls` have the fields of verifiers' MessageNode and
-    ModelCall. Their messages and tools have the form of Chat Completions. `stop` is verifiers' stop condition. `reply`
-    is the last reply of the main conversation."""
+    """The parts of a trace that come from a session.
+
+    nodes, calls: have the fields of verifiers' MessageNode and ModelCall. Messages and tools are as in Chat
+        Completions.
+    reply: the last reply of the main conversation.
+    stop: verifiers' stop condition."""
 
     nodes: list[dict[str, Any]]
     calls: list[dict[str, Any]]
@@ -100,8 +104,8 @@ class VerifiersRollouts:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Keep the connection to the service open, so that new rollouts wait while the service restarts. After the
-        restart, attach the server in verifiers' client again."""
+        """Keep the client open during the block, so that new rollouts wait while the service restarts. After the
+        restart, attach the inference server of verifiers' client again."""
         async with shared_client(self._settings.url, self._settings.token) as shared, asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(self._keep_attached(shared.client))
             try:
@@ -128,10 +132,10 @@ class VerifiersRollouts:
         max_turns: int | None = None,
         labels: Mapping[str, Any],
     ) -> TraceParts:
-        """Run a dataset row as one session, and return the session's parts of the trace. `system_prompt` is put before
-        the instruction.
+        """Run a dataset row as one session, and return the parts of its trace. `system_prompt` is put before the
+        instruction.
 
-        Raises InvalidField for a row that cannot be converted to a task, and the session's error. A cancellation of the
+        Raises InvalidField for a row that cannot be converted to a task. Raises the session's error. Cancelling the
         call cancels the session.
         """
         given = {name: value for name, value in sampling.items() if name not in WITHOUT_EFFECT}
@@ -142,8 +146,8 @@ class VerifiersRollouts:
             task["instruction"] = f"{system_prompt}\n\n{task['instruction']}"
         if max_turns is not None:
             task["limits"] = {**(task.get("limits") or {}), "turns": max_turns}
-        # The group's idempotency key is random and does not depend on the row, because the same row occurs again in a
-        # group and in the next epoch.
+        # The group's idempotency key is random, because the same row occurs again in a group of verifiers and in the
+        # next epoch, and needs a new session each time.
         group = group_of(self._settings, task, evaluating=not server.trains)
         async with shared_client(self._settings.url, self._settings.token) as shared:
             if self._settings.engines == "client":
@@ -160,11 +164,13 @@ class VerifiersRollouts:
         return parts_of(trajectory, turns, chats, self._settings, model=server.model, left_out=len(left_out))
 
     async def _attach(self, client: AsyncClient, server: ModelServer, *, salted: bool) -> None:
-        """Attach the server that verifiers' client names.
+        """Attach the inference server that verifiers' client uses to the service as an engine.
 
-        `salted` is True for a request from prime-rl, which sends a cache salt. Such a request may rename the model,
-        because prime-rl renames its policy when it trains a LoRA adapter. A renamed model never gets an earlier name
-        again. Raises InvalidField for a second server, and for another model without a salt, because all sessions of a
+        prime-rl renames its policy's model when it trains a LoRA adapter. `salted` is True if the request has
+        prime-rl's cache salt; only such a request may rename the model. A renamed model never gets an earlier name
+        again.
+
+        Raises InvalidField for a second server, and for another model name without a salt, because all sessions of a
         service use all its engines.
         """
         known = self._attached = self._attached or server
@@ -190,10 +196,11 @@ class VerifiersRollouts:
             self._attached = server
 
     async def _name_version(self, client: AsyncClient, salt: Any) -> None:
-        """Set the service's policy version to the version in prime-rl's cache salt, if the service has an older
-        version. The service then keeps keys and values of older weights apart. After an engine was attached, the
-        version is set even if it does not change, because the service would otherwise treat the engine as outdated.
-        Does nothing while the policy is paused."""
+        """Raise the service's policy version to the version in prime-rl's cache salt, if that is higher. The service
+        then does not reuse cached keys and values of older weights.
+
+        After an engine was attached, the version is set even if it does not change. Otherwise the service would treat
+        the engine as outdated. Does nothing while the policy is paused."""
         named = int(salt) if isinstance(salt, str) and salt.isascii() and salt.isdecimal() else -1
         async with self._naming:
             if named <= self._version and not self._unnamed:
@@ -202,14 +209,14 @@ class VerifiersRollouts:
             if policy.paused is not None:
                 return
             if named > policy.version or (self._unnamed and policy.version > 0):
-                with suppress(Conflict):  # another process has set a higher version in the meantime
+                with suppress(Conflict):  # another process has meanwhile set a higher version
                     await client.resume_policy(max(named, policy.version))
             self._version, self._unnamed = max(named, self._version), False
 
 
 def _check(trajectory: Trajectory, *, trains: bool) -> None:
-    """Raise the session's error, if it has one. In an evaluation, a graded session without tokens to train on is no
-    error. Raises InvalidField for rows with different rewards."""
+    """Raise the session's error, if it has one. In an evaluation, a graded session without tokens to train on is
+    accepted. Raises InvalidField if the rows have different rewards, because a trace has one reward."""
     result = trajectory.session.result
     graded = result is not None and result.error is None and result.verdict is not None
     if trajectory.error is not None and (trains or not graded):
@@ -232,9 +239,9 @@ def parts_of(
     model: str,
     left_out: int,
 ) -> TraceParts:
-    """Return the parts of a trace that come from a finished session. `chats` has the conversation of each row, and is
-    empty for a session without rows. `left_out` is the number of the session's rows with trained tokens that are not in
-    the trace."""
+    """Convert a finished session to the parts of a trace. `chats` has the conversation of each row, and is empty for
+    a session without rows. `left_out` is the number of the session's rows with trained tokens that are not in the
+    trace."""
     result = trajectory.result
     verdict = result.verdict
     assert verdict is not None
@@ -288,9 +295,9 @@ def parts_of(
 
 
 def _add_row(nodes: list[dict[str, Any]], places: dict[int, int], row: TrainingRow, chat: ChatRow) -> None:
-    """Add the path of a row to `nodes`. Each message has a node. Of the messages before a reply, the first has all ids,
-    because a row does not record which id belongs to which message. `places` maps each turn's number to the index of
-    its reply's node."""
+    """Add the path of a row to `nodes`, with a node for each message. Of the messages before a reply, the first gets
+    all ids, because a row does not record which id belongs to which message. `places` maps the number of a turn to the
+    index of its reply's node."""
     parent: int | None = None
     first = len(nodes)
     at = 0
@@ -320,7 +327,7 @@ def _add_row(nodes: list[dict[str, Any]], places: dict[int, int], row: TrainingR
 
 
 def _add_texts(nodes: list[dict[str, Any]], places: dict[int, int], turns: Sequence[TurnView]) -> None:
-    """Add the turns of a session without rows as texts without ids."""
+    """Add the turns of a session without rows, as text without ids."""
     for turn in turns:
         parent = places.get(turn.parent) if turn.parent is not None else None
         if turn.context:
@@ -344,9 +351,9 @@ def _add(nodes: list[dict[str, Any]], parent: int | None, message: Mapping[str, 
 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], Mapping[str, Any]]]:
-    """Yield each reply of the model in a row's conversation, with the messages before the reply. Then yield empty
-    replies without end. They stand for replies that the agent never received: these are not in the conversation, but
-    their tokens are trained."""
+    """Yield each reply of the model in a row's conversation, with the messages before it. Then yield empty replies
+    without end. They stand for replies that the agent never received. Such replies are trained, but are not in the
+    conversation."""
     before: list[Mapping[str, Any]] = []
     for message in messages:
         if "weight" in message:
@@ -360,7 +367,7 @@ def _exchanges(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Map
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in the form of Chat Completions, in which the arguments of tool calls are texts."""
+    """Return a message as in Chat Completions, where the arguments of a tool call are a text."""
     kept = {name: value for name, value in message.items() if name != "weight"}
     if calls := kept.get("tool_calls"):
         kept["tool_calls"] = [{**call, "function": _text_arguments(call["function"])} for call in calls]

@@ -1,9 +1,9 @@
-"""The plugins of verifiers (0.4): a taskset of rows, a harness whose rollouts are sessions of a service, and an
-environment that pairs the two. The module `outrider_rollouts` exports them under the id `outrider-rollouts`.
+"""Plugins for verifiers (0.4): a taskset, a harness and an environment. The module `outrider_rollouts` exports them
+under the id `outrider-rollouts`.
 
-The taskset reads rows. The harness runs each row as a session (`verifiers.VerifiersRollouts`) and writes the session's
-tokens into the trace. The task's reward is the session's verdict. Invariant: a trace has a reward only if its session
-was graded; any failure is an error of the trace.
+The taskset reads dataset rows. The harness runs each row as a session of a service (`verifiers.VerifiersRollouts`), and
+writes the session's tokens into the trace. The reward of a task is the verdict of its session. Invariant: a trace has a
+reward only if its session was graded. Any failure is an error of the trace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.trainers.verifiers import VARIABLE, ModelServer, TraceParts, Verif
 
 ID = "outrider-rollouts"
 INFO = "outrider"
-"""The key of the session's data in `Trace.info`."""
+"""The key in `Trace.info` under which a session's data is stored."""
 NO_KEY = "EMPTY"
 ERRORS: dict[Boundary, type[vf.RolloutError]] = {
     Boundary.ENGINE: vf.ProviderError,
@@ -46,18 +46,18 @@ ERRORS: dict[Boundary, type[vf.RolloutError]] = {
     Boundary.EVALUATOR: vf.TaskError,
     Boundary.SERVICE: vf.InterceptionError,
 }
-"""verifiers' error types, by the part of Outrider that an error comes from. `InterceptionError` is the type for failed
-communication with the program through which model calls pass."""
+"""verifiers' error types, by the part of Outrider in which an error occurred. verifiers uses `InterceptionError` for
+failed communication with the program through which model calls pass."""
 
 
 class OutriderRow(vf.TaskData):  # type: ignore[misc]
-    """A row of the data set. verifiers records it on each trace."""
+    """A row of the dataset. verifiers stores it in each trace."""
 
     row: dict[str, Any] = Field(default_factory=dict)
 
 
 class OutriderTask(vf.Task[OutriderRow]):  # type: ignore[misc]
-    """The task of a row. Its reward is the verdict of the row's session."""
+    """The task of a row. Its reward is the verdict of the session that ran the row."""
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def outrider(self, trace: Any) -> float:
@@ -70,9 +70,9 @@ class OutriderTask(vf.Task[OutriderRow]):  # type: ignore[misc]
 class OutriderTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
     """The configuration of the taskset.
 
-    rows: a file of rows (JSON Lines, JSON, Parquet, or a saved Hugging Face data set).
-    prompt_column: the column with the prompt, a text or messages, for tasks without an instruction.
-    id_column: the column with names of the rows."""
+    rows: a file of dataset rows (JSON Lines, JSON, Parquet, or a saved Hugging Face dataset).
+    prompt_column: the column with the prompt, as text or messages. It is used for tasks without an instruction.
+    id_column: the column with the names of the rows."""
 
     rows: Path | None = None
     prompt_column: str = "prompt"
@@ -80,7 +80,7 @@ class OutriderTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
 
 
 class OutriderTaskset(vf.Taskset[OutriderTask, OutriderTasksetConfig]):  # type: ignore[misc]
-    """The rows of a file."""
+    """The tasks made from the rows of a file."""
 
     def load(self) -> Iterator[OutriderTask]:
         config = self.config
@@ -105,20 +105,22 @@ class OutriderTaskset(vf.Taskset[OutriderTask, OutriderTasksetConfig]):  # type:
 
 
 class OutriderHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """outrider: the settings of `VerifiersSettings`, overridden by $OUTRIDER_VERIFIERS. verifiers records them on each
-    trace, so the service's token should be in $OUTRIDER_TOKEN and not in these settings."""
+    """The configuration of the harness. `outrider` has the settings of `VerifiersSettings`, overridden by
+    $OUTRIDER_VERIFIERS. verifiers stores them in each trace, so the service's token should be in $OUTRIDER_TOKEN
+    instead."""
 
     outrider: dict[str, Any] = Field(default_factory=dict)
 
 
 class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
-    """Runs a row as a session. The service runs the agent, its sandbox and the grading; verifiers starts nothing."""
+    """Runs a row as a session. The service runs the agent and its sandbox, and grades the session. verifiers starts
+    nothing."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
     _running: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, VerifiersRollouts]]] = WeakKeyDictionary()
-    """The rollouts of each event loop, by their settings. verifiers makes a harness for each episode, and all these
-    harnesses share the attached engines."""
+    """The rollouts of each event loop, by their settings. verifiers makes a harness for each episode, and harnesses
+    with the same settings share the attached engines."""
 
     def __init__(self, config: OutriderHarnessConfig) -> None:
         super().__init__(config)
@@ -126,7 +128,7 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
 
     @property
     def rollouts(self) -> VerifiersRollouts:
-        """The running event loop's rollouts with the settings of this harness."""
+        """The rollouts of the running event loop with this harness's settings."""
         of_loop = self._running.setdefault(asyncio.get_running_loop(), {})
         return of_loop.setdefault(self._settings.model_dump_json(), VerifiersRollouts(self._settings))
 
@@ -159,9 +161,9 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-# verifiers' default runtime is a remote sandbox. Nothing runs in the runtime here, so the local one is chosen. The
-# harness is set by `model_copy`, which does not validate. Validation would import the harness's module by its id, and
-# that module imports this one.
+# verifiers' default runtime is a remote sandbox. Nothing runs in the runtime here, so the local one is chosen.
+# `model_copy` sets the harness without validation, which would import the harness's module by its id. That module
+# imports this one.
 _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})
 
 
@@ -172,7 +174,7 @@ class OutriderEnvConfig(vf.EnvConfig):  # type: ignore[misc]
 
 
 class OutriderEnv(vf.Env[OutriderEnvConfig]):  # type: ignore[misc]
-    """One agent that plays one row in each episode."""
+    """An environment in which one agent works on one row in each episode."""
 
     async def run(self, task: Any, agents: Any) -> None:
         await agents.agent.run(task)
@@ -190,7 +192,7 @@ class OutriderEnv(vf.Env[OutriderEnvConfig]):  # type: ignore[misc]
 
 
 def fill(trace: Any, parts: TraceParts) -> None:
-    """Add a session to its trace."""
+    """Add the parts of a session to its trace."""
     first = len(trace.nodes)
     for node in parts.nodes:
         parent = node["parent"]
@@ -199,7 +201,7 @@ def fill(trace: Any, parts: TraceParts) -> None:
             "parent": None if parent is None else first + parent,
             "tools": parse_tools(node.get("tools")) or [],
         }
-        # not validated, because validation would copy the ids
+        # `model_construct` does not validate. Validation would copy the ids.
         trace.nodes.append(vf.MessageNode.model_construct(**node | made))
         trace.tools += [tool for tool in made["tools"] if tool not in trace.tools]
     for call in parts.calls:
@@ -217,8 +219,8 @@ def fill(trace: Any, parts: TraceParts) -> None:
 
 @asynccontextmanager
 async def _translated() -> AsyncIterator[None]:
-    """Convert errors of Outrider to verifiers' errors (ERRORS). They get the HTTP status, because verifiers' retry
-    rules use it."""
+    """Convert errors of Outrider to verifiers' errors (ERRORS). The HTTP status is kept, because verifiers' retry rules
+    use it."""
     try:
         yield
     except OutriderError as error:
@@ -238,8 +240,8 @@ def _server(ctx: Any) -> ModelServer:
 
 
 def _max_turns(agent: Any) -> int | None:
-    """Return the agent's limit of turns. Raises InvalidField if another limit is set, because sessions have limits of
-    their own."""
+    """Return the agent's limit of turns. Raises InvalidField if the agent has a limit of tokens, because that cannot be
+    passed to a session."""
     for name in ("max_input_tokens", "max_total_tokens", "max_output_tokens"):
         if getattr(agent, name) is not None:
             raise InvalidField(
@@ -252,8 +254,8 @@ def _max_turns(agent: Any) -> int | None:
 
 
 def _check_recordable(number: int, row: Any) -> None:
-    """Raise InvalidField for a row that verifiers cannot write into a trace. verifiers would raise an error only later,
-    and this error would end a whole evaluation."""
+    """Raise InvalidField for a row that cannot be written as JSON. Otherwise verifiers would raise an error when it
+    writes the trace, and this error would end a whole evaluation."""
     try:
         to_json(row)
     except ValueError as error:
@@ -261,8 +263,8 @@ def _check_recordable(number: int, row: Any) -> None:
 
 
 def _prompt(number: int, prompt: Any) -> Any:
-    """Return a prompt in verifiers' form. Returns an empty text for a row without a prompt, because verifiers refuses a
-    task without one. Raises InvalidField for a list that is not a list of messages."""
+    """Return a prompt in verifiers' form. A row without a prompt gets an empty text, because verifiers refuses a task
+    without a prompt. Raises InvalidField for a list that is not a list of messages."""
     if isinstance(prompt, list):
         try:
             return [parse_message(message) for message in prompt]

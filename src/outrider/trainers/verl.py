@@ -1,17 +1,21 @@
-"""The bridge to verl (0.9.1): an agent loop that runs each trajectory as a session of an Outrider service, and an
-agent-loop manager for the V1 trainer that runs each prompt as a group.
+"""The bridge to verl (0.9.1). `RemoteAgentLoop` is an agent loop that runs each trajectory as a session of an Outrider
+service. For the V1 trainer, `OutriderAgentLoopManager` runs each prompt as a group of sessions.
 
     # agent_loop_config_path: a file with
     - name: outrider
       _target_: outrider.trainers.verl.RemoteAgentLoop
 
-The manager also registers the advantage estimators of verl_advantages.py, in which a rollout counts once, however many
-rows it has. The settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). The service's address comes from
-$OUTRIDER_URL, else from the named Ray actor that `start_service` makes, else from the setting `url`. With the setting
-`relay`, verl's own servers generate, and a Ray actor attaches these servers to the service.
+The manager also registers the advantage estimators of verl_advantages.py. The settings are in `rollout.custom.outrider`
+(verl_rows.VerlSettings). With the setting `relay`, verl's own servers generate, and a Ray actor attaches them to the
+service.
 
-The service is used over HTTP only. Invariant: a session that cannot be trained on raises an error; no sample is
-invented for it.
+The service's address is the first of these that is set:
+
+1. $OUTRIDER_URL
+2. the address of the Ray actor in the setting `actor`, which `start_service` makes
+3. the setting `url`
+
+Invariant: a session that cannot be trained on raises an error and gives no sample.
 """
 
 from __future__ import annotations
@@ -83,22 +87,22 @@ log = logging.getLogger("outrider.verl")
 
 MODEL_PATH = "actor_rollout_ref.model.path"
 START_SECONDS = 120.0
-"""Maximum time, in seconds, until the service of `start_service` is ready."""
+"""Maximum seconds until a service that `start_service` starts is ready."""
 READY = b"outrider is ready at "
 """The beginning of the line in which `outrider serve` prints its address."""
 ABORTED = ("aborted", "abort")
 ABORT_PAUSE = 1.0
-"""Time, in seconds, before an aborted generation is continued; the same as in verl's own client. verl aborts
-generations while its servers load weights."""
+"""Seconds before an aborted generation is continued, as in verl's own client. verl aborts generations while its servers
+load weights."""
 SENT = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 """Sampling parameters that are sent even if their value is 0."""
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
 class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
-    """An output with a reward for each of its response ids. Without the column `rm_scores`, the V1 trainer would assign
-    the score of a session's last output to the last ids of all outputs of the session. The V0 trainer does so even with
-    `rm_scores`."""
+    """An output with a reward for each response id, in the column `rm_scores`. Without this column, the V1 trainer
+    would assign the score of a session's last output to the last ids of all outputs of the session. The V0 trainer does
+    so even with this column."""
 
     token_rewards: list[float]
 
@@ -109,15 +113,15 @@ class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
 
 
 class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
-    """Runs one trajectory as a group of one session.
+    """Runs each trajectory as a group of one session.
 
-    For the V1 trainer the setting `rows` must be "main", because that trainer would count each row as a rollout. The V0
-    trainer accepts exactly one row of a session.
+    With the V1 trainer, the setting `rows` must be "main", because that trainer would count each row as a rollout. With
+    the V0 trainer, a session must have exactly one row.
     """
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        """Run one session. `row` is the row of the dataset. Raises the session's error, and InvalidField if the session
-        has several training rows."""
+        """Run one session for `row`, a row of the dataset. Raises the session's error. Raises InvalidField if the
+        session has several training rows."""
         settings = settings_of(self.config)
         number = row.get("session_id")  # only the V1 trainer numbers the sessions of a prompt
         if number is not None:
@@ -137,8 +141,8 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
 
 
 class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]  # verl has no types
-    """verl's V1 worker, except that the trajectories of a prompt are one group of n sessions. The group is submitted
-    and cancelled as a whole, has one priority, and each session has its own seed."""
+    """verl's V1 worker, changed so that the trajectories of a prompt are one group of n sessions. The group is
+    submitted and cancelled as a whole, and has one priority. Each session has its own seed."""
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -152,14 +156,14 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
             status = "finished"
         except OutriderError as error:  # verl replaces a failed group, whatever the error is
             log.warning("the group of prompt %s failed: %s: %s", uid, error.code, error.message)
-        # a bug or a wrong setting, caught because verl waits for ever for a prompt without a final status
+        # A bug or a wrong setting. It is caught because verl would wait forever for a prompt without a final status.
         except Exception:
             log.exception("the group of prompt %s failed", uid)
         await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 
     async def _roll_out(self, prompt: dict[str, Any], sampling: dict[str, Any], validate: bool) -> None:
-        """Run the group and store its rows. If more sessions fail than the setting `complete` allows, raises the first
-        error of a session and stores no row."""
+        """Run the group of a prompt, and store its rows. If more sessions fail than the setting `complete` allows,
+        stores no row and raises the first session's error."""
         settings = settings_of(self.config)
         rollout = self.config.actor_rollout_ref.rollout
         prompt.pop("agent_name", None)  # removed, because this worker uses no named agent loop
@@ -182,28 +186,28 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         for number, rows in outputs.items():
             await self._agent_loop_postprocess(rows, validate, session_id=number, **prompt)
             if not validate and self.config.algorithm.adv_estimator in ESTIMATORS:
-                # Of the columns that the trainer passes to the estimator, only `uid` can identify a session.
+                # Of the columns that the trainer passes to the estimators, only `uid` can identify a row's session.
                 keys = [f"{prompt['uid']}_{number}_{row}" for row in range(len(rows))]
                 fields = list_of_dict_to_tensordict([{"uid": key} for key in keys])
                 await tq.async_kv_batch_put(keys=keys, partition_id="train", fields=fields)
 
 
 class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has no types
-    """verl's manager of agent loops, with `OutriderWorker`s. Set `rollout.agent.agent_loop_manager_class` of the V1
-    trainer to this class."""
+    """verl's manager of agent loops, but with `OutriderWorker`s. To use it, set
+    `rollout.agent.agent_loop_manager_class` of the V1 trainer to this class."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         for name, estimator in ESTIMATORS.items():
-            # The estimators are registered here, because this process also computes the advantages.
+            # The estimators are registered in this process, because it also computes the advantages.
             register_adv_est(name)(estimator)
-        # A wrong setting raises the error here once, and not in every rollout.
+        # The settings are checked once here. Otherwise a wrong setting would raise an error in every rollout.
         check_weights(self.config, settings_of(self.config))
         self.agent_loop_workers_class = ray.remote(OutriderWorker)
 
 
 def settings_of(config: Any) -> VerlSettings:
-    """Return the bridge's settings from verl's whole configuration. Raises InvalidField."""
+    """Read the bridge's settings from verl's whole configuration. Raises InvalidField for wrong settings."""
     custom = config.actor_rollout_ref.rollout.get("custom")
     return verl_settings(OmegaConf.to_container(custom, resolve=True) if OmegaConf.is_config(custom) else custom)
 
@@ -221,7 +225,8 @@ def terms_of(config: Any, sampling: Mapping[str, Any], processor: Any) -> Terms:
 
 
 async def roll_out(settings: VerlSettings, group: Mapping[str, Any], terms: Terms, llm_client: Any) -> list[Trajectory]:
-    """Run a group and return its sessions. With the setting `relay`, verl's servers are attached first."""
+    """Run a group and return its sessions. With the setting `relay`, verl's servers are attached to the service
+    first."""
     settings = await with_address(settings)
     if settings.relay is not None:
         await attach_servers(llm_client, settings.url, settings.token, settings.relay)
@@ -229,8 +234,8 @@ async def roll_out(settings: VerlSettings, group: Mapping[str, Any], terms: Term
 
 
 async def with_address(settings: VerlSettings) -> VerlSettings:
-    """Return the settings with the service's address, which comes from $OUTRIDER_URL, else from the Ray actor in the
-    setting `actor`, else from the setting `url`. Raises InvalidField if there is no such actor."""
+    """Return the settings with the URL and token from the Ray actor `settings.actor`. They are unchanged if `actor` is
+    None or $OUTRIDER_URL is set. Raises InvalidField if the Ray job has no such actor."""
     if settings.actor is None or environment("OUTRIDER_URL"):
         return settings
     try:
@@ -249,22 +254,21 @@ async def with_address(settings: VerlSettings) -> VerlSettings:
 async def outputs_of(
     trajectory: Trajectory, settings: VerlSettings, terms: Terms, processor: Any, *, step: int
 ) -> list[AgentLoopOutput]:
-    """Return verl's outputs of one session. Raises the errors of `columns_of` and `pictures_of`."""
+    """Return verl's outputs of one session, one for each row. Raises the errors of `columns_of` and `pictures_of`."""
     found = columns_of(trajectory, settings, terms, step=step)
     for fields in found:
         if images := fields.pop("images"):
             pictures = await pictures_of(settings, images, processor)
-            # The empty dictionary leaves the processor's settings unchanged. The model has read the images with these
-            # settings.
+            # The empty dictionary leaves the processor's settings unchanged, because the engine has read the images
+            # with them.
             fields |= {"multi_modal_data": {"images": pictures}, "mm_processor_kwargs": {}}
     seconds = {"generate_sequences": trajectory.seconds, "compute_score": trajectory.result.seconds.eval}
     return [RowOutput(**fields, metrics=AgentLoopMetrics(**seconds)) for fields in found]
 
 
 async def pictures_of(settings: VerlSettings, images: Sequence[SampleImage], processor: Any) -> list[Any]:
-    """Return the images of a row as Pillow's images, in the size in which the engine has read them. verl's processor
-    makes the pixel values from them. Raises InvalidField if the processor makes another grid of an image than the
-    engine."""
+    """Return the images of a row as Pillow images, in the size in which the engine read them. verl's processor makes
+    pixel values of them. Raises InvalidField if its grid of patches differs from the engine's."""
     settings = await with_address(settings)
     async with shared_client(settings.url, settings.token) as shared:
         files = {
@@ -276,25 +280,26 @@ async def pictures_of(settings: VerlSettings, images: Sequence[SampleImage], pro
 
 
 def _step(row: Mapping[str, Any]) -> int:
-    """Return the trainer's step; 0 for the V0 trainer, which does not pass the step."""
+    """Return the trainer's step, or 0 for the V0 trainer, which does not pass the step."""
     return int(row.get("global_steps", 0))
 
 
 class VerlGenerate:
-    """The `generate` function of a relay worker. It generates on verl's own servers. `client` is an LLMServerClient of
-    verl. It can be pickled, so this object can be pickled, too.
+    """The `generate` function of a relay worker. It generates on verl's own servers through `client`, an
+    LLMServerClient of verl. The client can be pickled, and therefore this object, too.
 
     If verl aborts a generation to load new weights, another request continues after the ids sampled so far. verl does
-    not stream, so the tokens of a request come in one chunk, and all tokens of a chunk have the same version.
+    not stream, so each request gives its tokens in one chunk, which have the same version.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     async def __call__(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Generate a reply, and yield its chunks. Raises ContextOverflow for a prompt that fills the context,
-        EngineRejected for a request with a constraint, EngineUnavailable for errors of verl's server, and EngineError
-        for missing log-probabilities."""
+        """Generate a reply, and yield its chunks.
+
+        Raises ContextOverflow for a prompt that fills the context, and EngineRejected for a request with a constraint.
+        Raises EngineUnavailable if verl's server fails, and EngineError if its reply has no log-probabilities."""
         prompt = [int(token) for token in request.input_ids]
         rollout = self._client.config.actor_rollout_ref.rollout
         context = int(rollout.max_model_len or rollout.prompt_length + rollout.response_length)
@@ -329,8 +334,7 @@ class VerlGenerate:
                 ids=new,
                 logprobs=logprobs,
                 finish=FinishReason.LENGTH if len(ids) >= most else FinishReason.STOP,
-                # If a server did not report its version, the spans do not cover all tokens. Then the spans are left
-                # out.
+                # If a server did not report its version, the spans do not cover all tokens and are left out.
                 versions=tuple(spans) if sum(span.end - span.start for span in spans) == len(ids) else (),
                 cached_tokens=output.extra_fields.get("num_cached_tokens"),
             )
@@ -338,8 +342,8 @@ class VerlGenerate:
 
     async def _attempt(self, session: str, prompt: list[int], params: dict[str, Any]) -> Any:
         client = self._client
-        # The client of verl's asynchronous trainers continues an aborted generation by itself, but does not report the
-        # position of the abort. So the method of the base class is used, which returns after an abort.
+        # The client of verl's asynchronous trainers continues an aborted generation by itself, but does not report
+        # where the abort was. So the method of its base class is called, which returns after an abort.
         generate = LLMServerClient.generate if isinstance(client, FullyAsyncLLMServerClient) else type(client).generate
         try:
             return await generate(client, session, prompt_ids=prompt, sampling_params=params)
@@ -349,12 +353,11 @@ class VerlGenerate:
 
 
 def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
-    """Return the sampling parameters under the names of the server, vLLM or SGLang (`backend`), because verl passes
-    them on unchanged. Optional parameters with a neutral value are left out, because not every backend has them. Raises
-    EngineRejected for a constraint."""
+    """Convert sampling parameters to the names of `backend`, vLLM or SGLang, because verl passes them on unchanged.
+    Optional parameters with a neutral value are left out, because not every backend has them. Raises EngineRejected for
+    a constraint, because verl's servers have no structured output."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers do not support structured output")
-    # vLLM's class SamplingParams has fields of the same names
     fields = {**msgspec.structs.asdict(sampling), "stop": list(sampling.stop)}
     fields["stop_token_ids"] = list(sampling.stop_token_ids)
     del fields["max_tokens"]
@@ -364,23 +367,24 @@ def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
 
 
 class RelayActor:
-    """Keeps verl's servers attached to the relay engine `engine` of a service."""
+    """Keeps verl's servers attached to a service, where they are the relay engine `engine`."""
 
     def __init__(self, url: str, token: str | None, engine: str, llm_client: Any) -> None:
         generate = VerlGenerate(llm_client)
         self._relay = RelayThread(lambda: Worker(url, generate, engine=engine, token=token, name="verl"))
-        # If the servers cannot be attached, the actor ends, and all calls that wait for the actor fail.
+        # If the servers cannot be attached, this raises an error. The actor then ends, and all calls to it fail.
         self._relay.attach()
 
     def attach(self) -> None:
-        """Attach the servers again if the worker has ended. Returns when the service has accepted the worker. Raises
-        the errors of `Worker.in_thread`."""
+        """Attach the servers again if the worker has ended. Returns when the service has accepted the new worker.
+        Raises the errors of `Worker.in_thread`."""
         self._relay.attach()
 
 
 async def attach_servers(llm_client: Any, url: str, token: str | None, engine: str) -> None:
-    """Attach verl's servers to the service by an actor, which is shared by the whole Ray job. If the verl worker that
-    made the actor ends, the actor also ends, and the next rollout makes another actor. Raises EngineUnavailable."""
+    """Attach verl's servers to the service through an actor that the whole Ray job shares. The actor ends with the verl
+    worker that made it, and the next rollout makes another actor. Raises EngineUnavailable if the servers cannot be
+    attached."""
     actor = _RELAYS.get((url, engine))
     if actor is None:
         options = {"name": f"outrider-relay-{engine}", "num_cpus": 0, "get_if_exists": True}
@@ -388,7 +392,7 @@ async def attach_servers(llm_client: Any, url: str, token: str | None, engine: s
     try:
         await actor.attach.remote()
     except ray.exceptions.RayError as error:
-        if isinstance(error, ray.exceptions.RayActorError):  # the actor has ended
+        if isinstance(error, ray.exceptions.RayActorError):
             _RELAYS.pop((url, engine), None)
         raise EngineUnavailable(
             f"verl's servers cannot be attached to {url}: {error}",
@@ -397,8 +401,8 @@ async def attach_servers(llm_client: Any, url: str, token: str | None, engine: s
 
 
 _RELAYS: dict[tuple[str, str], Any] = {}
-"""The relay actors by URL and engine. The handles are in a module variable because Ray ends an actor when the process
-that made the actor drops the last handle, and no object of verl lives long enough to hold a handle."""
+"""The relay actors by URL and engine. Ray ends an actor when the process that made it drops the last handle. No object
+of verl lives long enough to hold the handle, so this variable holds it."""
 
 
 class ServiceActor:
@@ -412,9 +416,9 @@ class ServiceActor:
             "data": f"{self._folder.name}/data",
             "port": 0,
             "host": ray.util.get_node_ip_address(),
-            # The service uses no encryption, like Ray's own traffic by default.
+            # The service's connections are not encrypted, like Ray's own by default.
             "tls": {"insecure": True},
-            # Tasks may name any plugin, because only the trainer has the service's token.
+            # Tasks may use any plugin, because only the trainer has the service's token.
             "plugins": {"allow": ["*"]},
         }
         settings = {**own, **config, "token": self._token}
@@ -422,8 +426,8 @@ class ServiceActor:
         for name, value in settings.items():
             env[f"OUTRIDER_{name.upper()}"] = value if isinstance(value, str) else json.dumps(value, default=str)
         command = [sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())", "serve"]
-        # The shell waits for the end of its standard input, and then ends the service. The input ends when this process
-        # exits, even if this process is killed.
+        # The shell waits until its standard input ends, and then ends the service. The input ends when this process
+        # exits, even if it is killed.
         watch = '"$@" < /dev/null & child=$!; read -r _; kill "$child"; wait "$child"'
         with self._log.open("wb") as log_file:
             self._process = subprocess.Popen(
@@ -453,11 +457,12 @@ class ServiceActor:
         )
 
     def address(self) -> tuple[str, str]:
-        """Return the service's URL and token, for AsyncClient."""
+        """Return the service's URL and token."""
         return self._url, self._token
 
     def stop(self) -> None:
-        """End the service, and wait for its end. The data folder is removed, unless `config` set another folder."""
+        """End the service, and wait until it has ended. Its data folder is removed, unless `config` names another
+        folder."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -465,10 +470,11 @@ class ServiceActor:
 
 
 def start_service(config: Mapping[str, Any], *, name: str = "outrider") -> Any:
-    """Run a service in a named Ray actor on this node. `RemoteAgentLoop`s of the same Ray job find the actor by the
-    name. `config` has the settings of `outrider serve`, such as model and engines. Returns the handle of the actor.
-    Keep the handle, because the actor and the service end when the handle is dropped. Raises ServiceError, with the end
-    of the service's log, if the service does not start."""
+    """Run a service in a Ray actor on this node. Agent loops of the same Ray job find the actor by `name`. `config` has
+    the settings of `outrider serve`, such as model and engines.
+
+    Returns the handle of the actor. When it is dropped, the actor and the service end. Raises ServiceError, with the
+    end of the service's log, if the service does not start."""
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(ServiceActor).options(name=name, num_cpus=0, scheduling_strategy=here).remote(dict(config))
     try:

@@ -1,12 +1,12 @@
-"""Advantage estimators for verl's V1 trainer in which a rollout counts once, however many rows it has, and a check that
-verl's configuration fits them.
+"""Advantage estimators for verl's V1 trainer, and a check that verl's configuration fits them. In a group's mean
+reward, each rollout counts once, no matter how many rows it has.
 
-The module does not import verl. The manager of `outrider.trainers.verl` registers the estimators. verl passes a single
-column about rollouts to an estimator, `uid`. So the manager's workers put each row's key there:
-`{uid}_{session}_{row}`. The row with the highest number is the main conversation's.
+The module does not import verl. The manager of `outrider.trainers.verl` registers the estimators. Of the columns that
+verl passes to an estimator, only `uid` can identify a rollout. So the manager's workers put the key
+`{uid}_{session}_{row}` there. The row with the highest number is the main conversation's.
 
-Invariant: with the loss aggregation AGGREGATION, a token's weight in the loss, as a mean over verl's mini-batches, is
-the weight in docs/trainers/weights.md.
+Invariant: with the loss aggregation that AGGREGATION names, a token's weight in the loss, averaged over verl's
+mini-batches, is the weight in docs/trainers/weights.md.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from outrider.errors import InvalidField
 from outrider.trainers.verl_rows import SETTINGS, VerlSettings
 
 AGGREGATION = "seq-mean-token-mean"
-"""The loss aggregation that the estimators need. Its denominators (the row's trained tokens, and the configured number
-of rows of a mini-batch) do not depend on which rows are in a mini-batch or micro-batch."""
+"""The loss aggregation that the estimators need. It divides by a row's trained tokens, and by the configured number of
+rows in a mini-batch. Neither number depends on which rows share a mini-batch or micro-batch."""
 SCALABLE_LOSSES = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"})
-"""verl's policy losses that use the configured aggregation and scale with the advantages."""
+"""verl's policy losses that use the configured aggregation and are proportional to the advantages."""
 EPSILON = 1e-6
-"""A small number that is added to a standard deviation before the division, as in verl's GRPO."""
+"""A small number that is added to a standard deviation before a division by it, as in verl's GRPO."""
 
 Share = Callable[[Any, Any, int], Any]
-"""A function that computes the share of each row in the weights of all rows. Its arguments are the row's trained
-tokens, the trained tokens of the row's rollout, and the number of rollouts."""
+"""A function that computes each row's share of the total weight. Its arguments are the trained tokens of each row, the
+trained tokens of each row's rollout, and the number of rollouts."""
 
 
 def estimate(
     share: Share, *, token_level_rewards: Any, response_mask: Any, index: Sequence[str], config: Any, **_: Any
 ) -> Any:
-    """Return verl's pair (advantages, returns): the advantages multiplied by the weights of the rows, and the
-    advantages without the weights.
+    """Return verl's pair (advantages, returns): the advantages with and without the weights of the rows.
 
-    `token_level_rewards`, `response_mask` and the result are tensors [rows, response length]; `index` has the rows'
-    keys. Raises InvalidField if `index` has no keys.
+    `token_level_rewards`, `response_mask` and the results are tensors [rows, response length]. `index` has the rows'
+    keys. Raises InvalidField if it does not.
     """
     with torch.no_grad():
         trained = response_mask.sum(-1)
@@ -52,7 +51,7 @@ def estimate(
             if key is not None and count:
                 tokens[key[:2]] += count
         of_rollout = torch.tensor([tokens[key[:2]] if key else 0 for key in keys], device=trained.device).clamp(min=1)
-        # AGGREGATION divides the sum of the rows' means by the number of rows, padding included.
+        # AGGREGATION divides by the number of rows, including padding. The factor `len(keys)` cancels this division.
         factor = len(keys) * share(trained, of_rollout, len(tokens))
         return advantage * factor[:, None], advantage
 
@@ -62,13 +61,13 @@ ESTIMATORS: Mapping[str, Callable[..., Any]] = {
     "outrider_row": partial(estimate, lambda trained, of_rollout, rollouts: (trained > 0) / (trained > 0).sum()),
     "outrider_token": partial(estimate, lambda trained, of_rollout, rollouts: trained / trained.sum()),
 }
-"""The estimators by their names in `algorithm.adv_estimator`. A name states which parts (rollouts or tokens) have equal
-weight."""
+"""The estimators by their names in `algorithm.adv_estimator`. The name says what has equal weight: rollouts, rows or
+tokens."""
 
 
 def check_weights(config: Any, settings: VerlSettings) -> None:
-    """Raise InvalidField if verl, with this configuration, would count rows as rollouts, or would not apply the weights
-    of the chosen estimator. `config` is verl's whole configuration."""
+    """Raise InvalidField if verl would count rows as rollouts, or would not apply the weights of the chosen estimator.
+    `config` is verl's whole configuration."""
     name = config.algorithm.adv_estimator
     actor = config.actor_rollout_ref.actor
     if name not in ESTIMATORS:
@@ -97,8 +96,8 @@ def check_weights(config: Any, settings: VerlSettings) -> None:
 
 
 def check_loop(settings: VerlSettings) -> None:
-    """Raise InvalidField if the setting `rows` is "all". It must be "main" for the agent loop in the V1 trainer,
-    because nothing can weight the rows there."""
+    """Raise InvalidField if the setting `rows` is "all" for an agent loop in the V1 trainer. It must be "main" there,
+    because no estimator can weight the rows."""
     if settings.rows == "all":
         raise InvalidField(
             "sessions may have several rows, and verl's V1 trainer would count each row as a rollout",
@@ -108,11 +107,12 @@ def check_loop(settings: VerlSettings) -> None:
 
 
 def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config: Any) -> Any:
-    """Return the advantage of each row: its reward minus the mean reward of its group's rollouts, divided by their
-    standard deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is the reward of its main row.
+    """Return the advantage of each row: its reward minus the mean reward of its group's rollouts. The reward of a
+    rollout is the reward of its main row. Unless `norm_adv_by_std_in_grpo` is false, the result is divided by the
+    standard deviation of these rewards.
 
-    With this division, the advantages of a group are 0 if all its rollouts have the same reward. Otherwise a row with
-    another reward than its rollout would get a million times the difference."""
+    With this division, the advantages are 0 if all rollouts of the group have the same reward. Otherwise a row whose
+    reward differs from its rollout's would get a million times the difference."""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:
@@ -134,7 +134,8 @@ def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config
 
 
 def _key(key: str, trained: int) -> tuple[str, str, int] | None:
-    """Return the parts of a row's key; None for a row that verl has added to fill a mini-batch."""
+    """Return the parts of a row's key, or None for a row that verl has added to fill a mini-batch. Raises InvalidField
+    if a row with trained tokens has no key."""
     parts = key.rsplit("_", 2)
     if len(parts) == 3:
         return parts[0], parts[1], int(parts[2])

@@ -1,7 +1,7 @@
-"""The part of the verl bridge that does not import verl: the settings, the conversion of a dataset row to a task, and
-the conversion of a session's rows to the columns of verl's AgentLoopOutput.
+"""The part of the verl bridge that does not import verl. It reads the settings, converts a dataset row to a task, and
+converts a session's rows to the columns of verl's AgentLoopOutput.
 
-Nothing here awaits. Invariant: for a session that cannot be trained on, an error is raised and no row is returned.
+Nothing here awaits. Invariant: a session that cannot be trained on raises an error and gives no row.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from outrider.trajectory import LogprobKind
 SETTINGS = "actor_rollout_ref.rollout.custom.outrider"
 VARIABLE = "OUTRIDER_VERL"
 SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
-"""The sampling parameters that are taken from verl and not from the task, because verl uses them to recompute
-log-probabilities."""
+"""Sampling parameters that always come from verl, never from the task, because verl recomputes log-probabilities with
+them."""
 LABELS = ("uid", "index", "data_source", "global_steps")
 """Columns of a dataset row that become labels of the row's sessions. A row need not have them."""
 
@@ -29,9 +29,9 @@ LABELS = ("uid", "index", "data_source", "global_steps")
 class VerlSettings(BridgeSettings):
     """The settings in `rollout.custom.outrider`: the settings that all bridges share, and these:
 
-    actor: the name of the Ray actor that runs the service, in place of `url`.
-    relay: the name of the relay engine through which verl's own servers generate.
-    complete: with "all", a prompt fails if any of its sessions fails; with "any", only if all fail.
+    actor: the name of the Ray actor that runs the service. It replaces `url`.
+    relay: the name of the service's relay engine, whose calls verl's own servers answer.
+    complete: with "all", a prompt fails if any of its sessions fails. With "any", it fails only if all of them fail.
 
     Only the manager uses `complete` and `evaluation_priority`. An agent loop gets a single trajectory, and cannot know
     whether it is for training or validation.
@@ -44,13 +44,13 @@ class VerlSettings(BridgeSettings):
 
 @dataclass(frozen=True)
 class Terms:
-    """What verl requires of a rollout.
+    """What verl's configuration requires of a rollout.
 
     prompt_length, response_length: the maximum lengths in tokens, from verl's `rollout`.
     logprobs: whether log-probabilities are required (`rollout.calculate_log_probs`).
     sampling: verl's sampling parameters.
-    media_ids: the ids of the image and video placeholders of the model's processor. If verl has no processor,
-        `media_ids` is empty, and rows with images are refused."""
+    media_ids: the ids of the image and video placeholders of the model's processor. If verl has no processor, this is
+        empty, and rows with images are refused."""
 
     prompt_length: int
     response_length: int
@@ -60,30 +60,31 @@ class Terms:
 
 
 def verl_settings(custom: Mapping[str, Any] | None) -> VerlSettings:
-    """Return the settings in `rollout.custom`. Each call reads the settings again, so rollouts do not share nested
-    values. Raises InvalidField."""
+    """Read the bridge's settings from `rollout.custom`. Each call makes a new object, so rollouts do not share nested
+    values. Raises InvalidField for wrong settings."""
     return read_settings(VerlSettings, (custom or {}).get("outrider"), source=SETTINGS, variable=VARIABLE)
 
 
 def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
-    """Return the task of a dataset row, with verl's sampling parameters. The limit of sampled tokens is at most verl's
-    response length. Raises InvalidField."""
+    """Return the task of a dataset row, with verl's sampling parameters. A session may sample at most verl's response
+    length in tokens. Raises InvalidField."""
     sampling = {name: terms.sampling[name] for name in SAMPLING if name in terms.sampling}
     labels = {f"verl.{name}": row[name] for name in LABELS if name in row}
     task = task_for(settings, row, prompt=row.get("raw_prompt"), sampling=sampling, labels=labels)
     limits = dict(task.get("limits") or {})
     own = limits.get("response_tokens")
-    # A limit of another type is left unchanged, because the service refuses such a limit.
+    # A value of another type is left unchanged, because the service refuses it.
     if own is None or (isinstance(own, int) and own > terms.response_length):
         limits["response_tokens"] = terms.response_length
     return task | {"limits": limits}
 
 
 def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
-    """Give one of the `n` trajectories of a prompt its own seed, if the task has a seed. With equal seeds, all
-    trajectories would draw the same tokens. (In a group of n sessions, the service changes the seeds.) `number` is the
-    trajectory's number, None if verl does not pass it. Raises InvalidField for a seed without a number if `n` is above
-    1."""
+    """Give a trajectory its own seed, if the task has a seed. With equal seeds, all `n` trajectories of a prompt would
+    draw the same tokens. (In a group of n sessions, the service itself changes the seeds.) `number` is the trajectory's
+    number, or None if verl does not pass it.
+
+    Raises InvalidField if there is a seed but no number, and `n` is above 1."""
     seed = task["sampling"].get("seed")
     if seed is None or (number is None and n == 1):
         return
@@ -97,17 +98,17 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
 
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[dict[str, Any]]:
-    """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session with trained tokens, and
-    the row's `images`, which become `multi_modal_data`. The main conversation's fields are last, because verl treats
-    the last fields as those of the session. `step` is used as version if the engine reported no version. Raises the
-    session's error, and EngineError if no trained token is within verl's lengths.
+    """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session with trained tokens. Also
+    returns the row's `images`, from which the caller makes `multi_modal_data`. The main conversation's row is last,
+    because verl treats the last output as that of the session.
 
-    The response columns have equal length, and at least one token has mask 1.
+    The response columns have equal length, and at least one token has mask 1. `step` is used as the version if the
+    engine reported none. Raises the session's error. Raises EngineError if no trained token is within verl's lengths.
 
-    token_rewards: a number for each response id: the row's reward at the last trained id, and the reward of a turn at
-        the turn's end.
-    cut_tokens: the number of trained tokens that were cut off by verl's lengths, by `max_row_tokens`, or because a
-        placeholder before them does not belong to a whole image.
+    token_rewards: a number for each response id: the row's reward at the last trained id, and a turn's reward at the
+        turn's end.
+    cut_tokens: the number of trained tokens that were cut off. A row is cut to verl's lengths, to `max_row_tokens`, and
+        before a placeholder token that does not belong to a whole image.
     """
     if trajectory.error is not None:
         raise trajectory.error
@@ -134,7 +135,7 @@ def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) 
             " computes log-probabilities after the temperature",
             hint="make the engine report log-probabilities after the temperature, or set rollout.temperature=1.0",
         )
-    # A prompt of more than `prompt_length` ids is not cut: its other ids become part of the response, with mask 0.
+    # If the prompt is longer than `prompt_length`, the rest of it becomes part of the response, with mask 0.
     start = min(row.start, terms.prompt_length)
     end = readable_end(row, min(start + terms.response_length, len(row.ids)), terms.media_ids)
     start = min(start, end)

@@ -1,5 +1,5 @@
-"""A worker of verl's RemoteAgentLoop recipe, as a Ray actor: verl's own servers answer the model calls of the recipe's
-session proxy.
+"""A worker of verl's RemoteAgentLoop recipe, as a Ray actor. Through it, verl's own servers answer the model calls of
+the recipe's session proxy.
 
     worker = ray.remote(RecipeWorker).remote("http://proxy:8080", manager.get_client(), tokenizer=folder)
     running = worker.run.remote()
@@ -22,9 +22,12 @@ from outrider.trainers.verl import VerlGenerate
 
 
 class RecipeWorker:
-    """One worker. `client` is an LLMServerClient of verl, which can be pickled, so all arguments can be sent to a Ray
-    actor. `tokenizer` is the folder of the model's tokenizer. `renderer` is the name of the model's family (see
-    `make_renderer`); if it is None, the family comes from the model's name. `token` and `ca` are as for `ProxyWorker`.
+    """One worker. All arguments can be sent to a Ray actor.
+
+    client: an LLMServerClient of verl.
+    tokenizer: the folder of the model's tokenizer.
+    renderer: the name of the model's family (see `make_renderer`); by default, derived from the model's name.
+    token, ca: as for `ProxyWorker`.
 
     Raises InvalidField for an unknown family.
     """

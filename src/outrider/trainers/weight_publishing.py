@@ -1,8 +1,8 @@
 """Publishes the weights of a policy in training to the engines of a service, through a folder that the trainer and the
-engines can read.
+engines can read. Invariants:
 
-The module is independent of the trainer. Invariant: each published version is higher than all earlier versions of the
-service, and has its own folder, which is complete before the folder's path is sent to the service.
+- A published version is higher than all earlier versions of the service.
+- Each version has its own folder, which is complete before its path is sent to the service.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class PolicyWeights:
         with PolicyWeights(client, model="models/tiny") as weights:
             weights.publish(model.named_parameters())
 
-    folder: the folder for weights, which the engines must be able to read under the same path. If None, a temporary
-        folder is made, for engines on this machine.
+    folder: the folder for weights. The engines must be able to read it under the same path. None makes a temporary
+        folder, for engines on this machine.
     model: the folder from which the model was loaded. Its configuration and tokenizer are copied into each version's
         folder, for engines that load whole folders.
-    keep: the number of versions that stay on disk, beside a version whose publication has just failed.
-    mode: "finish" lets generations in flight finish before the engines load the weights; "abort" cuts them off.
+    keep: the number of versions that stay on disk. A version whose publication has just failed stays in addition.
+    mode: "finish" lets running generations finish before the engines load the weights. "abort" cuts them off.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class PolicyWeights:
         self._stack.close()
 
     def begin_above(self, version: int) -> None:
-        """Publish only versions above `version` from now on, whatever version the service has. A trainer that continues
-        from a checkpoint passes the checkpoint's version, because a new service starts at a lower version."""
+        """Publish only versions above `version` from now on, even if the service has a lower one. A trainer that
+        continues from a checkpoint passes the checkpoint's version, because a new service starts at a lower version."""
         self.version = max(self.version, version)
 
     def publish(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
-        """Write the parameters to disk, have every engine load them, and return the new version. Generations wait until
+        """Write the parameters to disk, make every engine load them, and return the new version. Generations wait until
         all engines have loaded the parameters.
 
-        Parameters must have the names of the published model. Tied parameters must be given once. Raises InvalidField
-        for the parameters of an adapter, and the errors of the service.
+        The parameters must have the names of the published model, and tied parameters must be given once. Raises
+        InvalidField for the parameters of an adapter, and the errors of the service.
         """
         from safetensors.torch import save_file
 
@@ -105,8 +105,8 @@ class PolicyWeights:
                 hint="merge the adapter, and publish the merged model's parameters",
             )
         assert self._folder is not None, NOT_OPEN
-        # Folders of an earlier run, or of a failed publication, may exist. The new version is higher than the versions
-        # of all existing folders, so no folder is written twice.
+        # The folder may contain versions of an earlier run or of a failed publication. The new version is higher than
+        # all of them, so no folder is written twice.
         there = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
         numbers = [int(number) for number in there if number.isdecimal()]
         current = self._client.policy().version
@@ -123,7 +123,7 @@ class PolicyWeights:
                 if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
                     shutil.copyfile(file, folder / file.name)
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        except BaseException:  # after any error, also a cancellation, because half a model must not stay on disk
+        except BaseException:  # after any error or cancellation, because half a model must not stay on disk
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._failed = version
@@ -133,15 +133,16 @@ class PolicyWeights:
         return version
 
     def _note(self, version: int) -> None:
-        """Record that the service has the version `version`, and remove the folders of older versions."""
+        """Record that the service has the version `version`, and remove the oldest folders beyond `keep`."""
         self.version = max(self.version, version)
         self._written.append(version)
         while len(self._written) > self._keep:
-            # Another program may have removed the folder. The service has the new version, so nothing must fail here.
+            # Another program may have removed the folder. The service already has the new version, so this must not
+            # fail.
             shutil.rmtree(self.folder(self._written.pop(0)), ignore_errors=True)
 
     def read(self, version: int) -> Mapping[str, Tensor] | None:
-        """Return the parameters of a version that this object published; None if they are no longer on disk."""
+        """Return the parameters of a version that this object published, or None if they are no longer on disk."""
         from safetensors.torch import load_file
 
         file = self.folder(version) / WEIGHTS
