@@ -1,10 +1,9 @@
-"""Signs callbacks, and the requests to external graders. A receiver verifies the signature of a callback like this:
+"""Signs callbacks and requests to external graders. A receiver verifies a callback like this:
 
     group = outrider.callbacks.verify(request.headers, body, secret)
 
 The signatures follow the Standard Webhooks specification (https://www.standardwebhooks.com), which has libraries in
-other languages. The module sends and receives nothing. Invariant: `verify` accepts only a body that the holder of the
-secret has signed.
+other languages. Invariant: `verify` accepts only a body that the holder of the secret has signed.
 """
 
 from __future__ import annotations
@@ -118,8 +117,7 @@ def _signature(secret: str, group_id: str, timestamp: str, body: bytes) -> str:
 
 
 def _bytes(header: str) -> bytes:
-    """Encode the value of a header. A client can send characters that UTF-8 cannot encode. They are written as
-    escapes."""
+    """Encode the value of a header. Characters that UTF-8 cannot encode become escapes."""
     return header.encode("utf-8", "backslashreplace")
 
 

@@ -121,8 +121,8 @@ OPENAI_ACTION: msgspec.json.Decoder[OpenAiAction] = msgspec.json.Decoder(OpenAiA
 
 
 def anthropic_tool(name: str, width: int | None, height: int | None, *, zoom: bool = False) -> ToolSpec:
-    """Return the function that describes Anthropic's computer tool to a model. With `zoom`, the function has the action
-    `zoom`, which shows a part of the screen at full resolution. Not all clients have this action."""
+    """Return the function that describes Anthropic's computer tool to a model. `zoom` adds the action that shows a part
+    of the screen at full resolution, which only some clients have."""
     properties: Schema = {
         "action": {**_TEXT, "enum": [*_ANTHROPIC_ACTIONS, *(["zoom"] if zoom else [])]},
         "coordinate": {**_POINT, "description": "The pixel [x, y] of the action."},
@@ -210,8 +210,8 @@ GOOGLE_FUNCTIONS = frozenset(_GOOGLE)
 
 
 def google_tools(excluded: Collection[str] = ()) -> list[ToolSpec]:
-    """Return the functions that describe Google's tool `computerUse` to a model, one for each action. `excluded` has
-    the names of functions to leave out."""
+    """Return the functions that describe Google's tool `computerUse` to a model. Functions named in `excluded` are left
+    out."""
     return [
         _function(
             name,

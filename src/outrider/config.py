@@ -77,15 +77,15 @@ class Section(BaseModel):
 
 
 class Setting(NamedTuple):
-    """How the command line shows a setting. `option` is the flag with its value, such as "--port PORT". `default` is a
-    text that the help shows as the default, for a field whose own default, such as None, explains nothing."""
+    """How the command line shows a setting. `option` is the flag with its value, such as "--port PORT". `default` is
+    shown as the default if the field's own, such as None, explains nothing."""
 
     option: str | None = None
     default: str | None = None
 
 
 class LanesConfig(Section):
-    """The lanes of this node. A lane is the maximum number of sessions that can be in one stage at the same time."""
+    """The lanes of this node. A lane limits how many sessions are in one stage at once."""
 
     init: Annotated[int, Field(ge=1), Setting("--init-lane N")] = 16
     """Sandboxes prepared at once."""
@@ -112,7 +112,7 @@ GpuName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/[A-Za-z0-9._-]+=)?[A-Za-z
 
 
 class PodsConfig(Section):
-    """Settings for sandboxes of the kind `kubernetes`, which run in pods. docs/runtimes/kubernetes.md explains them."""
+    """Settings for sandboxes of the kind `kubernetes` (docs/runtimes/kubernetes.md)."""
 
     namespace: Annotated[str | None, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = None
     """Namespace of the pods; by default that of the node's own pod, or of the kubeconfig."""
@@ -333,11 +333,11 @@ class GraderConfig(NamedServer):
 
 
 class AgentServiceConfig(NamedServer):
-    """A service that runs agents. Outrider requests an agent's run from it, and polls the state of the run.
+    """A service that runs agents. Outrider requests runs from it, and polls their state.
 
     `kind`: "outrider" for a service with Outrider's own protocol (docs/external.md), "harbor" for a Harbor run server.
-    `network`: the name of the network in which its agents run. They reach Outrider at the address that the setting
-        `advertise` has for this network. The default is the first address.
+    `network`: the network of its agents. They reach Outrider at the address that `advertise` has for this network, by
+        default at the first.
     `poll_seconds`: the seconds between two polls of a run.
     `patience_seconds`: how long the service may be unreachable before a run counts as lost.
     """
@@ -358,12 +358,12 @@ class PluginsConfig(Section):
 
 
 class ProrlHandlerConfig(Section):
-    """Converts a ProRL client's instances to tasks. An instance is one problem of a data source.
+    """Converts instances (problems) of a ProRL client to tasks.
 
     `task`: a TOML file with a task, relative to the settings file. In it, `{row.NAME}` stands for the column NAME of
         the instance.
-    `rows`: a kind of data set. If it is set, the adapter for this kind makes a task from the instance, `image` and
-        `test_command`. Fields in the TOML file then override the fields of this task.
+    `rows`: a kind of data set. If set, this kind's adapter makes a task from the instance, `image` and `test_command`.
+        Fields in the TOML file override the task's.
     `data_sources`: more data sources of the handler. `*` at the end of a name stands for any text.
     `ignored`: sampling parameters that are accepted but have no effect, because the task's own agent sets them.
     """
@@ -386,8 +386,8 @@ class ProrlConfig(Section):
 
 
 class VerlProxyConfig(Section):
-    """The HTTP interface for workers and clients of verl's recipe (`compat = ["verl"]`). The section is not named
-    `verl`, because its environment variable would be OUTRIDER_VERL, which the trainer's bridge already reads."""
+    """The HTTP interface of verl's recipe (`compat = ["verl"]`). A section `verl` would have the variable
+    OUTRIDER_VERL, which the trainer's bridge already reads."""
 
     call_seconds: Annotated[Seconds, Setting("--relay-timeout SECONDS")] = 300.0
     """Maximum seconds of a model call at a [worker of verl's recipe](compat/verl.md#workers-that-dial-in); a declared
@@ -527,8 +527,8 @@ class Config(Section):
         return copy
 
     def for_nodes(self) -> Self:
-        """Return a copy of the settings for the nodes, without secrets that nodes do not need. The copy has no engines
-        either, because the service sends nodes the state of its engine pools."""
+        """Return a copy of the settings for the nodes, without secrets that nodes do not need. It has no engines
+        either, because nodes get the state of the engine pools."""
         frozen = tuple(model.model_copy(update={"engines": ()}) for model in self.frozen)
         secrets = {"token": None, "store": None, "task_key": None, "callbacks": CallbacksConfig()}
         return self.model_copy(update={"engines": (), "frozen": frozen, **secrets})
@@ -581,8 +581,8 @@ RECIPE_VARIABLES = {
 """Maps environment variables of verl's recipe, such as PROXY_PORT, to paths of settings. The variables are read if
 `compat` contains `verl`. OUTRIDER_* variables override them."""
 ADDED = {"plugins.allow": PluginsConfig().allow}
-"""The settings whose flag extends a list instead of replacing it: their paths, each with the list's default. The flag
-extends the list from the environment or the file. Without such a list, it extends the default."""
+"""The paths of the lists that a flag extends instead of replacing, with their defaults. The flag extends the list from
+the environment or the file, or else the default."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near", "log_format"})
 """The settings and sections that a machine sets for itself when it joins a service. It gets all other settings from the
 service."""
@@ -641,8 +641,8 @@ def read_settings_file(file: Path) -> dict[str, Any]:
 def load_config(
     flags: Mapping[str, Any], *, file: Path | None = None, read: Callable[[Path], dict[str, Any]] = read_settings_file
 ) -> Config:
-    """Merge flags, environment, settings file and defaults. `flags` maps the path of a setting, such as "lanes.run", to
-    its value; None means that the flag was not given. `read` reads the settings from the file.
+    """Merge flags, environment, settings file and defaults. `flags` maps paths, such as "lanes.run", to values; None
+    means not given. `read` reads the file.
 
     Raises InvalidField, which names the setting and the source of its value. pydantic-settings is not used, because its
     errors do not name the source.
@@ -690,8 +690,8 @@ def chosen_systems(flags: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Mapping[str, str]) -> InvalidField:
-    """Convert pydantic's error about a setting to an InvalidField. The new error names the source of the wrong value:
-    "flags", the file, or a variable. `named` maps paths of settings to the variables that set them."""
+    """Convert pydantic's error about a setting to an InvalidField, which names the source of the wrong value: "flags",
+    the file, or a variable. `named` maps paths of settings to the variables that set them."""
     location = fault["loc"]
     path = ".".join(map(str, location))
     having = [name for name, values in reversed(sources) if _has_value(values, location)]
@@ -749,9 +749,9 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], *, added: bool = False, above: str = "") -> None:
-    """Merge the nested mapping `values` into `into`. A new value replaces the earlier value. If `added` is True, a list
-    in ADDED is instead appended to the earlier list or to its default. If the earlier value is not a list, it is kept,
-    so that the validation refuses it."""
+    """Merge the nested mapping `values` into `into`. A new value replaces the earlier one. With `added`, a list in
+    ADDED is appended to the earlier list or to its default. An earlier value that is not a list is kept, so that the
+    validation refuses it."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             if not isinstance(into.get(name), dict):

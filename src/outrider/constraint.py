@@ -1,9 +1,8 @@
-"""The required form of a reply, and the tools that a reply may or must call. Clients call the required form structured
-output, guided decoding or a response format.
+"""The required form of a reply, and the tools that a reply may or must call. Clients call the form structured output,
+guided decoding or a response format.
 
-A dialect (the parser of a wire format) makes the constraint, an engine enforces it, and the store keeps it with the
-turn. Only the engine can tell whether a regular expression or a grammar compiles. Invariants: a constraint's `text` has
-at most MAX_CONSTRAINT characters; the text of a JSON schema is valid JSON.
+Only the engine can tell whether a regular expression or a grammar compiles. Invariants: a constraint's `text` has at
+most MAX_CONSTRAINT characters; the text of a JSON schema is valid JSON.
 """
 
 from __future__ import annotations

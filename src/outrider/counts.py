@@ -1,7 +1,6 @@
 """Counters since the start of a process: histograms of durations, and the counts that a node reports to its service.
 
-The module reads no clock and exports nothing. Invariants: counts only grow; the number of counters is bounded, because
-their names are from a fixed set or are OTHER.
+Invariants: counts only grow; the number of counters is bounded, because their names are from a fixed set or are OTHER.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class Histogram:
 
 
 class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The sandbox starts of one runtime. `started` has the durations of successful starts in seconds, including prepare
-    steps. `failed` is the number of failed starts."""
+    """The sandbox starts of one runtime. `started` has the seconds of successful starts, including prepare steps.
+    `failed` is the number of failed starts."""
 
     started: Distribution = Distribution()
     failed: int = 0
@@ -69,8 +68,7 @@ class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The counts of one node. `sandboxes`: the sandbox starts, by runtime. `failed_calls`: the number of failed model
-    calls, by dialect and then by error code."""
+    """A node's sandbox starts by runtime, and its failed model calls by dialect and then by error code."""
 
     sandboxes: dict[str, SandboxCounts] = {}
     failed_calls: dict[str, dict[str, int]] = {}

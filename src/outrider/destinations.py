@@ -20,11 +20,11 @@ PORTS = frozenset({80, 443})
 """The ports of a destination that is written without a port."""
 MIRROR = "mirror:"
 MIRRORS = ("pip", "npm", "apt")
-"""The names of the mirrors, which serve packages of a registry to sandboxes."""
+"""The names of the mirrors of package registries."""
 NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-"""Matches a number as the last label of a host name. Some resolvers read a name with such a label as an IPv4 address:
-127.1, 0177.0.0.1 or 0x7f000001."""
+"""Matches a number as last label. Some resolvers read a host name with such a label as an IPv4 address, such as 127.1
+or 0x7f000001."""
 MAX_NAME = 253
 
 

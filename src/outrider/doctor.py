@@ -1,8 +1,8 @@
 """Checks what works on this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs and
 networks.
 
-A runtime is a kind of sandbox. For each available runtime in TRIED, the check starts a sandbox and runs commands in it,
-as a session would. It leaves nothing running. The finding of a failed check has a hint if there is a remedy.
+For each available runtime (kind of sandbox) in TRIED, the check starts a sandbox and runs commands in it, as a session
+would. It leaves nothing running. A failed check has a hint if there is a remedy.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ SERVERS = {
     "vllm": ", started with --enable-scale-out --enable-prompt-tokens-details",
     "vllm-router": "",
 }
-"""The recommended flags for the engines' servers, by kind of engine. Only kinds of engines that have a URL are
-listed."""
+"""Kinds of engines that have a URL, and the recommended flags for their servers."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,7 +226,7 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _network(runtimes: Iterable[Finding]) -> Finding:
-    """Return a finding about the network of sandboxes: whether they can have one, and whether it uses a proxy."""
+    """Return whether sandboxes can have a network, and whether it uses a proxy."""
     kinds = [one.name for one in runtimes if one.ok and getattr(resolve("runtime", one.name), "filters_network", False)]
     named = [name for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY") if environment(name)]
     way = f"through the proxy of {named[0]}" if named else "by direct connections"

@@ -57,8 +57,8 @@ def _packages(extra: str) -> list[str]:
 
 
 def host_id() -> str:
-    """Return an id that two processes share only if they run on the same machine, since the same boot, in the same
-    network namespace. Returns "" if it cannot be read."""
+    """Return an id of this machine's boot and this process's network namespace. Processes with the same id share both.
+    Returns "" if it cannot be read."""
     try:
         return f"{BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:

@@ -29,10 +29,9 @@
         └── Busy                      service     429   yes     the caller has too many requests in progress
             └── QueueFull             service     429   yes     too many sessions wait in the queue
 
-The column "boundary" is the part of the system that an error comes from (`Boundary`), and "retried" says whether a
-retry may help. The error of a failed rollout is recorded once, as an `ErrorRecord`, and never turned into a reward. The
-module uses nothing of HTTP except status codes. Invariant: `error_from` turns a record into an error of the class that
-the record's `code` names, if this version has the class.
+`Boundary` explains the column "boundary". The error of a failed rollout is recorded once, as an `ErrorRecord`, and
+never turned into a reward. Invariant: `error_from` turns a record into an error of the class that the record's `code`
+names, if this version has the class.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ MAX_TEXT = 8192
 LOG_TAIL = 4096
 """Maximum bytes of a failed program's output that are attached to its error."""
 MAX_LOG_TAIL = 65_536
-"""Maximum characters of `log_tail`, the end of a program's output, in an error record."""
+"""Maximum characters of `ErrorRecord.log_tail`."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The errors that msgspec raises for bytes that it cannot decode: its own, Python's UnicodeDecodeError for invalid
 UTF-8, and RecursionError for lists or maps that are nested too deeply."""
@@ -77,8 +76,8 @@ NO_THREAD = "can't start new thread"
 
 
 class Overflow(msgspec.Struct, frozen=True):
-    """The sizes, in tokens, of a prompt that is too long and of the model's context. The prompt may be longer than
-    `prompt_tokens`, which can be a lower bound."""
+    """The sizes, in tokens, of a prompt that is too long and of the model's context. `prompt_tokens` may be a lower
+    bound."""
 
     prompt_tokens: int
     context_tokens: int
@@ -108,7 +107,7 @@ class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
     """Background work that has failed and is retried. It is listed until it succeeds.
 
     It has failed `count` times, first at `since` and most recently at `last`, in seconds since the epoch. `error` is
-    the most recent error. `node` is the name of the node that does the work; None if the service does it.
+    the most recent error. `node` is the node that does the work, None for the service.
     """
 
     name: str
@@ -425,8 +424,7 @@ def storable(text: object) -> str | None:
 
 def error_from(record: ErrorRecord) -> OutriderError:
     """Make the exception that a record describes. A code that this version does not know becomes a ServiceError."""
-    # A subclass without its own code inherits the code of its parent. It is left out, because it would replace the
-    # parent in the mapping.
+    # A subclass without its own code is left out. It has its parent's code, and would replace the parent.
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
     record = bounded(record)

@@ -1,7 +1,7 @@
 """Describes wrong fields in requests and settings in plain words, based on the errors that pydantic reports.
 
-The module depends on pydantic's error types, and on none of our models. Invariant: the texts in WORDS never contain the
-wrong value, because it may be a secret. The text of a custom validator is not changed, and may contain the value.
+Invariant: the texts in WORDS never contain the wrong value, because it may be a secret. The text of a custom validator
+is not changed, and may contain the value.
 """
 
 from __future__ import annotations

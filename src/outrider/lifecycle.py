@@ -1,7 +1,6 @@
 """The states of sessions and groups, the allowed transitions between states, and the reasons why a session ended.
 
-The reason why a session ended is a `StopReason`, never a state. The module does not use the store. Invariant: no
-transition leaves `DONE`.
+The reason why a session ended is a `StopReason`, never a state. Invariant: no transition leaves `DONE`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Formats log lines, as text for people or as JSON for programs. A line about a session names the session.
 
-Invariant: no line contains any of these secrets:
-
-- keys or tokens of Outrider, or the token given to the formatter
-- secrets of the session's task
-- values in places where secrets usually are, such as after `password=`
+Invariant: no line contains keys or tokens of Outrider, the token given to the formatter, secrets of the session's task,
+or values in places where secrets usually are, such as after `password=`.
 """
 
 from __future__ import annotations
@@ -71,9 +68,8 @@ class LogFormatter(logging.Formatter):
 
 
 class JsonLogFormatter(logging.Formatter):
-    """Formats each log record as one line of JSON. Every line has `at` (seconds since the epoch), `time` (UTC),
-    `level`, `logger` and `message`. If they apply, it also has `process`, `group`, `session`, `attempt` and
-    `traceback`."""
+    """Formats each log record as one line of JSON. It has `at` (seconds since the epoch), `time` (UTC), `level`,
+    `logger` and `message`, and, if they apply, `process`, `group`, `session`, `attempt` and `traceback`."""
 
     def __init__(self, token: str | None = None, *, process: str = "") -> None:
         super().__init__()

@@ -154,7 +154,7 @@ class UnpreparedImages(Exception):
 
 
 class UnpreparedDocuments(Exception):
-    """Raised for a message whose `documents` have not been read yet, so that their pages are unknown."""
+    """Raised for a message whose `documents` have not been read yet."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         super().__init__(f"{len(documents)} documents")

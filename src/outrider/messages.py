@@ -1,9 +1,9 @@
-"""The common form of messages. Every dialect (the parser of a wire format) converts conversations to this form, and
-every renderer (which makes a prompt of token ids) reads it.
+"""The common form of messages. Every dialect (parser of a wire format) converts conversations to this form. Every
+renderer makes prompts from it.
 
-The module uses no wire format and no tokens. Invariant: a message has everything that a chat template may print. Tool
-specs stay in OpenAI's form (`{"type": "function", "function": {"name", "description", "parameters"}}`) with the
-client's key order, because templates print them verbatim.
+Invariant: a message has everything that a chat template may print. Tool specs stay in OpenAI's form (`{"type":
+"function", "function": {"name", "description", "parameters"}}`) with the client's key order, because templates print
+them verbatim.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# Here and in the dialects, some classes of structs can have tens of thousands of instances in one request. They have
-# gc=False, so that the garbage collector skips their instances. Otherwise a collection would visit all of them while
-# all threads are stopped. Skipping them is safe, because they cannot be part of a reference cycle.
+# Some structs here and in the dialects have tens of thousands of instances per request. They have gc=False, so that the
+# garbage collector does not visit them, which would stop all threads. This is safe, because they cannot be part of a
+# reference cycle.
 
 
 class Role(StrEnum):
@@ -101,8 +101,7 @@ def image_from_url(url: str) -> Image:
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One message. `content` is all of its text, "" if there is none. `reasoning` is the model's thinking, if any.
-    `parts` is empty for a message of text only. If the message has images or attachments, `parts` has its texts, images
-    and attachments in order."""
+    `parts` has the texts, images and attachments in order; it is empty for a message of text only."""
 
     role: Role
     content: str = ""
@@ -195,7 +194,7 @@ class WireMessages(Protocol):
 
 
 class ParsedMessages:
-    """`WireMessages` over messages that are already parsed. It is for callers in the service's own process."""
+    """`WireMessages` over messages that are already parsed. It is for callers within the process."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages

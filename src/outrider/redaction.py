@@ -42,7 +42,7 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def secrets_in(variables: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the values of variables whose names suggest a secret, such as API_KEY. The longest value comes first,
-    because a value may contain a shorter one."""
+    """Return the values of variables whose names suggest a secret, such as API_KEY. Longer values come first, because
+    they may contain shorter ones."""
     found = {value for name, value in variables if len(value) >= SHORTEST and _NAMES_OF_SECRETS.search(name)}
     return sorted(found, key=len, reverse=True)

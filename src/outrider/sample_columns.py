@@ -2,9 +2,8 @@
 is for people.
 
 A row is a `trajectory.Sample`, in the form in which it is stored: `ids` has all token ids of the row, while `logprobs`
-and `versions` only describe the ids that are trained on. `COLUMNS` lists the columns, and docs/api.md documents them
-for other readers. The rest of a reply, such as a group's sessions, is JSON in the schema's metadata, under the key
-`REPLY`.
+and `versions` only describe the ids that are trained on. `COLUMNS` lists the columns; docs/api.md documents them. The
+rest of a reply, such as a group's sessions, is JSON in the schema's metadata, under the key `REPLY`.
 
 Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. A batch has as many rows as fit
 into BATCH_BYTES, because most of the time is spent per column of a batch, not per row. nanoarrow writes the schema and
@@ -157,8 +156,8 @@ class PackedColumn(Column):
 
 
 class SpanColumn(Column):
-    """A column with a list of spans for each row. In Arrow, a span is a struct of int32 fields. `make` converts the
-    numbers of a struct to a span, and `split` converts a span to its numbers."""
+    """A column with a list of spans for each row. A span is stored as a struct of int32. `make` makes a span from the
+    struct's numbers, and `split` returns them."""
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ class RecordBatch:
 
     The batch is a message in Arrow's encapsulated format: metadata, then the buffers, each padded to 8 bytes. The
     metadata is a flatbuffer (Arrow's Message.fbs). Its layout is always the same, so it is written without a flatbuffer
-    library. nanoarrow's own writer is not used for batches, because it would copy the ids twice.
+    library. nanoarrow's own writer would copy the ids twice.
     Source: https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-format
     """
 
@@ -212,8 +211,8 @@ class RecordBatch:
         self._size = 0
 
     def add_array(self, length: int, *buffers: bytes | Sequence[bytes], validity: bytes = b"", nulls: int = 0) -> None:
-        """Add an array of `length` items. `validity` is the bitmap of the items that are not null, and `nulls` is the
-        number of null items. A buffer may be given in pieces, which are not joined."""
+        """Add an array of `length` items. `validity` is the bitmap of its non-null items. A buffer may be given in
+        pieces, which are not joined."""
         self._nodes += (length, nulls)
         for buffer in (validity, *buffers):
             pieces = (buffer,) if isinstance(buffer, bytes) else buffer
@@ -228,9 +227,8 @@ class RecordBatch:
         """Return the batch as an Arrow message, in pieces. Only small pieces are joined, because joining copies
         them."""
         nodes, buffers = len(self._nodes) // 2, len(self._buffers) // 2
-        # The metadata consists of flatbuffer tables. A vtable has its own size, the size of its table, and the position
-        # of each field in the table. A table begins with the distance to its vtable. An offset counts from the field
-        # that contains it.
+        # A flatbuffer's vtable has its own size, the size of its table, and the position of each field in the table. A
+        # table begins with the distance to its vtable. An offset counts from the field that contains it.
         metadata = _METADATA.pack(
             *(_CONTINUATION, _METADATA.size + 16 * nodes + 16 * buffers),
             16,  # the position of the table Message
@@ -428,8 +426,8 @@ def _arrow() -> Any:
 
 
 def _offsets(lengths: Iterable[int]) -> bytes:
-    """Return Arrow's buffer of offsets for lists that are stored one after another. It has the beginning of each list
-    and the end of the last one."""
+    """Return Arrow's buffer of offsets for lists that are stored one after another: the beginning of each list, and
+    the end of the last."""
     return array("i", accumulate(lengths, initial=0)).tobytes()
 
 

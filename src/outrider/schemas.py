@@ -30,7 +30,7 @@ PolicyPause = Literal["finish", "abort"]
 continued after the pause."""
 
 MAX_INLINE_FILE = 16 << 20
-"""Maximum number of characters that a `write` step, which writes a file into a sandbox, can contain."""
+"""Maximum number of characters that a `write` step writes into a file."""
 EVALUATION_LABEL = "outrider.evaluation"
 """The label of a group that evaluates a policy. Its value is the name of the evaluation. Exports for training leave out
 groups with this label."""
@@ -47,8 +47,8 @@ def reply_of(kind: type[R], row: msgspec.Struct, /, **others: Any) -> R:
 
 
 class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A lane, which limits the number of sessions in one stage. `in_use` of its `size` slots are taken. `served` is the
-    number of sessions that got a slot since the node's start, and `waited_seconds` is how long they waited in total."""
+    """A lane, which limits the number of sessions in one stage. `served` is the number of sessions that got a
+    slot since the node's start, and `waited_seconds` is their total wait."""
 
     name: str
     size: int
@@ -59,9 +59,9 @@ class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's resources for sandboxes: processors, MiB of memory, and GPUs. The fields `..._set_aside` are how much of
-    each is reserved. `waiting` is the number of sessions that wait for resources. `served` is the number of sessions
-    that got them since the node's start, and `waited_seconds` is how long they waited in total."""
+    """A node's resources for sandboxes: processors, MiB of memory, and GPUs. `..._set_aside` is how much of each is
+    reserved. `waiting` is the number of sessions that wait for resources. `served` is the number that got them since
+    the node's start, and `waited_seconds` is their total wait."""
 
     cpus: float
     cpus_set_aside: float = 0.0
@@ -88,7 +88,7 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
 
     - `count`, `total`, `longest`: the number of stalls, and the sum and the maximum of their seconds.
     - `starved`: the number of stalls in which the process itself did not run, because it was stopped or got no
-      processor. In the other stalls, work in the process blocked the loop.
+      processor. In other stalls, work in the process blocked the loop.
     - `held`: the longest processor time, in seconds, that the loop's own thread used during a stall. For the rest of
       the stall, other threads or processes had the interpreter or the processor.
     """
@@ -154,11 +154,11 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     - `serves`: the name of the frozen model that the engine serves, None for the policy.
     - `in_flight`: the number of running generations.
-    - `sessions`: the number of sessions whose calls the pool sends to this engine.
+    - `sessions`: the number of sessions that use this engine.
     - `assigned_tokens`: the total size of these sessions' contexts, in tokens.
     - `generated_tokens`, `failures`: totals since the engine was added.
     - `advice`: better flags for the engine's server, if the pool has noticed any.
-    - `suspect`: the last invalid response, if the pool suspects the engine because of it, else None.
+    - `suspect`: the invalid response because of which the pool suspects the engine, or None.
     - `misbehaved`: the number of invalid responses.
     """
 
@@ -220,8 +220,7 @@ class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupView(GroupFields, frozen=True, kw_only=True):
-    """A group with its sessions in sample order. `samples` has the group's training rows, if the request asked for
-    them."""
+    """A group with its sessions in sample order. `samples` has its training rows, if requested."""
 
     sessions: tuple[SessionView, ...]
     samples: tuple[Sample, ...] | None = None
@@ -239,8 +238,8 @@ class JsonGroupView(GroupFields, frozen=True, kw_only=True):
 
 
 class RegradedSession(msgspec.Struct, frozen=True, kw_only=True):
-    """A session and its new grading. The session `regraded_as` carried out the new grading. `was` is the old verdict
-    and `now` the new one. Either is None if that grading failed. `error` is the error of the new grading."""
+    """A session that was graded again, by the session `regraded_as`. `was` is the old verdict and `now` the new one.
+    Either is None if that grading failed. `error` is the error of the new grading."""
 
     session_id: str
     regraded_as: str
@@ -256,8 +255,8 @@ class Regraded(msgspec.Struct, frozen=True):
 
 
 class GroupSummary(GroupFields, frozen=True, kw_only=True):
-    """A group in a list. `done` is the number of its finished sessions, and `errors` is how many of these ended with an
-    error. `mean_reward` is the mean over the sessions with a reward."""
+    """A group in a list. `done` is the number of its finished sessions, and `errors` how many of these have an error.
+    `mean_reward` is the mean over the sessions with a reward."""
 
     done: int
     errors: int
@@ -320,8 +319,8 @@ class RunSide(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flip(msgspec.Struct, frozen=True, kw_only=True):
-    """A pair of sessions of the same task, one from each side of the comparison, of which only one is solved. `sample`
-    is the position that both have among their side's sessions of the task. `a` and `b` are the sessions' ids."""
+    """Two sessions of the same task, `a` and `b`, one from each side, of which only one is solved. `sample` is the
+    position of both among their side's sessions of the task."""
 
     task: str
     sample: int
@@ -334,8 +333,8 @@ class Flip(msgspec.Struct, frozen=True, kw_only=True):
 class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A comparison of two runs, `a` and `b`.
 
-    - `reward`, `pass_at`: the differences b - a over the tasks counted in `paired`. Without such tasks, all tasks of
-      each side are compared as two independent sets.
+    - `reward`, `pass_at`: the differences b - a over the tasks counted in `paired`. If there are none, all tasks of
+      each side are compared.
     - `paired`: the number of tasks with graded sessions on both sides.
     - `gained`, `lost`: the number of pairs of sessions that are solved only in `b`, and only in `a`.
     - `flips`: the first of the pairs counted in `gained` and `lost`.
@@ -374,8 +373,8 @@ class ChangedSessions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PauseView(msgspec.Struct, frozen=True, kw_only=True):
-    """A pause of the queue. It was made at the time `since` with the token `who`. The service does not start sessions
-    of a group that has all `labels` and the `harness`. `tenant` is None for a pause of all tenants."""
+    """A pause of the queue, made at the time `since` with the token `who`. Sessions are not started if their group has
+    all `labels` and the `harness`. `tenant` is None for a pause of all tenants."""
 
     labels: dict[str, str]
     harness: str | None
@@ -385,9 +384,8 @@ class PauseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
-    """The pauses of the queue, oldest first. `held` is the number of sessions that the pauses hold back. It counts
-    sessions of the caller's tenant, or of all tenants for an admin. `changed` is the number of sessions that this
-    request held or released."""
+    """The pauses of the queue, oldest first. `held` is how many sessions they hold back: those of the caller's tenant,
+    or of all tenants for an admin. `changed` is how many sessions this request held or released."""
 
     pauses: tuple[PauseView, ...]
     held: int
@@ -421,9 +419,9 @@ class ConsumerList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
-    """A callback that the service stopped sending after `tries` failed attempts. `fault` is the reason of the last
-    failure. `url` is the callback's address without user and query, which may be secret. It is only the host and port
-    if the service does not have the key that encrypted the address. The group was done at `since`."""
+    """A callback that the service stopped sending after `tries` attempts. `fault` is the reason of the last failure.
+    `url` has no user and no query, which may be secret. It is only the host and port if the service cannot decrypt the
+    address. The group was done at `since`."""
 
     group_id: str
     url: str
@@ -448,12 +446,12 @@ class Redelivered(msgspec.Struct, frozen=True, kw_only=True):
 class GcReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of removing finished groups. With `dry_run`, it is what would be removed.
 
-    - `groups`, `sessions`: the numbers of removed groups and of their sessions.
+    - `groups`, `sessions`: the numbers of removed groups and sessions.
     - `bytes`: the size of the removed tasks, turns, results and artifacts.
-    - `unacknowledged`: groups that are old enough, but are kept because a consumer has not acknowledged them.
-    - `undelivered`: groups that are old enough, but are kept because their callback is not delivered yet.
+    - `unacknowledged`: old groups that are kept, because a consumer has not acknowledged them.
+    - `undelivered`: old groups that are kept, because their callback is not delivered yet.
     - `stored_bytes`: the size of all finished groups now, including images.
-    - `more`: True if more groups can be removed. Repeat the request then.
+    - `more`: True if another request can remove more groups.
     """
 
     groups: int
@@ -480,11 +478,11 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     """One model call as text.
 
-    - `index`, `parent`: the number of this turn and of its parent turn. Turns are numbered separately for each model.
+    - `index`, `parent`: the numbers of the turn and of its parent. Each model has its own numbers.
     - `model`: the frozen model that was called, None for the policy.
     - `context`: the text that this turn added to the prompt.
     - `sampled`: the model's output.
-    - `kind`, `label`, `depth`: describe the turn's branch (see `trajectory.SampleFields`).
+    - `kind`, `label`, `depth`: see `trajectory.SampleFields`.
     - `step`, `altered`, `ignored`: see `trajectory.Turn`.
     - `tokens`: the turn's token ids and messages, only if requested.
     """
@@ -636,8 +634,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that was not kept, or a pattern that matched no files, and the reason. An entry with the `path` "" stands
-    for all files that were not read before the time limit."""
+    """A file that was not kept, or a pattern that matched no files, and the reason. The `path` "" stands for all files
+    that were not read in time."""
 
     path: str
     reason: str
@@ -660,8 +658,8 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the policy. `version` is the version of its weights when it was last read. `ok` is True if the
-    engine accepts generations while the policy is not paused."""
+    """An engine of the policy. `version` is the last known version of its weights. `ok` is True if it accepts
+    generations while the policy is not paused."""
 
     name: str
     version: int
@@ -669,8 +667,8 @@ class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of the policy. `paused` is the kind of pause, None while the policy generates. `cancelled` lists the
-    groups that this request cancelled, because they had begun with a version that is too old."""
+    """The status of the policy. `paused` is None while the policy generates. `cancelled` lists the groups that this
+    request cancelled, because they began with too old a version."""
 
     version: int
     paused: PolicyPause | None
@@ -683,7 +681,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     - `model`, `frozen`: the names of the policy and of the frozen models.
     - `sessions`: the number of sessions of the caller's tenant by state. An admin gets the sessions of all tenants.
-    - `cursor`: the position of the newest of these tenants' results. A client can follow later results from there.
+    - `cursor`: the position of these tenants' newest result. A client can follow later results from there.
     - `failing`: background work of the service and its nodes that currently fails.
     - `may`: the roles that the caller may act in.
     """
@@ -758,13 +756,13 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A point in the service's rates: its work between the previous point and the time `at`.
+    """The work of the service between the previous point and the time `at`.
 
     sessions_done, sessions_failed, groups_done: sessions and groups that ended. Failed sessions are also counted as
         done.
     calls, calls_failed: model calls that were stored, and model calls that got an error reply.
     tokens_sampled: tokens of the stored calls.
-    queued, running: at the time `at`, the sessions in the queue, and the sessions that have started and not ended.
+    queued, running: sessions in the queue, and started sessions, at the time `at`.
     """
 
     at: float
@@ -779,8 +777,8 @@ class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RateList(msgspec.Struct, frozen=True, kw_only=True):
-    """The service's rates in the last hour, or since its start, oldest point first. There is a point every
-    `step_seconds`. A point may be late if the store failed. `now` is the service's time."""
+    """The points of the last hour, or since the service's start, oldest first. There is one every `step_seconds`, but a
+    point may be late if the store failed. `now` is the service's time."""
 
     now: float
     step_seconds: float
@@ -807,7 +805,7 @@ class TokenList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A new token. Only this reply contains `text`, the token's text; no later reply repeats it."""
+    """A new token. No other reply contains its text."""
 
     token: TokenView
     text: str

@@ -75,8 +75,7 @@ Pause = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
 class Spec(BaseModel):
-    """Base of all specs. A value of a wrong type is refused and not converted. Instances are frozen, and unknown fields
-    are refused."""
+    """Base of all specs. Wrong types and unknown fields are refused. Instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -104,10 +103,10 @@ class SamplingSpec(Spec):
 class Limits(Spec):
     """Limits of one attempt of a session. Time spent waiting for a slot does not count.
 
-    session_seconds: time for preparing the sandbox and running the agent.
-    prepare_seconds: time for preparing the sandbox.
-    agent_seconds: time for running the agent. The outcome is graded even if this limit is reached.
-    turns: number of model calls.
+    session_seconds: preparing the sandbox and running the agent.
+    prepare_seconds: preparing the sandbox.
+    agent_seconds: running the agent. The outcome is graded even if this limit is reached.
+    turns: model calls.
     response_tokens: sampled tokens over all turns.
     """
 
@@ -151,8 +150,7 @@ UploadName = Annotated[Name, AfterValidator(checked_upload)]
 
 
 class Upload(Spec):
-    """Prepare step: copies a file or folder to the path `to` in the sandbox. `upload` is its path in the service's
-    `files` folder."""
+    """Prepare step: copies a file or folder from the service's `files` folder to the path `to` in the sandbox."""
 
     upload: UploadName
     to: TargetPath
@@ -219,8 +217,8 @@ class Resources(Spec):
 
     @property
     def most_memory_mb(self) -> int:
-        """The memory limit in MiB. A sandbox without memory_mb also has a limit, because one agent must not use up the
-        whole node's memory."""
+        """The memory limit in MiB. It exists even without memory_mb, because one agent must not use up the node's
+        memory."""
         return self.disk_mb + PROGRAMS_MB if self.memory_mb is None else self.memory_mb
 
 
@@ -301,10 +299,10 @@ class RuntimeSpec(Spec):
     sandbox sees the host's system folders, read-only. The operator must allow `rootfs`, `mounts` and the destinations
     of `network`.
 
-    - `kind`: the kind of sandbox. The default is set by the node (`with_default_runtime`).
+    - `kind`: the kind of sandbox, by default the node's (`with_default_runtime`).
     - `network`: without it, the sandbox can reach only its model endpoint.
-    - `users`: the number of user and group ids inside, starting at 0. By default, there are enough for the owners of
-      the image's files.
+    - `users`: the number of user and group ids inside, starting at 0. The default covers the owners of the image's
+      files.
     - `lifetime_seconds`: the sandbox ends by itself after this time, even if its node is gone.
     """
 
@@ -340,14 +338,14 @@ class RuntimeSpec(Spec):
 
 class ExternalSpec(Spec):
     """An agent that somebody else runs elsewhere. Outrider starts no program, and the session ends when a request
-    completes it. If the session is not completed and makes no model call for `idle_seconds`, it ends as an error."""
+    completes it. Without a model call for `idle_seconds`, it ends as an error."""
 
     idle_seconds: Seconds = 1800
 
 
 class RemoteSpec(Spec):
-    """An agent that is run by a service of the operator. `service` is the service's name in the setting `agents`.
-    Outrider sends the `options` to this service. `idle_seconds` has the same meaning as in `ExternalSpec`."""
+    """An agent that is run by a service of the operator. `service` is the service's name in the setting `agents`. The
+    service gets the `options`. `ExternalSpec` explains `idle_seconds`."""
 
     service: Name
     options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
@@ -475,8 +473,7 @@ class HarnessSpec(Spec):
 
     @property
     def name(self) -> str:
-        """The name of the harness in lists: the preset's or the agent's name, or else the kind of harness, such as
-        "command"."""
+        """The name of the harness in lists: that of the preset or the agent, or else its kind, such as "command"."""
         return self.preset or self.agent or next(kind for kind in HARNESS_KINDS if getattr(self, kind) is not None)
 
 
@@ -493,8 +490,7 @@ class DiffSpec(Spec):
 
 
 class EvaluatorSpec(Spec):
-    """The evaluator. An evaluator of the kind `command` runs `run` in the sandbox. The kind `callable` calls the
-    function at `path`.
+    """The evaluator. Kind `command` runs `run` in the sandbox, and kind `callable` calls the function at `path`.
 
     A command writes the reward to $OUTRIDER_VERDICT, as a number or a JSON object with "reward". If it writes nothing,
     the reward is 1.0 for exit code 0 and 0.0 for exit code 1. Any other exit code is an error, even if a reward is
@@ -596,11 +592,10 @@ class TaskSpec(Spec):
     """A task: everything that one session needs.
 
     - `history`: how earlier turns appear in a later prompt. "recorded": with the ids that were sampled, even if the
-      chat template would drop their reasoning. "template": as the chat template prints them. If the template drops
-      reasoning, the later prompt is a fork of the conversation and adds a training row.
+      chat template would drop their reasoning. "template": as the chat template prints them. Where it drops reasoning,
+      the later prompt is a fork and adds a training row.
     - `collect`: commands that run in the sandbox when the agent has ended.
-    - `artifacts`: patterns of file names. Matching files in the sandbox are kept after `collect`, whether or not the
-      agent succeeded.
+    - `artifacts`: patterns for paths in the sandbox. Matching files are kept after `collect`, even if the agent failed.
     - `then`: further steps in the same sandbox, each graded separately.
     - `steps_reward`: whether the session's reward is the mean over the graded steps, or that of the last graded step.
     """
@@ -736,12 +731,10 @@ CallbackUrl = Annotated[HttpUrl, Field(strict=False), AfterValidator(with_host)]
 class GroupSpec(Spec):
     """`n` sessions of one task, which are submitted, prioritized, cancelled and delivered together.
 
-    - `idempotency_key`: if a group with the same key exists, it is returned. If its body differs, the request is a
+    - `idempotency_key`: a request with the same key and body returns the same group; with another body it is a
       conflict.
-    - `min_usable`: as soon as this many sessions have a reward, the other sessions are stopped. With null, all sessions
-      run to their end.
-    - `expires_seconds`: a session that waits this long without being started ends as expired. With null, the service's
-      setting applies.
+    - `min_usable`: as soon as this many sessions have a reward, the others are stopped; null stops no session.
+    - `expires_seconds`: a session that is not started for so long ends as expired. Null uses the service's setting.
     """
 
     task: TaskSpec
@@ -859,9 +852,9 @@ class ReportSpec(Spec):
 
 
 class RegradeSpec(Spec):
-    """A request to grade sessions again. With null as `evaluator`, the task's evaluator is used. A new evaluator
-    without `carry` uses the outcome that was kept. `labels` are added to those of the task. The rest of the task stays
-    unchanged. The other fields have the same meaning as in `GroupSpec`."""
+    """A request to grade sessions again. If `evaluator` is null, the task's is used; a new one may omit `carry`.
+    `labels` are added to the task's labels. The rest of the task stays unchanged. `GroupSpec` explains the other
+    fields."""
 
     evaluator: EvaluatorSpec | None = None
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
@@ -934,7 +927,7 @@ class PolicyPauseSpec(Spec):
 
 class PolicyResumeSpec(Spec):
     """Resumes the policy. `version` is the new version of the engines' weights, or null if the weights did not change.
-    With `go_back`, the version may be lower than the current one, to correct a version set by mistake."""
+    `go_back` allows a lower version, to correct a version set by mistake."""
 
     version: Version | None = None
     go_back: bool = False
@@ -943,9 +936,9 @@ class PolicyResumeSpec(Spec):
 class PolicyUpdateSpec(Spec):
     """Pauses the policy, makes the engines load `weights`, sets the version, and resumes the policy.
 
-    `weights` is a file or folder that every engine can read. It is null if the trainer has already changed the weights
-    itself. Groups whose first session began at a version below `cancel_older_than` are cancelled. `go_back` has the
-    same meaning as in `PolicyResumeSpec`.
+    `weights` is a file or folder that every engine can read. Null means that the trainer has already changed the
+    weights. Groups whose first session began at a version below `cancel_older_than` are cancelled. `PolicyResumeSpec`
+    explains `go_back`.
     """
 
     version: Version
@@ -1016,8 +1009,7 @@ class SessionsSpec(Spec):
 
 class PauseSpec(Spec):
     """Pauses the queue. The service then starts no sessions of groups that have all `labels` and the `harness`. Without
-    labels and harness, the pause holds back all sessions of the caller's tenant. An admin pauses all tenants, or the
-    `tenant` named here."""
+    both, this holds for all groups of the caller's tenant. An admin pauses all tenants, or only `tenant`."""
 
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
     harness: Name | None = None

@@ -1,7 +1,7 @@
 """Reads untrusted text and TOML files, within limits. Any problem with a file is reported as InvalidField.
 
-The module uses neither settings nor tasks. Invariant: `read_text_file` and `read_toml_file` read at most one byte more
-than their limit, and raise only InvalidField.
+Invariant: `read_text_file` and `read_toml_file` read at most one byte more than their limit, and raise only
+InvalidField.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOML_KEY = re.compile(r"[ \t]*([\w\"'.-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*)[ \t]*=")
 
 def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str:
     """Read a text file. Raises InvalidField if the file cannot be read, is not UTF-8, or has more than `limit` bytes.
-    The error uses `what`, such as "config file", as the name for the file."""
+    The error calls the file `what`, such as "config file"."""
     named = f"{what} {path}".strip()
     try:
         with path.open("rb") as file:

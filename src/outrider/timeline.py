@@ -45,8 +45,7 @@ class EntryKind(StrEnum):
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event or an activity. `number` identifies the entry in the timeline: a later entry with the same number
-    replaces it. `end` is None while the activity goes on. `data` has further values. Which values it has depends on the
-    kind."""
+    replaces it. `end` is None while the activity goes on. `data` has further values, which depend on the kind."""
 
     number: int
     kind: EntryKind
@@ -57,8 +56,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
-    """Timeline entries of an attempt, to be stored together. `entries` is a list of `Entry` in MessagePack. `part` is
-    the number of this part, from 0. Each part of an attempt is stored once."""
+    """Timeline entries of an attempt, to be stored together. `entries` is a list of `Entry` in MessagePack. Each `part`
+    of an attempt, numbered from 0, is stored once."""
 
     session_id: str
     attempt: int

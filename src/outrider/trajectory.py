@@ -1,8 +1,8 @@
 """The records of a rollout: turns, branch kinds, verdicts, training samples and session results.
 
 Token ids are packed little-endian int32 (`pack_ids`). Log-probabilities are packed float64: the natural logarithm of
-the sampled token's probability, exactly as the engine reported it. The module does not sample, render or store.
-Invariant: a turn's prompt is its parent's prompt, then its parent's output, then its own `prompt_delta`.
+the sampled token's probability, exactly as the engine reported it. Invariant: a turn's prompt is its parent's prompt,
+then its parent's output, then its own `prompt_delta`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ HEAD_CHANGES = frozenset({ForkCause.TOOLS_CHANGED, ForkCause.SYSTEM_CHANGED, For
 
 
 class BranchKind(StrEnum):
-    """The purpose of a branch, which is one line of a session's conversations. `tokens/branches/classify.py` determines
-    it."""
+    """The purpose of a branch, as determined by `tokens/branches/classify.py`."""
 
     MAIN = "main"  # the conversation that does the task's work
     SUBAGENT = "subagent"  # a conversation that another conversation started
@@ -179,21 +178,21 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     tools: a digest of the request's tools, empty without tools.
     agent_id, parent_agent_id, purpose: the caller, as described by the client.
     declared, declared_label: the kind and label of the turn's branch, if the client declares them.
-    forked_from: the turn whose request shares the longest history with this one. If the tools or the system prompt
-        changed, it is the turn whose history this one continues.
+    forked_from: the turn that shares the longest history with this one. If tools or system prompt changed, it is the
+        turn whose history this one continues.
     prompt_delta, output_ids: packed int32.
     logprobs: packed float64, one per output id.
     sampling: the sampling parameters that the engine was given, and whether the model was asked to think.
-    altered: True if more than temperature and truncation shaped the distribution that was sampled from: penalties, a
-        bias, a minimum length, or a required form of the reply.
+    altered: True if more than temperature and truncation shaped the sampling: penalties, a bias, a minimum length, or a
+        required form of the reply.
     ignored: names of the request's fields and tools that had no effect.
     messages: the messages that the request added to the conversation of the turn's parent; all messages if there is no
         parent.
-    images: where the images of `messages` are in the prompt, if the engine got the images together with token ids.
+    images: where the images of `messages` are in the prompt, if it was sent as token ids.
     reply: the message that the client received; None if the client had hung up.
     tool_specs: the tools of a turn without a parent. Other turns have the tools of the first turn of their
         conversation.
-    report: what the worker that made the reply reports about it; None for engines without such workers.
+    report: what an inference worker reports about the reply; None for engines without workers.
     """
 
     index: int
@@ -287,9 +286,9 @@ def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
 
 
 class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are those of `Turn`. `kind`, `label` and
-    `depth` describe the turn's branch (see `SampleFields`). `row` is the number of the training row in which the turn's
-    tokens are trained on. It is None if there is no such row."""
+    """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are those of `Turn`. `SampleFields`
+    explains `kind`, `label` and `depth`. `row` is the number of the row in which the turn's tokens are trained on, or
+    None."""
 
     index: int
     parent: int | None
@@ -342,11 +341,11 @@ class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
 
     row, rows: the number of this row, from 0, and the number of the session's rows.
     prompt_length: the number of ids before the first sampled one.
-    reward: the verdict's reward for this row, or else for the session. It is None if the session has no verdict, or if
-        the task does not train on rows of this kind (`BranchPolicy`). Such a row must not be trained on.
+    reward: the verdict's reward for this row, or else for the session. None if the session has no verdict, or if the
+        task does not train on rows of this kind (`BranchPolicy`). Such a row must not be trained on.
     turn_spans: for each of `turns`, the positions [start, end) of its sampled tokens in `ids`.
-    turn_rewards: for each of `turns`, the verdict's reward of the turn. It is None without such a reward, and for a
-        turn whose tokens are not trained on in this row. So each turn's reward is in at most one row.
+    turn_rewards: for each of `turns`, the verdict's reward of the turn. None without such a reward, and for a turn that
+        is not trained on in this row. So each turn's reward is in at most one row.
     parent: the turn that the branch forked from, or that started it; None without such a turn.
     depth: 0 in the main conversation, plus 1 for each sub-agent, side call or replaced history on the way to the
         branch.

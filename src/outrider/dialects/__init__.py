@@ -1,9 +1,8 @@
-"""The wire formats of the APIs through which agents call models. A dialect is the code for one of these APIs. Each
-dialect has a folder; several dialects share the modules here.
+"""The wire formats in which agents call models. A dialect is the code for one format. Each dialect has a folder;
+several dialects share the modules here.
 
 A dialect's folder defines its `Dialect` and routes (`__init__.py`), the parser of requests (`request.py`), and the
 writers of whole and streamed replies (`reply.py`). Each other file parses the part of a request that its name says.
-Nothing in this package handles tokens, sessions or sockets.
 """
 
 from __future__ import annotations

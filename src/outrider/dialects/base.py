@@ -37,7 +37,7 @@ DECLARABLE = (BranchKind.MAIN, BranchKind.SUBAGENT, BranchKind.COMPACTION, Branc
 """The kinds of branches that a client can declare. The other kinds are not known when the call is made. For example, a
 branch is ABORTED if the client later cuts off its last reply."""
 MAX_LABEL = 64
-"""Maximum number of characters of the LABEL that a client declares for a branch."""
+"""Maximum number of characters of a branch's LABEL."""
 
 _BRANCH = re.compile(rf"({'|'.join(DECLARABLE)})(?:/([\w.-]{{1,{MAX_LABEL}}}))?", re.ASCII)
 
@@ -310,6 +310,6 @@ def with_declaration(call: WireCall, request: ModelRequest) -> ModelRequest:
 
 
 def without_declaration(model: str | None) -> str | None:
-    """Return the model's name without the branch that a client may have appended to it."""
+    """Return the model's name without an appended branch."""
     name, at, branch = (model or "").rpartition("@")
     return name if at and _BRANCH.fullmatch(branch) else model

@@ -158,8 +158,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     choice = _read_tool_choice(wire, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
-    # Clients turn thinking on or off with different fields. If the fields of a request disagree, the first of these is
-    # used: `reasoning.enabled`, the effort `none`, `thinking`, the variables of the chat template.
+    # Clients turn thinking on or off with different fields. If they disagree, the first of these is used:
+    # `reasoning.enabled`, the effort `none`, `thinking`, the variables of the chat template.
     thinking = read_thinking(wire, wire.thinking, notes)
     reasoning = wire.reasoning or {}
     note_unknown("reasoning", reasoning, _REASONING_KEYS, notes)
@@ -198,8 +198,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _read_tools(raw: bytes) -> DeclaredTools:
-    """Parse the tools into OpenAI's form, with the keys in the client's order. A function that a client sends without
-    the wrapper `{"type": "function", "function": …}` is wrapped."""
+    """Parse the tools into OpenAI's form, with the keys in the client's order. A bare function is put into the wrapper
+    `{"type": "function", "function": …}`."""
     specs: list[ToolSpec] = []
     hosted: list[str] = []
     sent = decode(_TOOLS, raw, "tools") if raw else None

@@ -7,8 +7,8 @@ drops the id; `raw(i)` contains the ids with which message `i` is parsed.
 One content can become several messages, because each tool result becomes a message. Adjacent contents of role `model`
 become one message, because some clients store each chunk of a stream as a separate content and send the chunks back.
 
-Some clients send our ids back unchanged; others put the tool's name before an id, or drop or replace ids. So a call
-gets the first of these ids that exists:
+Some clients drop or replace our ids, or put the tool's name before an id. So a call gets the first of these ids that
+exists:
 
 1. the id in the request, if it is one of ours;
 2. the id in the call's thought signature;

@@ -1,8 +1,8 @@
 """Decodes JSON objects that Google's clients send. Their keys are in camelCase or snake_case, and a list of one item
 may be sent as the bare item.
 
-The conversion of keys needs no list of field names. It converts the keys of one object only, and leaves nested objects
-unchanged. Invariant: an object is decoded to the same result with camelCase and snake_case keys.
+The conversion of keys needs no list of field names. It leaves nested objects unchanged. Invariant: both spellings of a
+key have the same result.
 
 Source: the ProtoJSON format ("parsers accept both the lowerCamelCase name and the original proto field name").
 """

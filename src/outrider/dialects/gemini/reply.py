@@ -77,14 +77,13 @@ def call_part(call: ToolCall) -> dict[str, Any]:
 
 
 def finish_reason(completion: Completion) -> str:
-    """Return `MAX_TOKENS` for a reply that a token limit or an abort cut off. Any other reply, with or without calls,
-    has the reason `STOP`."""
+    """Return `MAX_TOKENS` for a reply that a token limit or an abort cut off, and `STOP` for any other reply."""
     return "STOP" if completion.finish is FinishReason.STOP else "MAX_TOKENS"
 
 
 def usage(completion: Completion) -> dict[str, int]:
     """Return the token counts. `candidatesTokenCount` includes the tokens of thoughts, which are not counted
-    separately. So `thoughtsTokenCount` is absent for a reply with thoughts, and 0 for any other reply."""
+    separately. So `thoughtsTokenCount` is 0 for a reply without thoughts, and otherwise absent."""
     counts = {
         "promptTokenCount": completion.prompt_tokens,
         "candidatesTokenCount": completion.completion_tokens,

@@ -239,8 +239,8 @@ def _spans_of_user(index: int, content: list[Block]) -> Iterator[_Span]:
 
 
 def _placed(content: Content | None, where: str, start: int = 0, stop: int | None = None) -> list[_PlacedBlock]:
-    """Return the blocks [start, stop) of `content`, each with its path. A string is one text block. `where` is the
-    content's path in the request."""
+    """Return the blocks [start, stop) of a content with their paths. `where` is the content's path. A string is one
+    text block."""
     if content is None:
         return []
     if isinstance(content, str):

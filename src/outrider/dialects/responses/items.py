@@ -213,8 +213,7 @@ class ResponsesHistory:
     def raw(self, index: int) -> bytes:
         span = self._spans[index]
         if span.first == span.last:
-            # The bytes of an item of an unknown type are only its type. The prefix distinguishes the instructions from
-            # such an item.
+            # The prefix distinguishes instructions from an item of an unknown type, whose only bytes are its type.
             return b"i" + msgspec.json.encode(self._instructions)
         return b"\n".join([piece for at in self._items[span.first : span.last] for piece in at.item.pieces()])
 

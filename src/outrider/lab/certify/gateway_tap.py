@@ -1,7 +1,7 @@
 """A proxy between sandboxes and the model gateway. It forwards all bytes, and searches the bytes that are sent to
 clients for given words.
 
-The proxy does not parse HTTP. Invariant: no byte is delayed or changed.
+Invariant: no byte is delayed or changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Runs a certification: starts a whole service with the scripted model in this process, and runs one session for each
 row (test) of the certificate. Before the row `sub-agent`, trial sessions look for the tool that starts a sub-agent.
 
-The module does not use the terminal. Invariant: when `certify` returns, the service has ended and its data have been
-removed.
+Invariant: when `certify` returns, the service has ended and its data have been removed.
 """
 
 from __future__ import annotations

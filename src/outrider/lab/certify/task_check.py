@@ -1,8 +1,7 @@
 """Checks tasks without a model. Each task is tried twice with its known solution, which must earn the reward 1, and
 twice with an agent that does nothing, which must earn 0.
 
-The module does not use the terminal. Invariant: when `check_tasks` returns, the service has ended and its data have
-been removed.
+Invariant: when `check_tasks` returns, the service has ended and its data have been removed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plots a training run over its steps: reward, group spread, staleness, log-probability gap and idle time.
 
-The module needs matplotlib, an optional dependency, and does not use the service.
+The module needs matplotlib, an optional dependency.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writes dialogues of the demo task, with which the policy is trained: the prompt, the expected replies of the model,
 and the sandbox's output.
 
-The module does not use the model's weights. Invariant: each piece of a dialogue is encoded separately, as in the
-service, so that training and service use the same ids.
+Invariant: each piece of a dialogue is encoded separately, as in the service, so that training and service use the same
+ids.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """An ASGI application that forwards each call to the model gateway. It writes the request and the reply to a file, as
 one line of JSON.
 
-The module does not depend on a dialect. Invariants: the program gets the gateway's reply unchanged and without delay;
-no line contains a secret.
+Invariants: the program gets the gateway's reply unchanged and without delay; no line contains a secret.
 """
 
 from __future__ import annotations

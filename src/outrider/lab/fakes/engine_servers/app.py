@@ -1,7 +1,6 @@
 """Turns an engine into an ASGI application, and serves ASGI applications over HTTP.
 
-The module does not depend on the routes of vLLM and SGLang. Invariant: if a route raises EngineError, the client gets
-an error in the format of the server's protocol.
+Invariant: if a route raises EngineError, the client gets an error in the format of the server's protocol.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The part of HTTP that is needed to serve an engine, on plain ASGI: one call gets one response or one event stream.
 
-The module does not depend on an engine's protocol. Invariant: when the client of a generation disconnects, the
-generation is cancelled.
+Invariant: when the client of a generation disconnects, the generation is cancelled.
 """
 
 from __future__ import annotations
