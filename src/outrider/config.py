@@ -207,7 +207,7 @@ def plain_http(value: str | None) -> str | None:
 
 
 class NetworkConfig(Section):
-    """The [network](network.md) of sandboxes. A sandbox has a network only if its task requests one."""
+    """The [network](network.md) of sandboxes. Only tasks that request a network get one."""
 
     allow: Annotated[tuple[DestinationText, ...], Setting("--allow-network DESTINATION")] = ()
     """Destinations that any task [may ask for](network.md#what-the-operator-allows)."""
@@ -267,8 +267,7 @@ class FrozenConfig(Section):
     """A model in addition to the policy. Agents call it by its `name`, and it is never trained.
 
     `tokenizer`, `renderer` and `context_tokens` have the same meaning as in `ModelConfig`. The default `tokenizer` is
-    the policy's. `turns` and `response_tokens` limit this model's calls and sampled tokens in each attempt of a
-    session.
+    the policy's. `turns` and `response_tokens` limit its use by each attempt of a session.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -318,7 +317,7 @@ class NamedServer(Section):
 class GraderConfig(NamedServer):
     """A judge model or a grading service.
 
-    `url`: for a judge, the address of an OpenAI-compatible API, including `/v1`; for a grading service, its address.
+    `url`: the address, for a judge that of an OpenAI-compatible API, including `/v1`.
     `more_urls`: addresses of more servers with the same model or grader. Each call goes to the server with the fewest
         running calls. A retry goes to another server.
     `model`: the model name in a judge's requests.

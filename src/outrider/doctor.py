@@ -37,7 +37,7 @@ LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",), "pos
 also the name of the pip extra that installs them."""
 
 TRIED = frozenset({"namespace", "process", "process-landlock"})
-"""Runtimes that run real programs and need no image. The check starts one sandbox of each of them."""
+"""Runtimes that run real programs and need no image. The check starts a sandbox of each."""
 TRIAL_SECONDS = 30.0
 HINTS = {
     "namespace": "set TMPDIR to a folder of an ordinary file system, such as /dev/shm; or use runtime kind "
@@ -61,7 +61,7 @@ SERVERS = {
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check. `hint` is a remedy if the check failed, or else advice; None without either."""
+    """The result of one check. `hint` is a remedy for a failure, or advice; None if there is neither."""
 
     name: str
     ok: bool
@@ -213,7 +213,7 @@ def _open_files() -> Finding:
 
 
 def _gpus() -> tuple[Finding, ...]:
-    """Return a finding for each GPU that sandboxes may use by default. Without such a GPU, returns one finding that is
+    """Return a finding for each GPU that sandboxes may use by default. If there are none, returns one finding that is
     not ok."""
     if found := NVIDIA.visible():
         return tuple(Finding(name=gpu.name, ok=True, detail=f"{gpu.model} {gpu.uuid}".strip()) for gpu in found)

@@ -1,9 +1,8 @@
 """Prepares images and other files for a model. A document becomes images of its pages. A text replaces a file that a
 tool returned and that the model cannot read.
 
-The module fetches nothing. It reads an image's size from the image's first bytes, without a library. Invariant: what
-the model sees depends only on the file, its media type and its address. So a history that a client sends again looks
-the same to the model.
+Invariant: what the model sees depends only on the file, its media type and its address. So a history that a client
+sends again looks the same to the model.
 """
 
 from __future__ import annotations
@@ -245,8 +244,8 @@ class ReadableMessages:
         return None
 
     def _with_pages(self, message: Message, index: int) -> Message:
-        """Replace the documents of message `index` by their pages. Raises UnpreparedDocuments if the pages are not
-        known yet, and RequestError if a document from the user cannot be read."""
+        """Replace the documents of message `index` by their pages. Raises UnpreparedDocuments for unknown pages, and
+        RequestError for an unreadable document from the user."""
         by_tool, unknown = carried_by_tool(self._messages, index), []
         parts: list[Part] = []
         for part in message.parts:

@@ -1,7 +1,7 @@
 """Finds the class or function that a name in a spec refers to. A name is a built-in, an entry point of an installed
 package, or a dotted path `package.module:attribute`.
 
-Invariant: importing this module imports no plugin. Built-ins are also stored as dotted paths.
+Invariant: importing this module imports no plugin.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ and `versions` only describe the ids that are trained on. `COLUMNS` lists the co
 rest of a reply, such as a group's sessions, is JSON in the schema's metadata, under the key `REPLY`.
 
 Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. A batch has as many rows as fit
-into BATCH_BYTES, because most of the time is spent per column of a batch, not per row. nanoarrow writes the schema and
-reads streams: it has a fortieth of pyarrow's size and is imported ten times as fast. It is imported inside functions,
-because most commands read no samples.
+into BATCH_BYTES, because most of the time is spent per column of a batch, not per row. nanoarrow has a fortieth of
+pyarrow's size and is imported ten times as fast. It is imported inside functions, because most commands read no
+samples.
 """
 
 from __future__ import annotations
@@ -224,8 +224,7 @@ class RecordBatch:
             self._size += size + padding
 
     def message(self) -> list[bytes]:
-        """Return the batch as an Arrow message, in pieces. Only small pieces are joined, because joining copies
-        them."""
+        """Return the batch as a message, in pieces. Only small pieces are joined, because joining copies them."""
         nodes, buffers = len(self._nodes) // 2, len(self._buffers) // 2
         # A flatbuffer's vtable has its own size, the size of its table, and the position of each field in the table. A
         # table begins with the distance to its vtable. An offset counts from the field that contains it.
@@ -303,8 +302,8 @@ COLUMNS: tuple[Column, ...] = (
 END = b"\xff\xff\xff\xff\0\0\0\0"
 """The bytes that end a stream. A stream without them was cut off, maybe between two batches."""
 BATCH_BYTES = 2 << 20
-"""Size of the token ids, in bytes, at which a batch ends. With larger buffers, the allocator returns memory to the
-kernel and requests it again for each batch, which takes longer than the encoding itself."""
+"""Size of the token ids, in bytes, at which a batch ends. With larger buffers, the allocator gets memory from the
+kernel for each batch, which takes longer than the encoding."""
 
 
 def prepare() -> None:

@@ -41,8 +41,8 @@ RETRY_LABEL = "outrider.retry"
 
 
 def reply_of(kind: type[R], row: msgspec.Struct, /, **others: Any) -> R:
-    """Make a reply of the type `kind`. A field has its value in `others`, or else the value of the field with the same
-    name in `row`."""
+    """Make a reply of the type `kind`. Its fields are those in `others`, or else the fields of `row` with the same
+    names."""
     return kind(**{name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}, **others)
 
 
@@ -75,8 +75,8 @@ class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Sandboxes started ahead of time. `ready` is how many are available now, `taken` is how many sessions have used
-    one, and `misses` is how many sessions found no sandbox ready."""
+    """Sandboxes started ahead of time. `ready` is how many are available now. `taken` is the number of sessions that
+    got one, and `misses` the number of sessions that did not."""
 
     ready: int = 0
     taken: int = 0
@@ -272,8 +272,8 @@ class GroupList(msgspec.Struct, frozen=True, kw_only=True):
 
 class QueryReply(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an SQL query. Each row has one value per column: text, a number or null. Bytes are written as
-    hexadecimal digits, and infinite numbers as text. `truncated` is True if the result had more rows than the limits
-    allow. `seconds` is how long the query took."""
+    hexadecimal digits, and infinite numbers as text. `truncated` is True if limits cut off rows. `seconds` is the
+    query's duration."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -282,8 +282,7 @@ class QueryReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimate over the tasks of a run, with its 95 % confidence interval. With fewer than two tasks, `low` and
-    `high` are None."""
+    """An estimate with its 95 % confidence interval. `low` and `high` are None if there are fewer than two tasks."""
 
     value: float
     low: float | None = None
@@ -393,7 +392,7 @@ class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups in the order in which they finished. Send `after=cursor` with the next request to get the next groups."""
+    """Groups in the order in which they finished. To get the next groups, send `after=cursor`."""
 
     groups: tuple[GroupView, ...]
     cursor: int
@@ -719,7 +718,7 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """How the done sessions of a run spent their time, in seconds, summed over the sessions.
+    """How the done sessions of a run spent their time, in seconds over all sessions.
 
     - `queued`: waiting for a slot before the sandbox starts, not counting the time in the service's queue.
     - `waiting`: waiting for a slot with a prepared sandbox.
@@ -739,7 +738,7 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The diagnosis of a run (docs/diagnosis.md): how much data was read, and the findings, most severe first.
 
     groups: the number of groups.
-    sessions, not_done: the numbers of these groups' sessions that are done, and that are not done.
+    sessions, not_done: the numbers of their sessions that are done, and that are not.
     truncated: True if there are more groups, which are older and were not read.
     read_sessions, read_turns: the size of the sample whose turns and timelines were read, in sessions and in model
         calls.

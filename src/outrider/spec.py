@@ -2,8 +2,7 @@
 
 Invariant: every model refuses unknown fields, wrong types, NaN and absurd sizes, and its error names the field. Reading
 a list of objects stops at the first invalid one (`fail_fast`), so that an invalid request does not cost much more than
-a valid one. This module does not read the file system or import plugins. `service/admission.py` checks what depends on
-the machine.
+a valid one. `service/admission.py` checks what depends on the machine.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAX_TEXT = 1 << 20
 MEBIBYTE = 1 << 20
 """The unit, in bytes, of fields whose names end in `_mb`."""
 RUNTIME = "task.runtime"
-"""The path in a request of the field that describes the agent's sandbox."""
+"""The field of a request that describes the agent's sandbox."""
 MAX_GROUP = 4096
 MAX_VERSION = (1 << 31) - 1
 """The largest policy version. It is limited because samples store versions as int32."""
@@ -118,7 +117,7 @@ class Limits(Spec):
 
 
 class Run(Spec):
-    """Prepare step: a shell command in the sandbox, with `env` added to the sandbox's environment.
+    """Prepare step: a shell command in the sandbox. `env` is added to its environment.
 
     A run of the command fails if its exit code is not 0 or it takes longer than `seconds`. The command is repeated
     until it succeeds, or until it has failed `attempts` times. Then the session's attempt fails. Failed runs that begin

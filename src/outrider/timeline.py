@@ -104,12 +104,12 @@ class Timeline:
             self._changed[number] = msgspec.structs.replace(entry, end=end, data=entry.data | data)
 
     def update(self, number: int, **data: Any) -> None:
-        """Change the data of an entry that has no end yet."""
+        """Change the data of an open entry (one without an end)."""
         if (entry := self._open.get(number)) is not None:
             self._changed[number] = self._open[number] = msgspec.structs.replace(entry, data=entry.data | data)
 
     def rename(self, number: int, name: str) -> None:
-        """Change the name of an entry that has no end yet."""
+        """Change the name of an open entry."""
         if (entry := self._open.get(number)) is not None:
             self._changed[number] = self._open[number] = msgspec.structs.replace(entry, name=self._clean(name))
 

@@ -1,7 +1,7 @@
 """The interface of a dialect, which parses requests in one wire format and writes replies in the same format.
 
-A dialect converts bytes to bytes, without a clock, I/O or a tokenizer. An unknown field has no effect and is listed in
-`ModelRequest.ignored`. A known field with a wrong value raises `RequestError` with the field's name.
+An unknown field has no effect and is listed in `ModelRequest.ignored`. A known field with a wrong value raises
+`RequestError` with the field's name.
 
 Invariants:
 
@@ -52,8 +52,8 @@ class Action(Enum):
 
 
 class WireCall(msgspec.Struct, frozen=True):
-    """Method, path, query and headers of one HTTP request. `path` is percent-decoded, and the session key has been
-    removed from it. Header names are in lower case."""
+    """Method, path, query and headers of one HTTP request. `path` is percent-decoded, without the session key. Header
+    names are in lower case."""
 
     method: str
     path: str

@@ -2,7 +2,7 @@
 
 A field is passed on, refused with an error, or ignored. An ignored field is recorded with the turn
 (`ModelRequest.ignored`), unless it does not concern the reply. Invariant: a field that is in no table is also recorded.
-`reading.py` applies the tables. docs/dialects.md has the same tables.
+`reading.py` applies the tables.
 """
 
 from __future__ import annotations

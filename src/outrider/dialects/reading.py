@@ -1,7 +1,7 @@
 """Parses the parts of a request that several dialects share: JSON, the fields of a body, images, tools, sampling,
 thinking, and the required form of the reply, such as a JSON schema.
 
-No image is fetched here. Invariants:
+Invariants:
 
 - Wrong data raises only `RequestError`, with the name of the field.
 - If a key is repeated, its last value is used.
@@ -238,8 +238,8 @@ def apply_rules(
     sent: dict[str, Raw], rules: dict[str, FieldRule], own: Container[str], where: str, notes: list[str]
 ) -> None:
     """Apply the rules to the fields of an object. `where` is the object's path with a final dot ("" for the body). The
-    fields in `own` are skipped, because the dialect itself handles them. The names of fields without effect are added
-    to `notes`. Raises RequestError for a refused field."""
+    dialect itself handles the fields in `own`. Names of fields without effect are added to `notes`. Raises RequestError
+    for a refused field."""
     for name, raw in sent.items():
         if name in rules:
             _apply(rules[name], raw, where, notes)

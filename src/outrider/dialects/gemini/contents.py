@@ -208,7 +208,6 @@ def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
         value: Any = decode(_OBJECT, answer.response, f"{at}.response")
         name = answer.name
         keys = [key for key, inner in value.items() if inner is not None and not (key == "name" and inner == name)]
-        # An object with only one of `_TEXT_KEYS` comes from a tool that returns text (see the module's docstring).
         if len(keys) == 1 and keys[0] in _TEXT_KEYS:
             value = value[keys[0]]
         read.append(Text(value if isinstance(value, str) else msgspec.json.encode(value).decode()))

@@ -4,8 +4,6 @@ This module parses the settings, `tools.py` the tools and `history.py` the conte
 requests also had are scanned, not decoded. So reading a request takes one pass over its bytes, plus decoding its new
 contents. Only `GeminiHistory.parse` decodes messages.
 
-`field_policy.GEMINI_BODY` and `GEMINI_GENERATION` list the treatment of each field.
-
 Source: Google AI API reference, "models.generateContent", "models.countTokens", "GenerationConfig".
 """
 

@@ -5,8 +5,7 @@ only needed data is decoded. `ResponsesHistory.parse` decodes messages later.
 
 `instructions` become the first system message, for this request only: a later request with `previous_response_id` does
 not inherit them. Background work, stored conversations and stored prompts are refused, because only OpenAI's servers
-have them. Hosted tools, and their results in the history, are not passed to the model; their types are added to the
-request's notes.
+have them.
 
 Source: OpenAI API reference, "Create a model response".
 """

@@ -111,6 +111,5 @@ def arguments_of_action(action: dict[str, Any]) -> str:
 
 
 def id_of_custom_call(sent: str) -> str:
-    """Return the model's id of a custom call. `sent` is the id that the client sends. This is the inverse of
-    `custom_call`."""
+    """Return the model's id of a custom call, from the id that the client sends: the inverse of `custom_call`."""
     return sent.removesuffix(_AS_JSON) if sent.endswith(_AS_JSON) else sent.removesuffix(_AS_TEXT)

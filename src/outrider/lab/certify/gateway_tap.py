@@ -20,8 +20,8 @@ KEPT = 256
 """Number of bytes of earlier reads that are searched again, because a word may be split between two reads."""
 
 WAIT_SECONDS = 5.0
-"""Maximum seconds to wait until a word is sent. If the harness does not stream, the wait times out, because no word is
-sent before the reply is complete."""
+"""Maximum seconds to wait for a word. The wait times out if the harness does not stream, because no word is then sent
+before the reply is complete."""
 
 EVENT_STREAM = b"text/event-stream"
 

@@ -18,7 +18,7 @@ from outrider.spec import Write
 
 
 class GoldAgent:
-    """The agent that checks a task. It has these options:
+    """The agent has these options:
 
     - `steps`: one entry for each step of the task.
         - `patch`: a diff to apply to the working directory.

@@ -53,8 +53,8 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     - `streamed`: True if the program requests streamed replies.
     - `ignored`: the parts of requests that had no effect, each with the number of turns that had it.
     - `tools`: the outcomes of a `SubagentTrial`, by tool.
-    - `found`: for the row `image`, whether the program sends images to the model; for the row `sub-agent`, whether it
-      has a tool that starts sub-agents. None for other rows, and if the row does not hold.
+    - `found`: whether the program sends images (row `image`), or has a tool that starts sub-agents (row `sub-agent`).
+      None for other rows, and if the row does not hold.
     - `log_tail`: the end of the program's output, if the row does not hold.
     """
 

@@ -9,8 +9,7 @@ import time
 from typing import Any
 
 START_SECONDS = 3
-"""Seconds before the server answers the first request, as on a busy machine. Some programs do not wait so long for
-their MCP servers."""
+"""Seconds before the server answers, as on a busy machine. Some programs do not wait for their MCP servers."""
 TOOL: Any = {
     "name": "leave_note",
     "description": "Leaves a note for the user.",

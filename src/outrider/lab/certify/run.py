@@ -72,7 +72,7 @@ async def certify(
 async def _tried(
     rows: Sequence[CertificationRow], subject: Subject, agent_seconds: float, watch: Callable[[RowVerdict], None]
 ) -> dict[str, RowVerdict]:
-    """Run the rows in a service, and return their verdicts by the names of the rows."""
+    """Run the rows in a service. Return their verdicts by name."""
     tasks = {row.name: _task(row, subject, agent_seconds) for row in rows}
     tasks[TRIAL.name] = _task(TRIAL, subject, min(agent_seconds, SECONDS))
     after_trial = [row for row in rows if row.needs == "subagent"]
@@ -156,8 +156,7 @@ def _untried(row: CertificationRow, subject: Subject) -> RowVerdict | None:
 
 
 def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> GroupSpec:
-    # The work of a program that exits with an error must not be graded. With "error", the row fails, and its verdict
-    # has the program's log.
+    # If the program exits with an error, the row fails, and its verdict has the program's log.
     strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}
     files = [
         Write(write=b64encode(data).decode(), to=name, encoding="base64")

@@ -67,8 +67,7 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True):
 
     - `row`: the name of the row; None if the prompt does not name one.
     - `subagent`: True if a sub-agent makes the call.
-    - `replies`: the number of the model's replies after the message with the task, or in a prompt without a task the
-      number of all its replies.
+    - `replies`: the number of the model's replies after the message with the task. Without a task, all replies count.
     - `agent_id`: the id of a started sub-agent, from the newest message; or None.
     - `words`: the words of the row's skill that occur in the prompt.
     """
@@ -147,7 +146,7 @@ class ScriptedModel:
         row = row_named(state.row) if state.row else self._unmarked
         if row is None or not (state.tools or state.subagent):
             step = ScriptedStep(raw=TITLE + END)
-        else:  # the next step of the row; the last step is repeated
+        else:
             steps = SUBAGENT_STEPS if state.subagent else row.steps
             step = steps[min(state.replies, len(steps) - 1)]
         if state.subagent and row is None and state.row:
@@ -245,8 +244,8 @@ def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[Fo
 def read_prompt(text: str) -> PromptState:
     """Read the state of a prompt from its rendered text."""
     messages = [part.removesuffix("\n").removesuffix(END) for part in text.split(START)[1:]]
-    # The tools are at the end of the system message, in its last block of tools. The harness's own text may look like
-    # such a block, so lines that are not tools are skipped.
+    # The tools are in the last block of the system message. The harness's own text may look like a block, so lines that
+    # are not tools are skipped.
     blocks = _TOOLS.findall(messages[0]) if messages else ()
     tools: list[ToolSpec] = []
     for line in blocks[-1].split("\n") if blocks else ():
@@ -256,8 +255,8 @@ def read_prompt(text: str) -> PromptState:
             continue
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tools.append(tool)
-    # The system message is searched last. In some prompts, only this message has a sub-agent's task. Results of tools
-    # are skipped, because they name no task.
+    # Search the system message last: only some prompts have a sub-agent's task there. Skip the results of tools, which
+    # name no task.
     for index, message in [*list(enumerate(messages))[1:], *list(enumerate(messages))[:1]]:
         if not message.startswith(("user\n<tool_response>", "assistant\n")) and (found := _MARKS.search(message)):
             # The last message is the reply that is about to be generated, so it does not count.

@@ -5,9 +5,7 @@ A tool starts a sub-agent if all of this happens after its call:
 
 - A new conversation begins with one of the call's marks.
 - The new conversation goes on after a tool call of its own.
-- The calling conversation goes on, too.
-
-So neither a summary that replaces the conversation nor a single question with the text counts as a sub-agent.
+- The calling conversation goes on, too. So a summary that replaces it does not count.
 
 Invariant: no tool is called in two sessions.
 """

@@ -28,8 +28,7 @@ from outrider.spec import EngineSpec, TaskSpec
 from outrider.tasks.examples import Example, Gold
 
 TIMES = 2
-"""How often each task is tried with the known solution, and how often without it. A second try can reveal a reward that
-depends on chance."""
+"""Number of tries with the known solution, and without it. Two tries can reveal a reward that depends on chance."""
 NOTHING = "I have done nothing."
 AGENT = "outrider.lab.certify.gold_agent:GoldAgent"
 END = "<|im_end|>"
@@ -38,8 +37,8 @@ NO_SOLUTION = "it has no solution to try: give it a table [gold] with `run`, `pa
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of checking one task. `gold` has the rewards of the tries with the known solution, and `nothing` those
-    of the tries without it; None for a try without a reward. The task is good if `problems` is empty."""
+    """The result of checking one task. `gold` and `nothing` have the rewards of the tries with and without the known
+    solution, None for a try without a reward. A task without `problems` is good."""
 
     id: str
     gold: tuple[float | None, ...] = ()
@@ -62,7 +61,7 @@ async def check_tasks(
     - `graders`: the graders that the tasks may name.
     - `network`: the destinations that the tasks may reach, by default none.
     - `at_once`: the maximum number of concurrent sandboxes.
-    - `watch`: called with the report on each task as soon as the task is checked.
+    - `watch`: called with each task's report as soon as it is known.
     """
     replies: list[Any] = [NOTHING + END]
     replies += [

@@ -1,8 +1,8 @@
 """Finds a harness's tools for running a command, writing or reading a file, looking at an image, and waiting for a
 sub-agent. Also sorts the tools by how likely they start a sub-agent.
 
-The decisions use only the tools' declarations in requests (names, descriptions, types of parameters) and the hint of a
-preset. Invariant: a call has every argument that the tool's schema requires.
+The decisions use only the tools' declarations and the hint of a preset. Invariant: a call has every argument that the
+tool's schema requires.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter of the tools with a certain role, such as "writes a file". `names` are its possible names, the
-    likeliest first. `described_by` are words that its description may have. `may_be_list` is True if it may be a list
-    of strings instead of a string."""
+    """A parameter of the tools that have a role. `names` are its possible names, the likeliest first. `described_by`
+    are words of its description. `may_be_list` is True if it may be a list of strings."""
 
     names: tuple[str, ...]
     described_by: frozenset[str] = frozenset()
@@ -42,9 +41,9 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 class ToolRole(msgspec.Struct, frozen=True, kw_only=True):
     """A purpose that a tool can have (`what`), and the words by which such a tool is recognized.
 
-    - `certain`: words that decide the role, the likeliest first. They are searched for in the tool's name and in the
-      choices of its parameters.
-    - `read_description`: if True, `certain` words are also searched for in the tool's description, with a lower score.
+    - `certain`: words that decide the role, the likeliest first. They are in the tool's name or in a parameter's
+      choices.
+    - `read_description`: if True, these words also count in the description, with a lower score.
     - `possible`: words in the tool's name that give a low score.
     - `excluding`: words in the tool's name that exclude the role.
     """
@@ -209,9 +208,8 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
 
 
 def _noter(tools: Sequence[ToolSpec], within: McpCall | None) -> FoundTool | None:
-    """Return the tool that the model must call to use the MCP server's tool. This is usually the server's tool itself.
-    In some programs the model must write code that calls it. Then it is the tool that runs the code, which `within`
-    describes."""
+    """Return the tool that the model must call to use the MCP server's tool. Usually this is the server's tool itself.
+    In some programs it is a tool that runs code, which `within` describes."""
     names = _names(tools)
     if within is None:
         # Programs put the server's name before the tool's name, so only the end of a name is compared.
@@ -228,8 +226,8 @@ def _names(tools: Iterable[ToolSpec]) -> list[str]:
 
 
 def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], str]) -> list[MarkedCall]:
-    """Return a call of each tool that takes a text. `text` makes a new text for each argument. The calls of tools that
-    look like starting a sub-agent, by their names and parameters, come first."""
+    """Return a call of each tool that takes a text. `text` makes a new text for each argument. Tools that probably
+    start a sub-agent come first."""
     calls: list[tuple[int, MarkedCall]] = []
     for tool in tools:
         function = tool["function"]
@@ -276,8 +274,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
             continue
         fit, usable = made
         texts = [function, *_properties(function).values()]
-        # Words such as `execute` and `script` may also describe a tool that runs Python. A tool that mentions Python is
-        # therefore accepted only if its role is certain.
+        # Words such as `execute` may also describe a tool that runs Python. So a tool that mentions Python is accepted
+        # only if its role is certain.
         python = any(
             "python" in str(each.get("description", "")).lower() for each in texts if isinstance(each, Mapping)
         )
@@ -287,8 +285,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
 
 
 def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int:
-    """Return a score for how likely the tool has the role; 0 if it cannot have it. The score depends on the tool's
-    name, the choices of its parameters, and its description."""
+    """Return a score for how likely the tool has the role; 0 if it cannot have it. It depends on the tool's name,
+    choices and description."""
     if hinted:
         return 1000
     name = str(function.get("name", ""))
@@ -448,8 +446,8 @@ class _Arguments:
         return _kind(self._resolved(schema))
 
     def _resolved(self, schema: Any) -> Any:
-        """Return the schema that a schema without a `type` stands for: the target of its reference, or the first schema
-        in `anyOf`, `oneOf` or `allOf` that is not null."""
+        """Resolve a schema without a `type`: return the target of its reference, or the first schema in `anyOf`,
+        `oneOf` or `allOf` that is not null."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping) or "type" in schema:
                 return schema

@@ -1,7 +1,7 @@
 """Runs the demo: starts a whole service with the shipped policy in this process, and runs groups of real sessions.
 
-Like a trainer, the module submits sessions, waits for them and reads their samples through the client. Invariant: when
-`run_demo` returns, the service has ended. Its data have been removed, unless the caller named the data folder.
+The module uses the client, as a trainer does. Invariant: when `run_demo` returns, the service has ended. Its data have
+been removed, unless the caller named the data folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks the samples of a demo's sessions, computes totals, and writes the samples and the totals to files.
 
-Only `write_files` does I/O. The check runs no model, because the service counts drifted tokens. This count already
-shows whether the engine got exactly the ids in the samples.
+Only `write_files` does I/O. The check runs no model. The service's count of drifted tokens already shows whether the
+engine got exactly these ids.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from outrider.trajectory import Sample
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a demo: the finished groups with their samples, the turns of each session by session id, and the
-    duration of the demo in seconds."""
+    """A demo's finished groups with their samples, its turns by session id, and its duration in seconds."""
 
     groups: tuple[GroupView, ...]
     turns: dict[str, tuple[TurnView, ...]]

@@ -1,7 +1,7 @@
 """The demo's task: find the zone of an item by reading the file that has the item's name.
 
-Invariant: the zone is drawn at random for each episode (instance of the task) and is only in the sandbox. So an agent
-must read the right file; a guess is right 1 time in 16.
+Invariant: the zone is drawn at random for each episode and is only in the sandbox. So an agent must read the right
+file; a guess is right 1 time in 16.
 """
 
 from __future__ import annotations

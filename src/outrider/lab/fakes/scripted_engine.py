@@ -1,8 +1,8 @@
 """An engine that replies from a script, for tests, dry runs and benchmarks.
 
-The engine samples nothing. It implements everything that engines must support: stops, limits, context overflow,
-pausing, aborting and versions. For tests, it can also fail or stall at a chosen token, and records its requests.
-Invariant: token `id` at context position `p` always has the log-probability `scripted_logprob(p, id)`.
+The engine implements everything that engines must support: stops, limits, context overflow, pausing, aborting and
+versions. For tests, it can also fail or stall at a chosen token, and records its requests. Invariant: token `id` at
+context position `p` always has the log-probability `scripted_logprob(p, id)`.
 """
 
 from __future__ import annotations
@@ -98,9 +98,8 @@ class _Plan(msgspec.Struct, frozen=True):
 class ScriptedEngine:
     """An `Engine` with a script. It also implements `TokenizesText`, `SetsVersion` and `LoadsWeights`.
 
-    If a pause aborts a reply, the session may request the rest: with the same prompt, followed by the ids it already
-    got. The reply then continues where it stopped. Weights are not read, but their path must exist, and is stored in
-    `weights`.
+    If a pause aborts a reply, the session can request the rest: the new prompt is the old prompt followed by the ids
+    sampled so far. Weights are not read, but their path must exist, and is stored in `weights`.
 
     For tests:
 
@@ -113,7 +112,7 @@ class ScriptedEngine:
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    # The engine does not enforce constraints. The author of a script must comply with them.
+    # Constraints are not enforced. The author of a script must comply with them.
     constraints = frozenset(ConstraintKind)
     capabilities = frozenset({Capability.VERSIONED_CACHE})  # there is no cache, so it is never outdated
 
@@ -252,7 +251,7 @@ class ScriptedEngine:
     async def _next(self, plan: _Plan, run: _Run) -> Chunk:
         """Return the next chunk of a generation. Waits while the engine is paused or hangs, or the generation is
         stalled. An aborted generation ends with an empty chunk. Raises EngineUnavailable if the engine was killed, or
-        the error that the script demands."""
+        the script's error."""
         if run.position:
             await asyncio.sleep(0)
         while (

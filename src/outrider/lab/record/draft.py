@@ -77,8 +77,8 @@ def place_of(words: Sequence[str], search: str | None) -> Place:
     """Return the command in `words` with the files that it needs. `search` is the PATH. Reads links and files.
 
     If an argument is a file or `--name=FILE`, it becomes an absolute path, and the file is mounted. A small text file
-    with a relative path below the working directory is the program's input: it is not mounted, but written by a prepare
-    step. The script of an interpreter is always mounted, because it is the program itself.
+    below the working directory, named by a relative path, is the program's input: a prepare step writes it. An
+    interpreter's script is always mounted.
     """
     found = shutil.which(words[0], path=search)
     if found is None:
@@ -138,8 +138,8 @@ def _links(file: Path) -> Iterator[Path]:
 
 
 def _named_by_env(script: Path, search: str | None) -> Path | None:
-    """Return the interpreter that a script names in a first line `#!/usr/bin/env INTERPRETER`. Returns None without
-    such a line, and for an interpreter that every sandbox has."""
+    """Return the interpreter that a script names in a first line `#!/usr/bin/env INTERPRETER`. Returns None if every
+    sandbox has this interpreter."""
     with script.open("rb") as file:
         named = _ENV_SHEBANG.match(file.read(LONGEST_PATH))
     found = shutil.which(named[1].decode(), path=search) if named else None
@@ -177,8 +177,8 @@ def _of_system(path: Path) -> bool:
 
 def with_instruction(words: Sequence[str], user_texts: Iterable[str]) -> tuple[tuple[str, ...], str | None]:
     """Replace the instruction in the command's words with {instruction}. The instruction is a text that the program
-    sent to its model as a user message. Returns the new words and this text, or None if no word contains such a text.
-    In `--name=TEXT`, only TEXT is replaced."""
+    sent to its model as a user message. Returns the new words and this text, or None if there is no such text. In
+    `--name=TEXT`, only TEXT is replaced."""
     sent = [text.strip() for text in user_texts]
     best: tuple[tuple[bool, bool, int], int, str] | None = None
     for index, word in enumerate(words[1:], 1):

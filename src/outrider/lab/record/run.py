@@ -70,8 +70,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a recorded run. `dialects` are the dialects of the successful model calls. `refused` maps a text
-    with method, path, status and reason of a failed call to the number of such calls."""
+    """The outcome of a recorded run. `dialects` are the dialects of the successful model calls. `refused` has the
+    number of failed calls by method, path, status and reason."""
 
     exit_code: int
     calls: int
@@ -144,8 +144,8 @@ async def _run(program: Program, session: ExternalSession, url: str, home: Path,
         await asyncio.to_thread(_write, home, program.files, words)
         env["HOME"] = str(home)
     try:
-        # A shell makes the pipe for standard input, as in the drafted task. asyncio may use a socket instead of a pipe,
-        # and some programs do not read from a socket.
+        # A shell makes the pipe for standard input, as in the drafted task. asyncio may use a socket, from which some
+        # programs do not read.
         process = await asyncio.create_subprocess_exec(
             *(FED if program.stdin else ()), *command, env=env, stdout=stdout
         )
@@ -174,8 +174,8 @@ def _write(home: Path, files: Mapping[str, str], words: Mapping[str, str]) -> No
 
 
 def files_below(folder: Path, *, most: int = 64, most_bytes: int = 1 << 20) -> dict[str, str]:
-    """Return the texts of the files below a folder, by relative path. The call blocks while it reads them. Raises
-    InvalidField for files that a task cannot have: too many, too large, or not text."""
+    """Return the texts of the files below a folder, by relative path. The call blocks. Raises InvalidField for files
+    that a task cannot have: too many, too large, or not text."""
     found: dict[str, str] = {}
     for place, _, names in os.walk(folder):
         for name in sorted(names):

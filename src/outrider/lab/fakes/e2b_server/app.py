@@ -1,8 +1,7 @@
 """The fake E2B server. It starts sandboxes from templates, and keeps their time limits and metadata. It forwards
 requests to `envd`, the daemon in each sandbox.
 
-The server implements the paths, names and status codes that E2B's own SDK uses, so the SDK works with it. Invariant:
-when `serving_e2b` ends, no sandbox is left.
+E2B's own SDK works with the server. Invariant: when `serving_e2b` ends, no sandbox is left.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ MAX_BODY = 256 << 20
 ENVD_PATHS = ("/health", "/files", "/process.Process/", "/filesystem.Filesystem/")
 
 Fault = Callable[[web.Request, Callable[[], Awaitable[web.StreamResponse]]], Awaitable[web.StreamResponse]]
-"""A function with which a test replies to a request instead of the server. The function can call its second argument to
-get the server's own reply."""
+"""A test's function that replies to a request. It can call its second argument for the server's own reply."""
 
 
 @dataclass

@@ -1,5 +1,4 @@
-"""The server's side of the Connect protocol (an RPC protocol over HTTP) with JSON. A body is one message or a stream of
-frames."""
+"""The server's side of the RPC protocol Connect, with JSON. A body is one message or a stream of frames."""
 
 from __future__ import annotations
 

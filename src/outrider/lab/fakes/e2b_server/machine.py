@@ -119,8 +119,8 @@ except OSError as error:
 if reply is not None:
     print(json.dumps(reply))
 """
-"""Python program that carries out one file operation. It runs inside the sandbox, so that symbolic links cannot lead to
-files outside."""
+"""Python program that carries out one file operation. It runs inside the sandbox, so that no symbolic link leads
+outside."""
 
 
 class FileFault(Exception):

@@ -65,7 +65,7 @@ async def serving(
     """Serve the application in this event loop during the block. Yields the base URL. Port 0 selects a free port.
     `websockets` is the maximum size in bytes of a WebSocket message; 0 disables WebSockets.
 
-    At the end of the block, open connections are closed at once.
+    At the end, open connections are closed at once.
     """
     config = server_settings(app, websockets=websockets)
     config.load()

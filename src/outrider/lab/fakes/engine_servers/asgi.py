@@ -184,9 +184,8 @@ class _Tokenize(msgspec.Struct):
 
 
 class Served:
-    """An engine that is served in the protocol of vLLM or SGLang. `routes` are the routes that only this protocol has.
-    The routes that both have are added. `dead` is True after a request that would make the real server exit. From then
-    on, every connection is closed at once."""
+    """An engine that is served in the protocol of vLLM or SGLang. `routes` are the routes that only one of them has.
+    After a request that would make the real server exit, `dead` is True, and every connection is closed."""
 
     owner = ""
     """The `owned_by` of the served model."""
@@ -251,8 +250,7 @@ class Served:
         )
 
     async def set_version(self, label: str) -> None:
-        """Set the version of the engine's weights to the number in `label`. Raises EngineRejected if the engine's
-        version cannot be set."""
+        """Set the engine's version to that of `label`. Raises EngineRejected if it cannot be set."""
         if not isinstance(self.engine, SetsVersion):
             raise EngineRejected("this engine's version cannot be set")
         await self.engine.set_version(version_of(label))

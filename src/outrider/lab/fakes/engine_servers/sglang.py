@@ -110,8 +110,7 @@ class ServedSGLang(Served):
 
     owner = "sglang"
     tokenizer_length = 131_072
-    """The real server's reply to `/tokenize` has this limit from the tokenizer's files, not the model's context
-    length."""
+    """The real server answers `/tokenize` with the limit in the tokenizer's files."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         routes: Routes = {
@@ -225,8 +224,8 @@ class ServedSGLang(Served):
         raise ServerDied
 
     async def _request(self, body: _Generate) -> GenerateRequest:
-        """Check a request, and convert it to the engine's form. Raises EngineRejected, or ContextOverflow if prompt and
-        output do not fit into the context."""
+        """Check and convert a request. Raises EngineRejected, or ContextOverflow if prompt and output do not fit into
+        the context."""
         sampling = body.sampling_params
         if not body.input_ids:
             raise EngineRejected("input_ids cannot be empty.")
@@ -348,8 +347,8 @@ class ServedSGLang(Served):
 
 
 class _SGLangWriter:
-    """Writes one response. Each event of a stream repeats the content of all earlier events. Only a server that streams
-    incrementally sends new content alone."""
+    """Writes one response. Each event of a stream also repeats all earlier content, unless the server streams
+    incrementally."""
 
     def __init__(self, request: GenerateRequest, settings: ServeSettings, cached: int | None, body: _Generate) -> None:
         self.sampled: list[int] = []

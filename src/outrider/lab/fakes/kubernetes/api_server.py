@@ -1,8 +1,7 @@
 """A fake Kubernetes API server for tests. It has the part of the API that sandboxes use: pods, commands in pods,
 watches, daemon sets, and the errors of a busy or strict cluster.
 
-Pods run on a `FakeMachine`. Invariant: every response has the form of a real API server's response, so that the
-official Python client can read it.
+Pods run on a `FakeMachine`. Invariant: the official Python client can read every response.
 """
 
 from __future__ import annotations

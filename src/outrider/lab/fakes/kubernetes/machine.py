@@ -1,8 +1,7 @@
 """The machine of a fake cluster. It runs containers as root, as processes in Linux namespaces.
 
 An image is a folder. A container's only network is its own loopback device. Resources are not limited, and capabilities
-are not dropped. Invariant: after the `async with` block of `FakeMachine`, none of its processes is alive, and its
-folder is removed.
+are not dropped. Invariant: after the `async with` block of `FakeMachine`, its processes and its folder are gone.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from aiohttp import WSMsgType, web
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 PIECE = 1 << 15
 CLOSE_CHANNEL = 255
-"""A message on this channel closes another channel, in version 5 of the protocol for commands in pods."""
+"""Messages on this channel close other channels, in version 5 of the protocol."""
 ENTER = """
 set -e
 ip link set lo up
@@ -335,12 +334,12 @@ async def first_inside(process: asyncio.subprocess.Process) -> int:
 
 
 def child_with_own_root(pid: int) -> int | None:
-    """Return the id of the first child of a process; None if the child still has the host's root folder. Raises OSError
-    or IndexError if there is no child."""
+    """Return the id of a process's first child, or None while the child has the host's root folder. Raises OSError or
+    IndexError if there is no child."""
     child = child_of(pid)
     return child if os.readlink(f"/proc/{child}/root") != "/" else None
 
 
 def child_of(pid: int) -> int:
-    """Return the id of the first child of a process. Raises OSError or IndexError if there is no child."""
+    """Return the id of a process's first child. Raises OSError or IndexError if there is no child."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

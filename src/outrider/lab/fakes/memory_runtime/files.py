@@ -82,8 +82,7 @@ class MemoryFiles:
 
     def patch(self, folder: str, text: bytes) -> None:
         """Apply a diff to the files below a folder, as `Runtime.patch` defines it. The files are written to a temporary
-        folder of the host, patched there by git, and read back. The call blocks until git has ended. Raises
-        PatchConflict."""
+        folder of the host, patched there by git, and read back. The call blocks. Raises PatchConflict."""
         with tempfile.TemporaryDirectory(prefix="outrider-patch-") as host:
             for path in self.below(folder):
                 place = Path(host, posixpath.relpath(path, folder))

@@ -1,9 +1,8 @@
 """The runtime `memory`: files in memory, a very small shell, and failures on demand.
 
-The runtime starts no process except git for patches, and uses the disk only for uploads, patches and archives. So tests
-and benchmarks can run thousands of sessions, and users can import it for their own tests. It passes the contract tests
-of the real runtimes, except those that need Python or IPython. Invariant: if there is a MemoryLedger, it counts one
-start and one stop for each sandbox that has started.
+The runtime starts no process except git for patches. So tests and benchmarks can run thousands of sessions, and users
+can import it for their own tests. It passes the contract tests of the real runtimes, except those that need Python or
+IPython. Invariant: if there is a MemoryLedger, it counts one start and one stop for each sandbox that has started.
 """
 
 from __future__ import annotations
@@ -198,14 +197,13 @@ class MemoryRuntime:
             if entry.folder:
                 self._files.make_folder(path)
             else:
-                # Read the file to which the link led when `entries` checked it, because the link may have been replaced
-                # since.
+                # Read the file that `entries` found behind the link. The link may have been replaced since.
                 plain = entry.path if entry.link is None else entry.path.parent / entry.link
                 self._put(path, await asyncio.to_thread(plain_bytes, Path(posixpath.normpath(plain))))
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        """Write an archive of the paths. `alone` would first end processes that are still running; no process here
-        outlives its call."""
+        """Write an archive of the paths. `alone` has no effect: it would kill other processes first, but there are
+        none."""
         self.check("read")
         sink = io.BytesIO()
         with tarfile.open(fileobj=sink, mode="w") as archive:
@@ -249,8 +247,7 @@ class MemoryRuntime:
             raise RuntimeFailure(f"cannot write {path}: {error!r}") from error
 
     def _unpack(self, source: Path, roots: Sequence[str]) -> None:
-        """Write the archive's files and folders that are at or below one of `roots`. The call blocks while it reads the
-        archive."""
+        """Write the archive's files and folders that are at or below one of `roots`. The call blocks."""
         try:
             with tarfile.open(source) as archive:
                 for member in archive:
