@@ -67,7 +67,7 @@ def check_signature(
     """Check that the sender of a request has the secret. `body` must be the bytes as received.
 
     While a secret is being replaced, pass both the old and the new secret. `tolerance` is the maximum difference
-    between the clocks of service and receiver, in seconds. For the same time, somebody could replay a recorded request.
+    between the clocks of service and receiver, in seconds. Within this time, somebody could replay a recorded request.
     Raises Unauthorized if the signature or its headers are missing, if the signature does not match, or if it was made
     more than `tolerance` seconds before or after now.
     """

@@ -580,8 +580,8 @@ RECIPE_VARIABLES = {
 """Maps environment variables of verl's recipe, such as PROXY_PORT, to paths of settings. The variables are read if
 `compat` contains `verl`. OUTRIDER_* variables override them."""
 ADDED = {"plugins.allow": PluginsConfig().allow}
-"""The paths of the lists that a flag extends instead of replacing, with their defaults. The flag extends the list from
-the environment or the file, or else the default."""
+"""Lists that a flag extends instead of replacing: the path of each list, and its default. The flag extends the list
+from the environment or the file, or else the default."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near", "log_format"})
 """The settings and sections that a machine sets for itself when it joins a service. It gets all other settings from the
 service."""

@@ -27,8 +27,8 @@ class GroupState(StrEnum):
 
 
 class StopReason(StrEnum):
-    """The reason why a session ended. Every reason has a verdict, except CANCELLED, EARLY_STOP, EXPIRED,
-    SESSION_TIMEOUT and ERROR. EARLY_STOP means that enough other sessions of the group already had a verdict. EXPIRED
+    """The reason why a session ended. A session has a verdict unless the reason is CANCELLED, EARLY_STOP, EXPIRED,
+    SESSION_TIMEOUT or ERROR. EARLY_STOP means that enough other sessions of the group already had a verdict. EXPIRED
     means that the session waited too long to be started."""
 
     COMPLETED = "completed"

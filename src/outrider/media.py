@@ -1,5 +1,5 @@
-"""Prepares images and other files for a model. A document becomes images of its pages. A text replaces a file that a
-tool returned and that the model cannot read.
+"""Prepares images and other files for a model. A document becomes images of its pages. If a tool returns a file that
+the model cannot read, the model sees a text instead.
 
 Invariant: what the model sees depends only on the file, its media type and its address. So a history that a client
 sends again looks the same to the model.

@@ -194,7 +194,7 @@ class WireMessages(Protocol):
 
 
 class ParsedMessages:
-    """`WireMessages` over messages that are already parsed. It is for callers within the process."""
+    """`WireMessages` for callers that have parsed messages."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages

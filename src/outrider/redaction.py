@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 KEY_PREFIX = "outrider_"
-"""The prefix by which tokens of the control API and session keys are found in a text."""
+"""The prefix of session keys and control API tokens. It is used to find them in a text."""
 HIDDEN = "[redacted]"
 
 _OWN = re.compile(rf"{KEY_PREFIX}[\w-]{{32,}}")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 REPLY = "outrider.reply"
-"""The key in the schema's metadata. Its value is the reply as JSON, without the reply's samples."""
+"""A key in the schema's metadata. Its value is the JSON of the reply without its samples."""
 CANNOT_READ = "the samples in the service's reply cannot be read"
 VERSIONS = "the client and the service may be of different versions"
 

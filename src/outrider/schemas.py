@@ -202,8 +202,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that `GroupView` and `GroupSummary` have in common.
 
-    `cursor` is the position of a finished group in the list of results; None before. `submitted_by` is the name of the
-    token that submitted the group, and `tenant` is the group's owner.
+    `cursor` is the group's position in the list of results, None until it is finished. `submitted_by` is the name of
+    the token that submitted the group, and `tenant` is the group's owner.
     """
 
     id: str
@@ -318,7 +318,7 @@ class RunSide(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flip(msgspec.Struct, frozen=True, kw_only=True):
-    """Two sessions of the same task, `a` and `b`, one from each side, of which only one is solved. `sample` is the
+    """Two sessions of the same task, one from each side of a comparison. Only one of them is solved. `sample` is the
     position of both among their side's sessions of the task."""
 
     task: str
@@ -761,7 +761,7 @@ class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
         done.
     calls, calls_failed: model calls that were stored, and model calls that got an error reply.
     tokens_sampled: tokens of the stored calls.
-    queued, running: sessions in the queue, and started sessions, at the time `at`.
+    queued, running: sessions in the queue, and running sessions, at the time `at`.
     """
 
     at: float
@@ -804,7 +804,7 @@ class TokenList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A new token. No other reply contains its text."""
+    """A new token. `text` is the token itself, which no other reply contains."""
 
     token: TokenView
     text: str

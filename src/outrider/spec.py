@@ -337,7 +337,7 @@ class RuntimeSpec(Spec):
 
 class ExternalSpec(Spec):
     """An agent that somebody else runs elsewhere. Outrider starts no program, and the session ends when a request
-    completes it. Without a model call for `idle_seconds`, it ends as an error."""
+    completes it. Without a model call for `idle_seconds`, the session ends as an error."""
 
     idle_seconds: Seconds = 1800
 
@@ -851,9 +851,9 @@ class ReportSpec(Spec):
 
 
 class RegradeSpec(Spec):
-    """A request to grade sessions again. If `evaluator` is null, the task's is used; a new one may omit `carry`.
-    `labels` are added to the task's labels. The rest of the task stays unchanged. `GroupSpec` explains the other
-    fields."""
+    """A request to grade sessions again. If `evaluator` is null, the task's is used. A new evaluator may omit `carry`,
+    because it grades the outcome that was kept. `labels` are added to the task's labels. The rest of the task stays
+    unchanged. `GroupSpec` explains the other fields."""
 
     evaluator: EvaluatorSpec | None = None
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}

@@ -91,7 +91,7 @@ class BranchKind(StrEnum):
 
 
 class BranchPolicy(StrEnum):
-    """What happens to the branches of a kind when training rows are made."""
+    """What happens to the branches of a kind in the training data."""
 
     TRAIN = "train"
     MASK = "mask"  # delivered as a row in which nothing is trained on
@@ -287,8 +287,8 @@ def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
 
 class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are those of `Turn`. `SampleFields`
-    explains `kind`, `label` and `depth`. `row` is the number of the row in which the turn's tokens are trained on, or
-    None."""
+    explains `kind`, `label` and `depth`. `row` is the number of the training row in which the turn's tokens are trained
+    on, or None."""
 
     index: int
     parent: int | None
@@ -589,7 +589,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     model_seconds: the time during which at least one model call of the session was running, in seconds.
     artifact_bytes: the size of the artifacts that were kept.
     answer: the agent's answer, if the harness reports one.
-    carried: True if an artifact has the files that were carried to the grading.
+    carried: True if an artifact has the files that the grading got (`EvaluatorSpec.carry`).
     run_reason: if the grading failed, the reason why the agent's run had ended.
     regrades: the session whose run was graded again. Its turns are also stored as this session's.
     """

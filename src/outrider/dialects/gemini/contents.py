@@ -282,8 +282,8 @@ def signature(call_id: str) -> str:
 
 
 def signed_id(sent: str | None) -> str | None:
-    """Return the call's id in a thought signature; None if Outrider did not make it. Accepts both alphabets of
-    base64."""
+    """Return the call's id from a thought signature; None if Outrider did not make the signature. Accepts both
+    alphabets of base64."""
     if not sent:
         return None
     try:

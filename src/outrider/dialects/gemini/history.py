@@ -318,7 +318,7 @@ class _HistoryReader:
         return tuple(ids)
 
     def _add_user(self, content: _ReadContent, index: int) -> None:
-        """Make the messages of a user's content. `index` is the content's index in the request."""
+        """Make the messages that a user's content becomes. `index` is the content's index in the request."""
         self.place = digest(self.place + content.digest)
         for one in content.ranges:
             if not one.is_answer:

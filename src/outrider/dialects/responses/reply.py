@@ -239,7 +239,7 @@ class _OpenItem(msgspec.Struct, frozen=True):
         return {"item_id": self.id, "output_index": self.index, self.form.index_key: 0}
 
     def text_place(self) -> dict[str, Any]:
-        """Return the fields of `place` for an event that has text of the item."""
+        """Like `place`, for an event that has text of the item."""
         return {**self.place(), "logprobs": []} if self.form is _TEXT else self.place()
 
     def delta_head(self) -> bytes:

@@ -121,7 +121,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     declared = [tool for call in evidence.calls for tool in call.state.tools]
     tools = find_tools(declared, hint)
     word: Word = "not tried"
-    # A harness that failed before its first model call has declared no tools. `_failures` reports it below.
+    # A harness that failed before its first model call has declared no tools. `_failures` reports this failure below.
     if row.needs == "mcp" and result.error is not None and (result.error.field or "").startswith(MCP_SERVERS):
         reason = result.error.message  # the MCP server cannot start, because the sandbox has no Python
     elif evidence.calls and row.needs == "mcp" and tools.noter is None and result.error is None:

@@ -108,7 +108,7 @@ async def _tried(
                     for later in [TRIAL] if again else after_trial:
                         submitted[(await client.submit(tasks[later.name])).id] = later
                     continue
-                [session] = group.sessions  # a row is a group of one session
+                [session] = group.sessions  # each row is submitted as a group of one session
                 assert session.result is not None
                 key = f"{session.id}-{session.result.attempt}"
                 evidence = RowEvidence(

@@ -40,7 +40,8 @@ from outrider.trainers.weight_publishing import PolicyWeights
 GROUPS, SAMPLES = 8, 8
 """Number of groups in a training step, and number of sessions in a group."""
 INFLIGHT = 8
-"""Maximum number of concurrent groups. They fill the run lane, and more groups would be too old for the next batch."""
+"""Maximum number of concurrent groups. They fill the run lane (the slots for running agents). More groups would be too
+old for the next batch."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """The learning rates at the beginning and at the end. At 1e-3, a policy may forget the syntax of tool calls within one
