@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 # numpy is imported only inside functions, and types are written as strings, because importing numpy takes a fifth of a
-# second. Clients and the command line use the records of this module without numpy.
+# second. Clients use the records of this module without numpy.
 Ids: TypeAlias = "npt.NDArray[np.int32]"
 Logprobs: TypeAlias = "npt.NDArray[np.float64]"
 

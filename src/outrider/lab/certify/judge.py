@@ -45,7 +45,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one row (one test) of a certificate.
 
-    - `required`: True if the certificate holds only if the row was tried.
+    - `required`: True if the row must be tried before the certificate can hold.
     - `reason`: why the row does not hold or was not tried; for a row that holds, a remark.
     - `turns`: the number of model calls.
     - `forks`: how often the harness sent a changed history, by cause.

@@ -82,7 +82,7 @@ class ScriptedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One reply of the scripted model: thinking, then text, then a tool call for each of `actions`.
 
     - `style`: how the JSON of the calls is written.
-    - `subagent`: a task for a sub-agent, which one more call starts.
+    - `subagent`: a task for a sub-agent. One more call starts the sub-agent.
     - `wait`: also call the tool that waits for the sub-agent, if there is one.
     - `raw`: text that is appended unchanged. It contains `malformed` malformed calls.
     - `stall`: pause after FIRST_WORD until the word has been sent to a client, or until a timeout.

@@ -99,7 +99,7 @@ class SubagentTrial:
         return None
 
     def begins(self, mark: str, *, able: bool, replies: int) -> None:
-        """Record that a conversation begins with the text `mark`. `able` is True if it has a tool that can do the
+        """Record that a conversation begins with the text `mark`. `able` is True if the conversation has a tool for the
         sub-agent's part of the task. `replies` is the number of replies in the conversation so far."""
         text = _text(mark)
         call = next((call for call in self._plan if text in call.texts), None)

@@ -30,8 +30,8 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter of the tools that have a role. `names` are its possible names, the likeliest first. `described_by`
-    are words of its description. `may_be_list` is True if it may be a list of strings."""
+    """A parameter that tools with a certain role have. `names` are its possible names, the likeliest first.
+    `described_by` are words of its description. `may_be_list` is True if it may be a list of strings."""
 
     names: tuple[str, ...]
     described_by: frozenset[str] = frozenset()

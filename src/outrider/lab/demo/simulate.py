@@ -1,8 +1,7 @@
 """Runs demo sessions without a service, to train the shipped policy. It uses the embedded engine's batch and an
 imitated sandbox.
 
-scripts/train_policy.py uses this module. Invariant: the ids of a session are exactly the model's input ids and sampled
-ids, in order.
+Invariant: the ids of a session are exactly the model's input ids and sampled ids, in order.
 """
 
 from __future__ import annotations

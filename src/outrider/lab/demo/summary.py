@@ -1,7 +1,7 @@
 """Checks the samples of a demo's sessions, computes totals, and writes the samples and the totals to files.
 
 Only `write_files` does I/O. The check runs no model. The service's count of drifted tokens already shows whether the
-engine got exactly these ids.
+engine got exactly the ids in the samples.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Trains the demo's policy on its task. The service runs in a separate process, and TRL's GRPO trainer in this one.
 They communicate over HTTP.
 
-The module trains with `trainers.trl`, as any user of TRL would. Invariant: when `train` returns, the service has ended,
-and only the trained weights are left on disk.
+Invariant: when `train` returns, the service has ended, and only the trained weights are left on disk.
 """
 
 from __future__ import annotations

@@ -76,9 +76,9 @@ class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
 def place_of(words: Sequence[str], search: str | None) -> Place:
     """Return the command in `words` with the files that it needs. `search` is the PATH. Reads links and files.
 
-    If an argument is a file or `--name=FILE`, it becomes an absolute path, and the file is mounted. A small text file
-    below the working directory, named by a relative path, is the program's input: a prepare step writes it. An
-    interpreter's script is always mounted.
+    If an argument is a file or `--name=FILE`, it becomes an absolute path, and the file is mounted. A relative path to
+    a small text file below the working directory does not change. This file is the program's input, and a prepare step
+    writes it. An interpreter's script is always mounted.
     """
     found = shutil.which(words[0], path=search)
     if found is None:

@@ -1,5 +1,5 @@
 """Runs a program by hand and records its model calls. A service in this process serves the calls with a scripted model
-or a real engine. For the service, the program is the agent of an external session.
+or a real engine.
 
 Invariant: when `record` returns, the service has ended and its data have been removed. The transcript has every call.
 """

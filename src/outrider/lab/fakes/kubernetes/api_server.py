@@ -150,8 +150,8 @@ class FakeApiServer:
             return web.json_response(failure.body(), status=failure.status, headers=failure.headers)
 
     def _authorize(self, request: web.Request) -> None:
-        """Raise ApiFailure if the account may not make the request, as in a cluster with RBAC (role-based access
-        control). Unknown paths are checked, too."""
+        """Raise ApiFailure if the account may not make the request, as in a cluster with RBAC. Unknown paths are
+        checked, too."""
         for action in actions_of(request):
             words = f"{action.verb} {action.resource}"
             if words in self.rules.denied or words.removesuffix(" pods") in self.rules.denied:

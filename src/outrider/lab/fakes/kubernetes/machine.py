@@ -27,7 +27,7 @@ from aiohttp import WSMsgType, web
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 PIECE = 1 << 15
 CLOSE_CHANNEL = 255
-"""Messages on this channel close other channels, in version 5 of the protocol."""
+"""Messages on this channel close other channels, in version 5 of the exec protocol."""
 ENTER = """
 set -e
 ip link set lo up

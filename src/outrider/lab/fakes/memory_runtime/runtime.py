@@ -1,8 +1,8 @@
 """The runtime `memory`: files in memory, a very small shell, and failures on demand.
 
-The runtime starts no process except git for patches. So tests and benchmarks can run thousands of sessions, and users
-can import it for their own tests. It passes the contract tests of the real runtimes, except those that need Python or
-IPython. Invariant: if there is a MemoryLedger, it counts one start and one stop for each sandbox that has started.
+The runtime starts no process except git for patches. So tests and benchmarks can run thousands of sessions. It passes
+the contract tests of the real runtimes, except those that need Python or IPython. Invariant: if there is a
+MemoryLedger, it counts one start and one stop for each sandbox that has started.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A very small shell over files in memory. It has only the commands that tests and scripted agents use.
 
-The shell starts no processes and does not use the host, and only `sleep` waits. It supports quotes, `$NAME`, `$?`,
-assignments, output redirections, `;`, `&&` and `||`. Other features of bash (pipes, substitutions, loops) are syntax
-errors, so that no test passes only because the shell misread a command. Invariant: an unsupported command results in an
-exit code and an error message, as in bash, never in an exception.
+The shell supports quotes, `$NAME`, `$?`, assignments, output redirections, `;`, `&&` and `||`. Other features of bash
+(pipes, substitutions, loops) are syntax errors, so that no test passes only because the shell misread a command.
+Invariant: an unsupported command results in an exit code and an error message, as in bash, never in an exception.
 """
 
 from __future__ import annotations
