@@ -435,8 +435,8 @@ def error_from(record: ErrorRecord) -> OutriderError:
 
 
 def known_codes() -> dict[str, Boundary]:
-    """Return the error codes that this process knows, with their boundaries. Records from other processes and versions
-    may have other codes."""
+    """Return the error codes that this process knows, with their boundaries. Records from other versions may have other
+    codes."""
     kinds = {kind.code: kind.boundary for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     return kinds | dict.fromkeys(CODES_WITHOUT_CLASS, Boundary.SERVICE)
 

@@ -1,5 +1,5 @@
-"""Writes and reads training rows as an Arrow IPC stream. Programs get samples from the service in this form; JSON is
-for people.
+"""Writes and reads training rows as an Arrow IPC stream. Programs exchange samples with the service in this form; JSON
+is for people.
 
 A row is a `trajectory.Sample`, in the form in which it is stored: `ids` has all token ids of the row, while `logprobs`
 and `versions` only describe the ids that are trained on. `COLUMNS` lists the columns; docs/api.md documents them. The

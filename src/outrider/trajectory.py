@@ -241,7 +241,7 @@ def prompt_of(path: Sequence[Turn]) -> bytes:
 
 class TurnOutline(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a stored `Turn` from which training rows are made, if the session has only one conversation. Half
-    of a stored turn is text, so the outline is read in half the time."""
+    of a stored turn is text, so reading the outline takes half the time."""
 
     index: int
     parent: int | None

@@ -234,8 +234,8 @@ class RouteTable:
             for dialect in dialects
             for route in dialect.routes
         ]
-        # Most routes are plain strings without regular expressions. They are looked up in this dictionary. A route that
-        # can never be reached, because an earlier route matches the same call, is left out.
+        # Most routes are plain strings, which are looked up in this dictionary. A route is left out if an earlier route
+        # matches the same call.
         self._exact: dict[str, Routed] = {}
         for number, route in enumerate(route for dialect in dialects for route in dialect.routes):
             fits, header, routed = self._routes[number]

@@ -196,7 +196,7 @@ class BodyReader(Generic[BodyT]):
         self._inner = {
             name: {field.encode_name for field in msgspec.structs.fields(part)} for name, part in inner.items()
         }
-        # Nearly all bodies have only known fields, and the strict decoder parses them in one pass. To find unknown
+        # Nearly all bodies have only known fields, and the strict decoder parses them in one pass. Finding unknown
         # fields takes further passes.
         exact = [
             (name, msgspec.defstruct(part.__name__, [], bases=(part,), forbid_unknown_fields=True) | None, None)

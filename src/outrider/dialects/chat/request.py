@@ -148,7 +148,7 @@ _REASONING_KEYS = frozenset({"effort", "enabled", "max_tokens", "exclude", "summ
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse the request in `body`. Raises RequestError, but for a malformed message only when that message is
+    """Parse the request in `body`. Raises RequestError. A malformed message raises it only when that message is
     parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)

@@ -77,7 +77,7 @@ class _Call(msgspec.Struct, frozen=True, gc=False):
 
 
 class _PartRange(msgspec.Struct, frozen=True, gc=False):
-    """The parts [start, stop) of a user's content, which become one message. `stop` is None for the end of the content.
+    """The parts [start, stop) of a user's content. They become one message. `stop` is None for the end of the content.
     If `is_answer` is True, the message is a tool result, and `name` and `id` belong to the answered call."""
 
     start: int

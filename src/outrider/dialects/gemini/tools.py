@@ -85,8 +85,8 @@ class ChosenTools(msgspec.Struct, frozen=True):
 
 
 def read_tools(body: Fields, memory: Memory, notes: list[str]) -> ChosenTools:
-    """Return the declared tools, none if the mode is NONE, and the choice of tools. Tools and choices without effect
-    are added to `notes`. Raises RequestError for an invalid tool, mode or allowed function."""
+    """Return the declared tools and the choice of tools. There are no tools if the mode is NONE. Tools and choices
+    without effect are added to `notes`. Raises RequestError for an invalid tool, mode or allowed function."""
     raw = bytes(body.get("tools", b""))
     tools = cached_tools(memory, raw, lambda: _read_tools(raw))
     notes += [TOOL + name for name in tools.hosted]

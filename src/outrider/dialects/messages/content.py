@@ -15,7 +15,7 @@ How the model sees the content:
 - The text blocks of one message are joined without a separator, those of a system prompt with line breaks.
 - A document is shown as its text between `<document>` tags.
 - A tool result with `is_error` ends with the extra line TOOL_ERROR.
-- Redacted thinking is not shown, because none of our models wrote it.
+- Redacted thinking is not shown, because no model that is served here wrote it.
 
 Source: Anthropic API reference, "Create a Message".
 """

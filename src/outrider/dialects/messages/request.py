@@ -125,7 +125,7 @@ _TOOLS: msgspec.json.Decoder[list[_Tool] | None] = msgspec.json.Decoder(list[_To
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse a request that generates a reply or counts tokens. Raises RequestError, but for most errors in a message
+    """Parse a request that generates a reply or counts tokens. Raises RequestError. Most errors in a message are raised
     only when that message is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)

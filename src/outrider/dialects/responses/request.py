@@ -88,8 +88,8 @@ _TURN_METADATA = msgspec.json.Decoder(_TurnMetadata)
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse a request that generates a reply or counts tokens. Raises RequestError, but for most errors in an item only
-    when the item's message is parsed."""
+    """Parse a request that generates a reply or counts tokens. Raises RequestError. Most errors in an item are raised
+    only when the item's message is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if call.path != COUNT and wire.model is None:

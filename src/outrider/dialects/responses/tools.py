@@ -138,8 +138,8 @@ def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -
 
 
 def _names_in_table(name: Any, tools: Tools) -> list[str]:
-    """Return the model's names of all tools that the client calls `name`. Tools in different namespaces may have the
-    same name."""
+    """Return the model's names of all tools that the client calls `name`. Tools in different namespaces may share a
+    name."""
     return [flat for flat, tool in tools.table.items() if name in (tool.name, flat)]
 
 

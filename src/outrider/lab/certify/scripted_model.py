@@ -222,7 +222,7 @@ class ScriptedModel:
 
 def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[FoundTool, dict[str, Any]] | None:
     """Return the tool for an action and the arguments of its call; None if no tool can do the action. A tool that runs
-    commands is used first."""
+    commands is preferred."""
     if action.look is not None:
         if (viewer := tools.viewer) is None:
             return None

@@ -1,5 +1,5 @@
-"""Writes dialogues of the demo task, with which the policy is trained: the prompt, the expected replies of the model,
-and the sandbox's output.
+"""Writes dialogues of the demo task, to train the policy: the prompt, the expected replies of the model, and the
+sandbox's output.
 
 Invariant: each piece of a dialogue is encoded separately, as in the service, so that training and service use the same
 ids.

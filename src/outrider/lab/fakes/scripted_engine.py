@@ -1,8 +1,8 @@
 """An engine that replies from a script, for tests, dry runs and benchmarks.
 
-The engine implements everything that engines must support: stops, limits, context overflow, pausing, aborting and
-versions. For tests, it can also fail or stall at a chosen token, and records its requests. Invariant: token `id` at
-context position `p` always has the log-probability `scripted_logprob(p, id)`.
+It implements all that engines must support: stops, limits, context overflow, pausing, aborting and versions. For tests,
+it can also fail or stall at a chosen token, and records its requests. Invariant: token `id` at context position `p`
+always has the log-probability `scripted_logprob(p, id)`.
 """
 
 from __future__ import annotations

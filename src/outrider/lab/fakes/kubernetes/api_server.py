@@ -52,8 +52,8 @@ class ApiFailure(Exception):
 
 
 Fault = Callable[[web.Request], Any]
-"""A test's function that the server calls with each request. It can raise, wait, or return a response instead of the
-server's own. If it returns None, the server handles the request."""
+"""A test's function that the server calls with each request. It can raise, wait, or return its own response. If it
+returns None, the server handles the request."""
 
 
 @dataclass
