@@ -68,7 +68,7 @@ class ForkCause(StrEnum):
     HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
     TOOLS_CHANGED = "tools_changed"  # a recorded history continues with other tools
     SYSTEM_CHANGED = "system_changed"  # a recorded history continues with another system prompt
-    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, for example because another agent takes over
+    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # tools and prompt, as when another agent takes over
     BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only add ids at the end
     TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
     CAPTURE_DRIFT = "capture_drift"  # capture mode: the reported prompt ids do not begin with the recorded ids
@@ -111,7 +111,7 @@ class LogprobKind(StrEnum):
 
     RAW = "raw"  # log-softmax of the logits, before temperature and truncation
     SAMPLING = "sampling"  # the distribution that was sampled from
-    NONE = "none"  # the engine reported none
+    NONE = "none"  # the engine reported no log-probabilities
 
 
 class FinishReason(StrEnum):
@@ -192,7 +192,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     reply: the message that the client received; None if the client had hung up.
     tool_specs: the tools of a turn without a parent. Other turns have the tools of the first turn of their
         conversation.
-    report: what an inference worker reports about the reply; None for engines without workers.
+    report: what an inference worker reports about the reply; None without workers.
     """
 
     index: int
