@@ -10,7 +10,7 @@ __all__ = ["AsyncClient", "Client"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the clients only when they are used, because many programs of this package use no client."""
+    """Import the client classes only when a program uses them, because many programs of this package do not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from outrider.client import client

@@ -1,10 +1,9 @@
-"""Signs callbacks and requests to external graders, and verifies these signatures for the receiver:
+"""Signs callbacks and requests to external graders. A receiver verifies a callback like this:
 
     group = outrider.callbacks.verify(request.headers, body, secret)
 
 The signatures follow the Standard Webhooks specification (https://www.standardwebhooks.com), which has libraries in
-other languages. The module sends and receives nothing. Invariant: `verify` returns only bodies signed by the holder of
-the secret.
+other languages. Invariant: `verify` accepts only a body that the holder of the secret has signed.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ TIMESTAMP = "webhook-timestamp"
 SIGNATURE = "webhook-signature"
 SCHEME = "v1,"
 ENCODED = "whsec_"
-"""Prefix of a secret that is given in base64."""
+"""The prefix of a secret that is written in base64."""
 MIN_SECRET = 16
 """Minimum characters of a secret. A shorter one could be found from one signature by brute force."""
 TOLERANCE_SECONDS = 300.0
 
 
 def signed_headers(secret: str, group_id: str, body: bytes, *, now: float) -> dict[str, str]:
-    """Return the headers of a callback: the group's id, the time `now`, and a signature over the id, the time and the
+    """Return the headers of a callback: the group's id, the time `now`, and a signature of the id, the time and the
     body."""
     timestamp = str(int(now))
     return {ID: group_id, TIMESTAMP: timestamp, SIGNATURE: _signature(secret, group_id, timestamp, body)}
@@ -47,12 +46,13 @@ def verify(
     tolerance: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> GroupView:
-    """Check the signature of a callback, and return the group in its body. `check_signature` explains the arguments.
-    Raises Unauthorized for an invalid signature, and RequestError if the signed body is not a group."""
+    """Check the signature of a callback, and return the group in its body. The arguments are those of
+    `check_signature`. Raises Unauthorized for an invalid signature, and RequestError if the body is not a group in
+    JSON."""
     check_signature(headers, body, secret, tolerance=tolerance, now=now)
     try:
         return msgspec.json.decode(body, type=JsonGroupView).view()
-    except ValueError as error:  # msgspec.DecodeError, or columns of different lengths
+    except ValueError as error:  # msgspec.DecodeError, or lists of different lengths in a sample
         raise RequestError(f"the body of the callback is no group: {error}") from error
 
 
@@ -64,12 +64,12 @@ def check_signature(
     tolerance: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> None:
-    """Check that a request comes from the holder of the secret. `body` must be the bytes as received.
+    """Check that the sender of a request has the secret. `body` must be the bytes as received.
 
-    While a secret is being replaced, pass both the old and the new one. `tolerance` is the maximum difference between
-    the clocks of service and receiver, in seconds. It is also the time within which somebody can replay a recorded
-    request. Raises Unauthorized if the signature or its headers are missing, if the signature does not match, or if it
-    was made more than `tolerance` seconds before or after now.
+    While a secret is being replaced, pass both the old and the new secret. `tolerance` is the maximum difference
+    between the clocks of service and receiver, in seconds. Within this time, somebody could replay a recorded request.
+    Raises Unauthorized if the signature or its headers are missing, if the signature does not match, or if it was made
+    more than `tolerance` seconds before or after now.
     """
     found = {name.lower(): value for name, value in headers.items()}
     group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))
@@ -81,8 +81,8 @@ def check_signature(
     secrets = [secret] if isinstance(secret, str) else secret
     expected = [_signature(each, group_id, timestamp, body).encode() for each in secrets]
     given = [_bytes(one) for one in signatures.split()]
-    # The signed text is joined with dots. If the id or the timestamp contained a dot, another id, timestamp and body
-    # could give the same text.
+    # A signature covers the text ID.TIMESTAMP.BODY. If the id or the timestamp contained a dot, two different requests
+    # could have the same text.
     one_division = "." not in group_id and timestamp.isascii() and timestamp.isdigit()
     # The comparison takes constant time, so that its duration does not reveal how much of a signature is right.
     if not one_division or not any(hmac.compare_digest(one, right) for one in given for right in expected):
@@ -117,7 +117,7 @@ def _signature(secret: str, group_id: str, timestamp: str, body: bytes) -> str:
 
 
 def _bytes(header: str) -> bytes:
-    """Encode the value of a header. Headers from clients may contain characters that UTF-8 cannot encode."""
+    """Encode the value of a header. Characters that UTF-8 cannot encode become escapes."""
     return header.encode("utf-8", "backslashreplace")
 
 

@@ -1,8 +1,7 @@
-"""The computer tools of Anthropic, OpenAI and Google, as functions for any model.
+"""Describes the computer tools of Anthropic, OpenAI and Google as functions, so that any model can use them.
 
-A client of these vendors declares its computer tool only by type, because the vendors' models were trained on the
-tool's actions. This module describes the tools to other models as functions, with the parameters that the vendor
-documents. The client runs the calls.
+A client declares such a tool only by its type, without parameters, because the vendor's own models were trained on the
+tool's actions. The functions here have the parameters that the vendor documents. The client carries out the calls.
 
 Source: Anthropic documentation, "Computer use tool"; OpenAI API reference, "computer_use_preview" and "computer_call";
 Google AI documentation, "Computer Use".
@@ -118,12 +117,12 @@ OpenAiAction = (
     | OpenAiWait
 )
 OPENAI_ACTION: msgspec.json.Decoder[OpenAiAction] = msgspec.json.Decoder(OpenAiAction)
-"""Decodes the arguments of a call to OpenAI's computer tool. Raises msgspec.ValidationError."""
+"""Decodes the arguments of a call to OpenAI's computer tool. Raises msgspec.ValidationError for an invalid action."""
 
 
 def anthropic_tool(name: str, width: int | None, height: int | None, *, zoom: bool = False) -> ToolSpec:
-    """Return the function that describes Anthropic's tool `computer_…` to a model. `zoom` is True if the client can
-    show a part of the screen at full resolution."""
+    """Return the function that describes Anthropic's computer tool to a model. `zoom` adds the action that shows a part
+    of the screen at full resolution, which only some clients have."""
     properties: Schema = {
         "action": {**_TEXT, "enum": [*_ANTHROPIC_ACTIONS, *(["zoom"] if zoom else [])]},
         "coordinate": {**_POINT, "description": "The pixel [x, y] of the action."},
@@ -149,8 +148,8 @@ def anthropic_tool(name: str, width: int | None, height: int | None, *, zoom: bo
 
 
 def openai_tool(width: int | None, height: int | None) -> ToolSpec:
-    """Return the function that describes OpenAI's tools `computer_use_preview` and `computer` to a model. The arguments
-    of a call are one action of a `computer_call`."""
+    """Return the function that describes OpenAI's computer tools to a model. The arguments of a call are the fields of
+    one action, as in OpenAI's `computer_call`."""
     point = {"type": "object", "properties": {"x": _INTEGER, "y": _INTEGER}, "required": ["x", "y"]}
     properties: Schema = {
         "type": {
@@ -211,8 +210,8 @@ GOOGLE_FUNCTIONS = frozenset(_GOOGLE)
 
 
 def google_tools(excluded: Collection[str] = ()) -> list[ToolSpec]:
-    """Return the functions that describe Google's tool `computerUse` to a model, without the functions named in
-    `excluded`."""
+    """Return the functions that describe Google's tool `computerUse` to a model. Functions named in `excluded` are left
+    out."""
     return [
         _function(
             name,

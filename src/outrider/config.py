@@ -1,5 +1,5 @@
-"""The settings of a service, as one frozen tree. Flags override environment variables, which override the settings
-file, which overrides the defaults.
+"""The settings of a service, as one frozen tree of models. A flag overrides an environment variable, which overrides
+the settings file, which overrides the default.
 
 The environment variable of a setting is `OUTRIDER_` and the setting's path in capitals, with `__` between the parts:
 OUTRIDER_PORT for `port`, OUTRIDER_LANES__RUN for `lanes.run`.
@@ -46,7 +46,7 @@ OWN_VARIABLES = (
     "OUTRIDER_SLIME",
     "OUTRIDER_VERL",
 )
-"""OUTRIDER_* variables that Outrider reads and that are not settings of a service."""
+"""OUTRIDER_* variables that Outrider reads, but that are not settings of a service."""
 SANDBOX_VARIABLES = frozenset(
     f"{PREFIX}{name}"
     for name in (
@@ -65,27 +65,27 @@ SANDBOX_VARIABLES = frozenset(
         "VERDICT",
     )
 )
-"""Variables that Outrider sets for programs in a sandbox. If such a program is Outrider itself, it must not warn that
-it does not know them."""
+"""Variables that Outrider sets for programs in a sandbox. If an agent starts Outrider there, it must not warn about
+these variables as unknown."""
 
 
 class Section(BaseModel):
-    """A section of the settings. The docstring below a field is shown in docs/config.md and, with links as plain text,
-    in the help of the command line."""
+    """A section of the settings. The docstring below a field is shown in docs/config.md and in the help of the command
+    line. The help shows links as plain text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Setting(NamedTuple):
-    """How a setting is shown on the command line. `option` is its flag, such as "--port PORT". `default` is shown as
-    its default if the field's own default, such as None, explains nothing."""
+    """How the command line shows a setting. `option` is the flag with its value, such as "--port PORT". `default` is
+    shown as the default if the field's own, such as None, explains nothing."""
 
     option: str | None = None
     default: str | None = None
 
 
 class LanesConfig(Section):
-    """Maximum number of sessions that can be in each stage on this node at the same time."""
+    """The lanes of this node. A lane limits how many sessions are in one stage at once."""
 
     init: Annotated[int, Field(ge=1), Setting("--init-lane N")] = 16
     """Sandboxes prepared at once."""
@@ -112,7 +112,7 @@ GpuName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/[A-Za-z0-9._-]+=)?[A-Za-z
 
 
 class PodsConfig(Section):
-    """Sandboxes of the kind `kubernetes`. docs/runtimes/kubernetes.md explains these settings."""
+    """Settings for sandboxes of the kind `kubernetes` (docs/runtimes/kubernetes.md)."""
 
     namespace: Annotated[str | None, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = None
     """Namespace of the pods; by default that of the node's own pod, or of the kubeconfig."""
@@ -207,7 +207,7 @@ def plain_http(value: str | None) -> str | None:
 
 
 class NetworkConfig(Section):
-    """The [network](network.md) of tasks that request one."""
+    """The [network](network.md) of sandboxes. Only tasks that request a network get one."""
 
     allow: Annotated[tuple[DestinationText, ...], Setting("--allow-network DESTINATION")] = ()
     """Destinations that any task [may ask for](network.md#what-the-operator-allows)."""
@@ -246,7 +246,7 @@ class NetworkConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy model."""
+    """The policy: the model that is trained."""
 
     tokenizer: Annotated[str | None, Setting("--tokenizer DIR", default="that of the first embedded engine")] = None
     """The model's folder, with `tokenizer.json`."""
@@ -266,8 +266,8 @@ class ModelConfig(Section):
 class FrozenConfig(Section):
     """A model in addition to the policy. Agents call it by its `name`, and it is never trained.
 
-    `tokenizer`, `renderer` and `context_tokens` have the same meaning as for the policy. The default `tokenizer` is the
-    policy's. `turns` and `response_tokens` limit each attempt of a session.
+    `tokenizer`, `renderer` and `context_tokens` have the same meaning as in `ModelConfig`. The default `tokenizer` is
+    the policy's. `turns` and `response_tokens` limit its use by each attempt of a session.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -309,7 +309,7 @@ class NamedServer(Section):
     @field_validator("key_variable", "secret_variable")
     @classmethod
     def _inherited(cls, value: str | None) -> str | None:
-        if value is not None and value.startswith(PREFIX):  # node processes do not inherit such variables
+        if value is not None and value.startswith(PREFIX):  # node processes do not inherit variables with this prefix
             raise ValueError(f"must not begin with {PREFIX}, as the service's own settings do")
         return value
 
@@ -317,9 +317,9 @@ class NamedServer(Section):
 class GraderConfig(NamedServer):
     """A judge model or a grading service.
 
-    `url`: the address of an OpenAI-compatible API, including `/v1`, or of a grader.
+    `url`: the address, for a judge that of an OpenAI-compatible API, including `/v1`.
     `more_urls`: addresses of more servers with the same model or grader. Each call goes to the server with the fewest
-        running calls, and its retries go to the other servers.
+        running calls. A retry goes to another server.
     `model`: the model name in a judge's requests.
     """
 
@@ -335,7 +335,8 @@ class AgentServiceConfig(NamedServer):
     """A service that runs agents. Outrider requests runs from it, and polls their state.
 
     `kind`: "outrider" for a service with Outrider's own protocol (docs/external.md), "harbor" for a Harbor run server.
-    `network`: the network name of the advertised address at which its agents reach Outrider; the first by default.
+    `network`: the network of its agents. They reach Outrider at the address that `advertise` has for this network, by
+        default at the first.
     `poll_seconds`: the seconds between two polls of a run.
     `patience_seconds`: how long the service may be unreachable before a run counts as lost.
     """
@@ -347,8 +348,8 @@ class AgentServiceConfig(NamedServer):
 
 
 class PluginsConfig(Section):
-    """The Python code that tasks may name. It runs inside the service. `allow` lists packages and modules with all that
-    they contain, and full paths of single objects. "*" allows all importable Python."""
+    """The Python code that tasks may name. It runs inside the service. `allow` lists packages, modules and single
+    objects by their full paths. A package or module includes all that it contains. "*" allows all importable Python."""
 
     allow: Annotated[tuple[str, ...], Setting("--allow-plugin MODULE")] = ("outrider.lab.demo.task",)
     """[Python](security.md#what-tasks-may-name) that tasks may name as `package.module:attribute`, and that runs inside
@@ -356,12 +357,12 @@ class PluginsConfig(Section):
 
 
 class ProrlHandlerConfig(Section):
-    """Translates instances of some data sources to tasks.
+    """Converts instances (problems) of a ProRL client to tasks.
 
     `task`: a TOML file with a task, relative to the settings file. In it, `{row.NAME}` stands for the column NAME of
         the instance.
-    `rows`: a kind of data set. If set, this kind's adapter makes the task of an instance, using `image` and
-        `test_command`. Fields in the TOML file then override the fields of this task.
+    `rows`: a kind of data set. If set, this kind's adapter makes a task from the instance, `image` and `test_command`.
+        Fields in the TOML file override the task's.
     `data_sources`: more data sources of the handler. `*` at the end of a name stands for any text.
     `ignored`: sampling parameters that are accepted but have no effect, because the task's own agent sets them.
     """
@@ -375,7 +376,7 @@ class ProrlHandlerConfig(Section):
 
 
 class ProrlConfig(Section):
-    """The interface of ProRL Agent (`compat = ["prorl"]`)."""
+    """The HTTP interface for clients of ProRL Agent (`compat = ["prorl"]`)."""
 
     handlers: dict[Annotated[str, Field(min_length=1, max_length=256)], ProrlHandlerConfig] = {}
     """Tasks by the data source of ProRL's instances: [fields](compat/prorl.md#handlers)."""
@@ -384,8 +385,8 @@ class ProrlConfig(Section):
 
 
 class VerlProxyConfig(Section):
-    """The interface of verl's recipe (`compat = ["verl"]`). If the section were named `verl`, its environment variable
-    would be OUTRIDER_VERL, which the trainer's bridge already reads."""
+    """The HTTP interface of verl's recipe (`compat = ["verl"]`). A section `verl` would have the variable
+    OUTRIDER_VERL, which the trainer's bridge already reads."""
 
     call_seconds: Annotated[Seconds, Setting("--relay-timeout SECONDS")] = 300.0
     """Maximum seconds of a model call at a [worker of verl's recipe](compat/verl.md#workers-that-dial-in); a declared
@@ -393,9 +394,9 @@ class VerlProxyConfig(Section):
 
 
 class CallbacksConfig(Section):
-    """Callbacks. `allow` lists host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If it is empty, all
-    destinations are allowed except link-local, multicast and cloud metadata addresses. This machine's own addresses are
-    then allowed only if no other machine can reach the service."""
+    """Callbacks: requests to a client's URL when a group is done. `allow` lists host names, `*.domain`, addresses, and
+    networks such as 10.0.0.0/8. If it is empty, all destinations are allowed except link-local, multicast and cloud
+    metadata addresses. This machine's own addresses are then allowed only if no other machine can reach the service."""
 
     secret: Annotated[SecretStr | None, Setting(default="callbacks are not signed")] = None
     """Key of the [signatures](api.md#signatures) of callbacks, at least 16 characters."""
@@ -431,7 +432,7 @@ class RetentionConfig(Section):
 
 
 class TlsConfig(Section):
-    """TLS of the service's address."""
+    """TLS at the address where the service listens."""
 
     certificate: Annotated[Path | None, Setting("--tls-certificate FILE")] = None
     """PEM file to [serve with TLS](security.md#beyond-this-machine)."""
@@ -514,19 +515,19 @@ class Config(Section):
 
     @property
     def read_from(self) -> Path | None:
-        """The path of the settings file, or None. It is stored because tasks must not read this file. It is not a
-        setting, and is not part of the settings' JSON."""
+        """The path of the settings file; None without a file. It is stored because tasks must not read this file. It is
+        not a setting, and is not part of the settings' JSON."""
         return self._read_from
 
     def as_read_from(self, file: Path | None) -> Self:
-        """Return a copy of the settings that names `file` as their source."""
+        """Return a copy of the settings with `read_from` set to `file`."""
         copy = self.model_copy()
         copy._read_from = file
         return copy
 
     def for_nodes(self) -> Self:
-        """Return a copy for the nodes. It has no secrets that nodes do not need. It also has no engines, because the
-        service sends nodes the state of its engine pools."""
+        """Return a copy of the settings for the nodes, without secrets that nodes do not need. It has no engines
+        either, because nodes get the state of the engine pools."""
         frozen = tuple(model.model_copy(update={"engines": ()}) for model in self.frozen)
         secrets = {"token": None, "store": None, "task_key": None, "callbacks": CallbacksConfig()}
         return self.model_copy(update={"engines": (), "frozen": frozen, **secrets})
@@ -546,7 +547,7 @@ class Config(Section):
 
     @property
     def advertised_urls(self) -> dict[str, str]:
-        """The advertised URLs by the names of their networks."""
+        """The URLs of the setting `advertise`, by the name of the network."""
         return dict(map(advertised, self.advertise))
 
     @field_validator("graders", "agents")
@@ -576,13 +577,13 @@ RECIPE_VARIABLES = {
     "RELAY_TIMEOUT": "verl_proxy.call_seconds",
     "LOG_LEVEL": "log_level",
 }
-"""Maps variables of verl's recipe, such as PROXY_PORT, to paths of settings. They are read if `compat` contains `verl`,
-and OUTRIDER_* variables override them."""
+"""Maps environment variables of verl's recipe, such as PROXY_PORT, to paths of settings. The variables are read if
+`compat` contains `verl`. OUTRIDER_* variables override them."""
 ADDED = {"plugins.allow": PluginsConfig().allow}
-"""Maps the path of each list that a flag extends, instead of replacing it, to the list's default. The flag extends the
-list from the environment or the file, or else the default."""
+"""Lists that a flag extends instead of replacing: the path of each list, and its default. The flag extends the list
+from the environment or the file, or else the default."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near", "log_format"})
-"""Settings and sections that each machine sets for itself when it joins a service. It gets all others from the
+"""The settings and sections that a machine sets for itself when it joins a service. It gets all other settings from the
 service."""
 
 
@@ -618,7 +619,7 @@ def is_local(host: str) -> bool:
 
 
 def all_settings(section: type[Section] = Config, above: str = "") -> Iterator[tuple[str, FieldInfo, Setting]]:
-    """Yield the path of each setting, such as "lanes.run", with its field and its Setting."""
+    """Yield each setting: its path, such as "lanes.run", its pydantic field, and its `Setting`."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from all_settings(field.annotation, f"{above}{name}.")
@@ -628,7 +629,7 @@ def all_settings(section: type[Section] = Config, above: str = "") -> Iterator[t
 
 
 def variable_of(path: str) -> str:
-    """Return the name of a setting's environment variable."""
+    """Return the name of a setting's environment variable, such as OUTRIDER_LANES__RUN for "lanes.run"."""
     return PREFIX + path.upper().replace(".", "__")
 
 
@@ -639,8 +640,8 @@ def read_settings_file(file: Path) -> dict[str, Any]:
 def load_config(
     flags: Mapping[str, Any], *, file: Path | None = None, read: Callable[[Path], dict[str, Any]] = read_settings_file
 ) -> Config:
-    """Merge flags, environment, file and defaults. `flags` are by path, such as "lanes.run"; None means not given.
-    `read` returns the settings in the file.
+    """Merge flags, environment, settings file and defaults. `flags` maps paths, such as "lanes.run", to values; None
+    means not given. `read` reads the file.
 
     Raises InvalidField, which names the setting and the source of its value. pydantic-settings is not used, because its
     errors do not name the source.
@@ -666,7 +667,7 @@ def load_config(
 
 
 def _own_variables() -> dict[str, Any]:
-    """Return the values of the OUTRIDER_* variables that are settings, by path."""
+    """Return the settings in OUTRIDER_* variables, as values by path."""
     # In sorted order, OUTRIDER_LANES__RUN comes after OUTRIDER_LANES and overrides it. An empty variable counts as not
     # set, because in shells and compose files people unset a variable by making it empty.
     return {
@@ -677,25 +678,25 @@ def _own_variables() -> dict[str, Any]:
 
 
 def _systems(*sources: Mapping[str, Any]) -> Sequence[Any]:
-    """Return `compat` from the last source that sets it."""
+    """Return the value of the setting `compat` in the last source that sets it."""
     values = [source["compat"] for source in sources if "compat" in source]
     return values[-1] if values and isinstance(values[-1], list | tuple) else ()
 
 
 def chosen_systems(flags: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the setting `compat` from the flags, else from the environment."""
+    """Return the value of the setting `compat` from the flags, or else from the environment."""
     return _systems(_own_variables(), {"compat": flags["compat"]} if flags.get("compat") else {})
 
 
 def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Mapping[str, str]) -> InvalidField:
-    """Return the error for a wrong setting. It names the source of the value: "flags", the file, or a variable. `named`
-    maps paths of settings to the variables that set them."""
+    """Convert pydantic's error about a setting to an InvalidField, which names the source of the wrong value: "flags",
+    the file, or a variable. `named` maps paths of settings to the variables that set them."""
     location = fault["loc"]
     path = ".".join(map(str, location))
     having = [name for name, values in reversed(sources) if _has_value(values, location)]
     if len(having) > 1 and having[0] == sources[-1][0] and ".".join(map(str, location[:2])) in ADDED:
-        # A list in ADDED is merged from several sources. The flag adds only strings, which are valid, so the wrong
-        # value comes from another source.
+        # A list in ADDED is merged from several sources. The flag's values are strings, which are always valid, so the
+        # wrong value comes from another source.
         having = having[1:]
     source = having[0] if having else "nowhere"
     hint = None
@@ -710,7 +711,7 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
 
 def _value(variable: str, text: str) -> Any:
     """Return a variable's value. Text that begins with a bracket is read as JSON; pydantic converts all other text.
-    Raises InvalidField for invalid JSON, but only if the setting is a list: the text of other settings, such as a path,
+    Invalid JSON raises InvalidField only if the setting is a list, because the text of another setting, such as a path,
     may begin with a bracket."""
     if text[0] not in "[{":
         return text
@@ -737,7 +738,7 @@ def takes_many(field: FieldInfo) -> bool:
 
 
 def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values that are given by path as nested mappings."""
+    """Convert values by dotted path to nested mappings, such as {"lanes.run": 8} to {"lanes": {"run": 8}}."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         for level in reversed(path.split(".")):
@@ -747,9 +748,9 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], *, added: bool = False, above: str = "") -> None:
-    """Merge `values` into `into`, where they replace earlier values. If `added` is True, a list in ADDED is appended
-    to the earlier list or to its default. An earlier value that is not a list is kept, so that the validation
-    refuses it."""
+    """Merge the nested mapping `values` into `into`. A new value replaces the earlier one. With `added`, a list in
+    ADDED is appended to the earlier list or to its default. An earlier value that is not a list is kept, so that the
+    validation refuses it."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             if not isinstance(into.get(name), dict):
@@ -763,7 +764,7 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any], *, added: bool = Fal
 
 
 def _has_value(values: Any, location: Sequence[int | str]) -> bool:
-    """Return True if a source has a value at `location`, or has a plain value where `location` needs a mapping."""
+    """Return True if a source has a value at `location`, or a plain value where `location` needs a mapping."""
     for part in location:
         if not isinstance(values, Mapping):
             return True
@@ -774,7 +775,7 @@ def _has_value(values: Any, location: Sequence[int | str]) -> bool:
 
 
 class UnknownVariable(NamedTuple):
-    """An OUTRIDER_* variable that nothing reads, and the variable that was probably meant."""
+    """An OUTRIDER_* variable that nothing reads. `meant` is the variable that was probably meant, or None."""
 
     name: str
     meant: str | None
@@ -785,8 +786,8 @@ class UnknownVariable(NamedTuple):
 
 
 def unknown_variables() -> list[UnknownVariable]:
-    """Return the OUTRIDER_* variables in the environment that nothing reads. Wrong names within a section of settings
-    are left out, because `load_config` refuses them."""
+    """Return the OUTRIDER_* variables in the environment that nothing reads. A wrong name within a section of the
+    settings is left out, because `load_config` refuses it."""
     known = [*(variable_of(path) for path, _, _ in all_settings()), *OWN_VARIABLES]
     sections = {name.split("__")[0] for name in known}
     found = []

@@ -1,7 +1,6 @@
-"""Counters since the start of a process: durations in buckets, and the counts that a node reports to its service.
+"""Counters since the start of a process: histograms of durations, and the counts that a node reports to its service.
 
-The module reads no clock and exports nothing. Invariants: counts only grow; the number of entries is bounded, because
-names are from a fixed set or are OTHER.
+Invariants: counts only grow; the number of counters is bounded, because their names are from a fixed set or are OTHER.
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0),
 )
-"""Upper bounds of the buckets for durations, in seconds. One more bucket follows, without an upper bound."""
+"""Upper bounds, in seconds, of the buckets for durations. One more bucket, without an upper bound, follows."""
 
 OTHER = "other"
-"""The name under which all items without their own name are counted."""
+"""The name under which everything is counted that has no counter of its own."""
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """The distribution of values over buckets. `counts` has the number of values in each bucket (not cumulative), and
-    may be empty if there are none. `total` is the sum of all values."""
+    """The values in a histogram. `counts` is the number of values in each bucket, not cumulative. It may be empty if
+    there are no values. `total` is the sum of all values."""
 
     counts: tuple[int, ...] = ()
     total: float = 0.0
 
     def plus(self, other: Distribution) -> Distribution:
-        """Add the values of a distribution over the same buckets."""
+        """Return the sum of two distributions. Both must have the same buckets."""
         if not (self.counts and other.counts):
             return self if self.counts else other
         return Distribution(tuple(map(add, self.counts, other.counts)), self.total + other.total)
 
 
 class Histogram:
-    """Counts values in buckets with these upper bounds, by default SECONDS."""
+    """Counts values in buckets. `bounds` are the upper bounds of the buckets."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -58,8 +57,8 @@ class Histogram:
 
 
 class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The starts of one runtime's sandboxes: the seconds of successful starts, including prepare steps, and the number
-    of failed starts."""
+    """The sandbox starts of one runtime. `started` has the seconds of successful starts, including prepare steps.
+    `failed` is the number of failed starts."""
 
     started: Distribution = Distribution()
     failed: int = 0
@@ -69,7 +68,7 @@ class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node counts: `sandboxes` by runtime, and `failed_calls` by dialect and then by error code."""
+    """A node's sandbox starts by runtime, and its failed model calls by dialect and then by error code."""
 
     sandboxes: dict[str, SandboxCounts] = {}
     failed_calls: dict[str, dict[str, int]] = {}
@@ -101,7 +100,7 @@ class CallFailures:
 
 
 class SandboxStarts:
-    """Counts the starts of a node's sandboxes by runtime. All runtimes outside `named` share one counter."""
+    """Counts the starts of a node's sandboxes, by runtime. All runtimes that are not in `named` share one counter."""
 
     def __init__(self, named: Mapping[str, object]) -> None:
         self._named = named
@@ -109,7 +108,7 @@ class SandboxStarts:
         self._failed: dict[str, int] = {}
 
     def note(self, runtime: str, seconds: float | None) -> None:
-        """Count a start that took this many seconds; None for a failed start."""
+        """Count the start of a sandbox. `seconds` is its duration, or None for a failed start."""
         name = runtime if runtime in self._named else OTHER
         if seconds is None:
             self._failed[name] = self._failed.get(name, 0) + 1

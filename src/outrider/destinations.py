@@ -1,8 +1,8 @@
-"""The destinations that a sandbox's network may reach: patterns of hosts and ports, and named mirrors of package
+"""The network destinations that a sandbox may reach: patterns of hosts and ports, and named mirrors of package
 registries.
 
 A destination is written as `HOST`, `HOST:PORT`, `HOST:*` or `mirror:NAME`. HOST is a name, `*.NAME` for every name
-below NAME, an IP address (IPv6 in brackets), or `*` for every host. Without a port, ports 80 and 443 are meant.
+below NAME, an IP address (IPv6 in brackets), or `*` for every host. A HOST without a port stands for ports 80 and 443.
 Invariant: if destination A covers destination B, then A matches every host and port that B matches.
 """
 
@@ -20,11 +20,11 @@ PORTS = frozenset({80, 443})
 """The ports of a destination that is written without a port."""
 MIRROR = "mirror:"
 MIRRORS = ("pip", "npm", "apt")
-"""The names of mirrors."""
+"""The names of the mirrors of package registries."""
 NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-"""Matches the last label of a host name that some resolvers read as an IPv4 address, such as 127.1, 0177.0.0.1 or
-0x7f000001."""
+"""Matches the last label of a host name if it is a number. Some resolvers read such a name as an IPv4 address, such as
+127.1 or 0x7f000001."""
 MAX_NAME = 253
 
 
@@ -38,8 +38,11 @@ class Phase(StrEnum):
 
 
 class Destination(NamedTuple):
-    """A parsed destination. `host` is in lower case: "*" for every host, "*.NAME" for every name below NAME, else one
-    host. `ports` is empty for every port. A mirror has its name in `mirror`, and an empty `host`."""
+    """A parsed destination.
+
+    host: "*" for every host, "*.NAME" for every name below NAME, else one host, in lower case. Empty for a mirror.
+    ports: the ports; empty for every port.
+    mirror: the name of the mirror; empty for a host."""
 
     host: str
     ports: frozenset[int] = PORTS
@@ -47,7 +50,7 @@ class Destination(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Parse a destination. Raises ValueError."""
+        """Parse a destination. Raises ValueError for any other text."""
         lower = text.lower()
         if lower.startswith(MIRROR):
             mirror = lower.removeprefix(MIRROR)
@@ -92,7 +95,8 @@ class Destination(NamedTuple):
 
 
 def split_port(text: str) -> tuple[str, str | None]:
-    """Return the host without brackets, and the port or None. An IPv6 address must be in brackets."""
+    """Split `HOST:PORT`. Return the host without brackets, and the port or None. An IPv6 address must be in
+    brackets."""
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or ":" not in host or (rest and not rest.startswith(":")):
@@ -103,9 +107,9 @@ def split_port(text: str) -> tuple[str, str | None]:
 
 
 def host_name(text: str) -> str | None:
-    """Normalize a host name or IP address: lower case, no dot at the end, an address as the standard library writes it.
-    Returns None for anything else, such as an IPv6 zone, a number that resolvers read as an IPv4 address, or invalid
-    characters."""
+    """Return the normal form of a host name or IP address: lower case, no dot at the end, an address as the standard
+    library writes it. Returns None for anything else, such as an IPv6 zone, a number that resolvers read as an IPv4
+    address, or invalid characters."""
     text = text.lower()
     try:
         if "%" not in text:

@@ -1,8 +1,8 @@
 """Checks what works on this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs and
 networks.
 
-For each runtime in TRIED that is available, the check starts a sandbox and runs commands in it, as a session would. It
-leaves nothing running. A failed check has a hint if there is a remedy.
+For each available runtime (kind of sandbox) in TRIED, the check starts a sandbox and runs commands in it, as a session
+would. It leaves nothing running. A failed check has a hint if there is a remedy.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from outrider.wire import file_descriptors
 
 PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
 LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",), "postgresql": ("asyncpg",)}
-"""The packages that an engine, a format or a store needs in addition to the core. The key is also the name of the extra
-that installs them."""
+"""The packages that an engine, a file format or a store needs in addition to Outrider's own dependencies. Each key is
+also the name of the pip extra that installs them."""
 
 TRIED = frozenset({"namespace", "process", "process-landlock"})
-"""Runtimes that run real programs and need no image. The check starts one sandbox of each."""
+"""Runtimes that run real programs and need no image. The check starts a sandbox of each."""
 TRIAL_SECONDS = 30.0
 HINTS = {
     "namespace": "set TMPDIR to a folder of an ordinary file system, such as /dev/shm; or use runtime kind "
@@ -61,7 +61,7 @@ SERVERS = {
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check. `hint` is a remedy if the check failed, or advice."""
+    """The result of one check. `hint` is a remedy for a failure, or advice; None if there is neither."""
 
     name: str
     ok: bool
@@ -71,7 +71,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The results of all checks. `ok` is True if any runtime except `memory` works, so that sessions can run here.
-    `versions` has None for a package that is not installed."""
+    `versions` maps packages to their versions; None for a package that is not installed."""
 
     ok: bool
     versions: dict[str, str | None]
@@ -87,7 +87,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose() -> Diagnosis:
-    """Run all checks. Blocks for a few seconds."""
+    """Run all checks. The call blocks for a few seconds."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
@@ -127,8 +127,8 @@ def _runtime(name: str) -> Finding:
 
 
 def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
-    """Try a new sandbox of this runtime. `can` is its availability without such a trial. Returns `can` if the trial
-    succeeds, or else an availability that describes the problem."""
+    """Start a sandbox of this runtime as a trial. `can` is the availability that the runtime itself reports. Returns
+    `can` if the trial succeeds, or else an availability that describes the problem."""
     with tempfile.TemporaryDirectory(prefix="outrider-doctor-") as folder:
         for part in ("sandbox", "gateway"):
             Path(folder, part).mkdir()
@@ -213,7 +213,8 @@ def _open_files() -> Finding:
 
 
 def _gpus() -> tuple[Finding, ...]:
-    """Return a finding for each GPU that sandboxes may use by default, or one finding that is not ok."""
+    """Return a finding for each GPU that sandboxes may use by default. If there are none, returns one finding that is
+    not ok."""
     if found := NVIDIA.visible():
         return tuple(Finding(name=gpu.name, ok=True, detail=f"{gpu.model} {gpu.uuid}".strip()) for gpu in found)
     if not (there := NVIDIA.gpus()):
@@ -225,7 +226,7 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _network(runtimes: Iterable[Finding]) -> Finding:
-    """Return whether tasks can have a network, and how it is reached."""
+    """Return whether sandboxes can have a network, and whether it uses a proxy."""
     kinds = [one.name for one in runtimes if one.ok and getattr(resolve("runtime", one.name), "filters_network", False)]
     named = [name for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY") if environment(name)]
     way = f"through the proxy of {named[0]}" if named else "by direct connections"
@@ -239,7 +240,7 @@ def _network(runtimes: Iterable[Finding]) -> Finding:
 def _port(host: str, port: int) -> Finding:
     name = f"{host}:{port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # Servers set this option, too. Without it, a port seems taken for a minute after its server has ended.
+        # Servers set this option, too. Without it, the port would seem taken for a minute after its server has ended.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 DEFAULT_URL = "http://127.0.0.1:8700"
-"""The service's address for clients that are given no address and have no variable OUTRIDER_URL."""
+"""The address at which a client expects the service, if the caller gives no address and OUTRIDER_URL is not set."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -57,8 +57,8 @@ def _packages(extra: str) -> list[str]:
 
 
 def host_id() -> str:
-    """Return an id of this machine's current boot and of this process's network namespace, or "" if it cannot be
-    read."""
+    """Return an id of this machine's boot and this process's network namespace. Processes with the same id share both.
+    Returns "" if it cannot be read."""
     try:
         return f"{BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
@@ -66,9 +66,9 @@ def host_id() -> str:
 
 
 def installer_variables() -> dict[str, str]:
-    """Return the environment for the installers and interpreters (pip, uv, npm) that Outrider runs to install a
-    program. It has basic variables and those that say how to reach a package registry. It does not have secrets of this
-    process, such as OUTRIDER_* or AWS_*."""
+    """Return the environment for the installers and interpreters (pip, uv, npm) with which Outrider installs a program.
+    It contains basic variables and those that configure access to a package registry. It does not contain secrets of
+    this process, such as OUTRIDER_* or AWS_*."""
     return {name: value for name, value in os.environ.items() if _INSTALLER_NAME.fullmatch(name)}
 
 
@@ -80,8 +80,8 @@ _INSTALLER_NAME = re.compile(
 
 
 def cache_home() -> Path:
-    """Return the folder for what Outrider downloads, installs or builds only once, such as harness programs and images.
-    This is $OUTRIDER_HOME, or else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache folder. It keeps what Outrider downloads, installs or builds only once, such as harness programs
+    and images. The folder is $OUTRIDER_HOME, or else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
     if home := os.environ.get("OUTRIDER_HOME"):
         return Path(home)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

@@ -1,4 +1,4 @@
-"""The error tree, and the record of an error.
+"""The tree of error classes, and the record of an error.
 
     OutriderError                     boundary    http  retried
     ├── RequestError                  request     400   no      the caller sent something wrong
@@ -10,28 +10,28 @@
     │   ├── TooLarge                  request     413   no
     │   └── QuotaExceeded             request     429   no      the token has reached its maximum number of sessions
     ├── EngineError                   engine      502   yes
-    │   ├── ContextOverflow           engine      400   no      prompt does not fit the model
-    │   ├── EngineRejected            engine      400   no      the engine refused the request itself
-    │   ├── EngineUnavailable         engine      503   yes     no engine, or it went away
-    │   │   └── EngineSilent          engine      503   yes     no output, far longer than usual
+    │   ├── ContextOverflow           engine      400   no      the prompt does not fit the model
+    │   ├── EngineRejected            engine      400   no      the engine refused the request as invalid
+    │   ├── EngineUnavailable         engine      503   yes     no engine is attached, or it went away
+    │   │   └── EngineSilent          engine      503   yes     no output for far longer than usual
     │   ├── EngineMisbehaved          engine      502   yes     the engine sent an invalid response
-    │   └── ModelMismatch             engine      409   no      engine and tokenizer are of different families
+    │   └── ModelMismatch             engine      409   no      the engine does not fit the tokenizer or the model
     ├── RuntimeFailure                runtime     500   yes     the sandbox failed
-    │   └── RuntimeUnavailable        runtime     501   no      this machine cannot run that kind
+    │   └── RuntimeUnavailable        runtime     501   no      this machine cannot run this kind of sandbox
     ├── HarnessError                  harness     500   yes     the agent program failed
     │   └── HarnessUnavailable        harness     501   no      the agent program is not installed
     ├── EvaluatorError                evaluator   500   yes
-    ├── UnreadableTask                service     409   no      a stored task cannot be read, or not with this key
+    ├── UnreadableTask                service     409   no      a stored task is damaged or encrypted with another key
     └── ServiceError                  service     500   yes
         ├── ServiceUnusable           service     500   no      the address, a proxy or the version is wrong
         ├── ServiceStopping           service     503   yes
         ├── StoreUnavailable          service     503   yes
-        └── Busy                      service     429   yes     come back later: the caller has too many requests
-            └── QueueFull             service     429   yes     too many sessions wait
+        └── Busy                      service     429   yes     the caller has too many requests in progress
+            └── QueueFull             service     429   yes     too many sessions wait in the queue
 
-A rollout that fails is data. Its error is attributed to the part of the system that it came from (`Boundary`), recorded
-once as an `ErrorRecord`, and never turned into a reward. Of HTTP, the module uses only status codes. Invariant:
-`error_from` turns a record into an error of the class that the record's `code` names, if this version has the class.
+`Boundary` explains the column "boundary". The error of a failed rollout is recorded once, as an `ErrorRecord`, and
+never turned into a reward. Invariant: `error_from` turns a record into an error of the class that the record's `code`
+names, if this version has the class.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_TEXT = 8192
 LOG_TAIL = 4096
 """Maximum bytes of a failed program's output that are attached to its error."""
 MAX_LOG_TAIL = 65_536
-"""Maximum characters of `log_tail` in an error record."""
+"""Maximum characters of `ErrorRecord.log_tail`."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The errors that msgspec raises for bytes that it cannot decode: its own, Python's UnicodeDecodeError for invalid
 UTF-8, and RecursionError for lists or maps that are nested too deeply."""
@@ -68,8 +68,8 @@ class Boundary(StrEnum):
 
 
 CODES_WITHOUT_CLASS = ("internal_error", "expired", "lease_expired")
-"""Codes without an exception class. `internal_error` stands for any unexpected exception. Records with the other codes
-are made without an exception."""
+"""Error codes without an exception class. `internal_error` is the code of any unexpected exception. The other two codes
+are recorded without an exception."""
 
 NO_THREAD = "can't start new thread"
 """The text of Python's RuntimeError if the system cannot start another thread."""
@@ -90,7 +90,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     - `hint`: how to solve the problem.
     - `field`: the path of the wrong field in a request.
     - `log_tail`: the end of the failed program's output, at most 65,536 characters.
-    - `overflow`: the sizes for a `context_overflow`, if they are known. Other records do not have this field.
+    - `overflow`: for the code `context_overflow` only, the sizes of the prompt and the context, if they are known.
     """
 
     boundary: Boundary
@@ -104,7 +104,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
-    """Background work that fails and is retried. It is listed until it succeeds.
+    """Background work that has failed and is retried. It is listed until it succeeds.
 
     It has failed `count` times, first at `since` and most recently at `last`, in seconds since the epoch. `error` is
     the most recent error. `node` is the node that does the work, None for the service.
@@ -171,15 +171,15 @@ class OutriderError(Exception):
 
 
 def renamed_field(old: str, new: str) -> AbstractContextManager[None]:
-    """Within the block, an error about the field `old` or a field below it names `new` instead. So one check, such as
-    that of a sandbox, can be used for several fields of a request."""
+    """Within the block, an error about the field `old` or a field below it names `new` instead of `old`. So one check
+    can serve several fields: the check of `task.runtime` can also check an evaluator's sandbox."""
     return renamed_fields(((old, new),))
 
 
 @contextmanager
 def renamed_fields(names: Iterable[tuple[str, str]], *, whole: Collection[str] = ()) -> Iterator[None]:
-    """Like `renamed_field`, for pairs of an old and a new name. The first matching pair is used. If the new name is in
-    `whole`, the error names only the new name, without the path below it."""
+    """Like `renamed_field`, for several pairs of an old and a new name. The first matching pair is used. If its new
+    name is in `whole`, the error names only this field, without the path below it."""
     try:
         yield
     except OutriderError as error:
@@ -240,7 +240,7 @@ class EngineError(OutriderError):
 
 
 class ContextOverflow(EngineError):
-    """The prompt does not fit into the model's context. `overflow` has the sizes, if they are known."""
+    """The prompt does not fit into the model's context. `overflow` has the sizes of both, if they are known."""
 
     code = "context_overflow"
     http_status = 400
@@ -341,8 +341,8 @@ class StoreUnavailable(ServiceError):
 
 
 class Busy(ServiceError):
-    """The caller has too many requests in progress. `retry_after` is the number of seconds to wait before the next try,
-    which the reply has in its header Retry-After."""
+    """The caller has too many requests in progress. `retry_after` is the number of seconds to wait before the next try.
+    The reply sends it in the header Retry-After."""
 
     code = "busy"
     http_status = 429
@@ -357,8 +357,8 @@ class QueueFull(Busy):
 
 
 def lacks_means(error: BaseException) -> bool:
-    """Return True if the cause may be outside the code: the disk, descriptors, memory or threads are used up, a file or
-    a connection fails, or the database cannot be reached."""
+    """Return True if the error may come from the machine and not from the code: the disk, descriptors, memory or
+    threads are used up, a file or a connection fails, or the database cannot be reached."""
     return isinstance(error, OSError | MemoryError | ServiceError) or (
         isinstance(error, RuntimeError) and str(error) == NO_THREAD
     )
@@ -377,8 +377,8 @@ def described(error: BaseException) -> str:
 
 
 def record_of(error: BaseException) -> ErrorRecord:
-    """Return the record of any exception. If `lacks_means` is True for the error, it is recorded as a ServiceError. Any
-    other exception that is not an OutriderError is recorded as a bug in Outrider."""
+    """Return the record of any exception. An OutriderError makes its own record. An error for which `lacks_means` is
+    True is recorded as a ServiceError. Any other exception is recorded as a bug in Outrider."""
     if isinstance(error, OutriderError):
         return error.record()
     if lacks_means(error):
@@ -396,9 +396,9 @@ def record_of(error: BaseException) -> ErrorRecord:
 
 
 def bounded(record: ErrorRecord) -> ErrorRecord:
-    """Return the record with its texts cut to MAX_TEXT and MAX_LOG_TAIL. The end of a log is kept, and the beginning of
-    any other text. The limits are needed because engines, nodes and plugins can send texts of any length, and all of it
-    is searched for secrets, stored and shown."""
+    """Return the record with its texts cut to MAX_TEXT and MAX_LOG_TAIL. The end of `log_tail` is kept, and the
+    beginning of all other texts. The limits are needed because engines, nodes and plugins can send texts of any length,
+    and each text is searched for secrets, stored and shown."""
     code, message, hint, field, tail = record.code, record.message, record.hint, record.field, record.log_tail
     if max(len(code), len(message), len(hint or ""), len(field or "")) <= MAX_TEXT and len(tail or "") <= MAX_LOG_TAIL:
         return record
@@ -417,14 +417,14 @@ def storable(text: str) -> str: ...
 @overload
 def storable(text: str | None) -> str | None: ...
 def storable(text: object) -> str | None:
-    """Return a text that can be stored and sent, with characters that UTF-8 cannot encode written as escapes. Python
-    decodes invalid bytes of file names and program output to such characters (lone surrogates)."""
+    """Return a text that can be stored and sent. Characters that UTF-8 cannot encode (lone surrogates) are written as
+    escapes. Python decodes invalid bytes of file names and program output to such characters."""
     return None if text is None else str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def error_from(record: ErrorRecord) -> OutriderError:
     """Make the exception that a record describes. A code that this version does not know becomes a ServiceError."""
-    # A subclass that does not define its own code inherits its parent's, and must not replace the parent here.
+    # A subclass without its own code is left out. It has its parent's code, and would replace the parent.
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
     record = bounded(record)
@@ -435,8 +435,8 @@ def error_from(record: ErrorRecord) -> OutriderError:
 
 
 def known_codes() -> dict[str, Boundary]:
-    """Return the error codes that this process knows, with their boundaries. Records from other processes and versions
-    may have other codes."""
+    """Return the error codes that this process knows, with their boundaries. Records from other versions may have other
+    codes."""
     kinds = {kind.code: kind.boundary for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     return kinds | dict.fromkeys(CODES_WITHOUT_CLASS, Boundary.SERVICE)
 

@@ -1,7 +1,7 @@
-"""Describes errors in requests and settings in plain words, based on the errors that pydantic reports.
+"""Describes wrong fields in requests and settings in plain words, based on the errors that pydantic reports.
 
-The module depends on pydantic's error types, and on none of our models. Invariant: the texts in WORDS contain no value,
-because a value may be a secret. The text of a custom validator is kept as it is, and may contain the value.
+Invariant: the texts in WORDS never contain the wrong value, because it may be a secret. The text of a custom validator
+is not changed, and may contain the value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from outrider.errors import InvalidField
 
 MAX_COMPLAINTS = 1000
-"""Maximum number of wrong fields that are listed one by one. Pydantic takes 10 us for each field in the list."""
+"""Maximum number of wrong fields that are listed one by one. Pydantic takes 10 us to list each field."""
 
 Context = dict[str, Any]
 WORDS: dict[str, Callable[[Context], str]] = {
@@ -55,15 +55,15 @@ WORDS: dict[str, Callable[[Context], str]] = {
 
 def complaints(error: ValidationError) -> list[ErrorDetails]:
     """Return pydantic's errors, one for each wrong field. Raises InvalidField if there are more than MAX_COMPLAINTS,
-    because listing all errors that fit into a request would take seconds."""
+    because a request can have so many wrong fields that listing them takes seconds."""
     if (count := error.error_count()) > MAX_COMPLAINTS:
         raise InvalidField(f"{count} fields are wrong or unknown, too many to name them") from error
     return error.errors(include_url=False)
 
 
 def fault_text(fault: ErrorDetails, kind: type[BaseModel] | None = None) -> str:
-    """Return an error in plain words. `kind` is the model that refused the values. If it is given, the text about an
-    unknown field suggests the known field that was probably meant."""
+    """Return the text of a pydantic error in plain words. `kind` is the pydantic model that refused the values. With
+    it, the text about an unknown field suggests the field that was probably meant."""
     if (words := WORDS.get(fault["type"])) is None:
         return fault["msg"].removeprefix("Value error, ")
     text = words(fault.get("ctx", {}))
@@ -77,16 +77,17 @@ def fault_text(fault: ErrorDetails, kind: type[BaseModel] | None = None) -> str:
 def first_fault(
     error: ValidationError, kind: type[BaseModel] | None = None, *, below: str = "", hint: str | None = None
 ) -> InvalidField:
-    """Return an InvalidField for the first error. `kind` is the model that refused the values, and `below` the path of
-    the field with these values. Raises InvalidField if there are too many errors."""
+    """Convert the first of pydantic's errors to an InvalidField. `kind` is the pydantic model that refused the values.
+    `below` is the path of these values in the request. Raises InvalidField if there are more than MAX_COMPLAINTS
+    errors."""
     first = complaints(error)[0]
     field = ".".join(map(str, (below, *first["loc"]) if below else first["loc"]))
     return InvalidField(fault_text(first, kind), field=field, hint=hint)
 
 
 def known_names(kind: type[BaseModel], place: Sequence[int | str]) -> list[str]:
-    """Return the names of the fields that the object at `place` may have. `place` is the object's path from the model
-    `kind`, as in the `loc` of pydantic's errors."""
+    """Return the field names that an object in the model `kind` may have. `place` is the object's path in the model, as
+    in the `loc` of pydantic's errors."""
     models = [kind]
     for part in place:
         fields = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]

@@ -1,7 +1,6 @@
 """The states of sessions and groups, the allowed transitions between states, and the reasons why a session ended.
 
-The reason why a session ended is a `StopReason`, never a state. The module does not use the store. Invariant: no
-transition leaves `DONE`.
+The reason why a session ended is a `StopReason`, never a state. Invariant: no transition leaves `DONE`.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class GroupState(StrEnum):
 
 
 class StopReason(StrEnum):
-    """The reason why a session ended. There is a verdict for all reasons except CANCELLED, EARLY_STOP, EXPIRED,
-    SESSION_TIMEOUT and ERROR. EARLY_STOP: enough other sessions of the group already had a verdict. EXPIRED: the
-    session waited too long to be started."""
+    """The reason why a session ended. A session has a verdict unless the reason is CANCELLED, EARLY_STOP, EXPIRED,
+    SESSION_TIMEOUT or ERROR. EARLY_STOP means that enough other sessions of the group already had a verdict. EXPIRED
+    means that the session waited too long to be started."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -48,9 +47,9 @@ class StopReason(StrEnum):
 
 MOVES: dict[SessionState, frozenset[SessionState]] = {
     # - A move back to QUEUED is a retry as a new attempt.
-    # - A move to DONE that skips EVALUATING usually ends a session without a verdict: by a cancellation, an early stop,
-    #   an expiry, a timeout, or the error of the last attempt. There are two exceptions. A task of several steps may
-    #   end before its last step. And a verdict that blames the agent is kept if the run is graded again.
+    # - A move to DONE that skips EVALUATING usually ends a session without a verdict. The session was cancelled,
+    #   stopped early, expired or timed out, or its last attempt failed. There are two exceptions: a task of several
+    #   steps may end before its last step, and a regrading keeps a verdict that blames the agent.
     # - A session that only grades an earlier run again has no agent, so it goes from INITIALIZING to EVALUATING.
     SessionState.QUEUED: frozenset({SessionState.INITIALIZING, SessionState.DONE}),
     SessionState.INITIALIZING: frozenset(

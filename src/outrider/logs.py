@@ -1,7 +1,7 @@
-"""Formats log lines, as text for people or as JSON for programs. Each line names the session that it belongs to.
+"""Formats log lines, as text for people or as JSON for programs. A line about a session names the session.
 
 Invariant: no line contains keys or tokens of Outrider, the token given to the formatter, secrets of the session's task,
-or values in places where secrets usually are, such as `password=`.
+or values in places where secrets usually are, such as after `password=`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class LoggedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SESSION: ContextVar[LoggedSession | None] = ContextVar("session of the log", default=None)
-"""The session to which the current task's log lines belong. Set it with `logged_for`. Only the gateway sets the
-variable directly, to avoid the cost of a context manager for each model call."""
+"""The session to which log lines of the current asyncio task belong. Set it with `logged_for`. Only the gateway sets
+the variable directly, because a context manager for each model call would cost time."""
 
 
 @contextmanager
 def logged_for(session: LoggedSession | None) -> Iterator[None]:
-    """Add the session to all lines that are logged in the block, and in tasks and threads that it starts."""
+    """Add the session to all lines that are logged in the block, and in asyncio tasks and threads that the block
+    starts."""
     reset = SESSION.set(session)
     try:
         yield
@@ -48,8 +49,8 @@ class LogFormatter(logging.Formatter):
     """Formats log records and their tracebacks, without secrets and control characters.
 
     All lines of a record except the first are indented, so that an agent's text in a message cannot look like a
-    separate record. `process` is the name of the process, which each record contains. A record of a session contains
-    the session's id and attempt, unless the message already contains the id.
+    separate record. Each record contains `process`, the name of the process. A record about a session contains the
+    session's id and attempt, unless the message already contains the id.
     """
 
     def __init__(self, token: str | None = None, *, process: str = "") -> None:
@@ -67,8 +68,8 @@ class LogFormatter(logging.Formatter):
 
 
 class JsonLogFormatter(logging.Formatter):
-    """Formats each log record as one line of JSON: `at` (seconds since the epoch), `time` (UTC), `level`, `logger` and
-    `message`, and, if they apply, `process`, `group`, `session`, `attempt` and `traceback`."""
+    """Formats each log record as one line of JSON. It has `at` (seconds since the epoch), `time` (UTC), `level`,
+    `logger` and `message`, and, if they apply, `process`, `group`, `session`, `attempt` and `traceback`."""
 
     def __init__(self, token: str | None = None, *, process: str = "") -> None:
         super().__init__()

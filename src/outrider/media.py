@@ -1,9 +1,8 @@
-"""Prepares images and other files for a model. A document becomes images of its pages. If a tool returned a file that
+"""Prepares images and other files for a model. A document becomes images of its pages. If a tool returns a file that
 the model cannot read, the model sees a text instead.
 
-The module fetches nothing. It reads an image's size from the image's first bytes, without a library. Invariant: what
-the model sees depends only on the file, its media type and its address. So a history that a client sends again looks
-the same to the model.
+Invariant: what the model sees depends only on the file, its media type and its address. So a history that a client
+sends again looks the same to the model.
 """
 
 from __future__ import annotations
@@ -33,14 +32,16 @@ from outrider.messages import (
 
 Grids = Mapping[str, tuple[int, int, int] | str]
 PagesOf = Callable[[str], DocumentPages | str | None]
-"""A function that returns a document's pages by the document's digest. The result is a text with the reason if the
-document cannot be read, and None if it has not been read yet."""
+"""A function that returns the pages of the document with the given digest. It returns a text with the reason if the
+document cannot be read, and None if the document has not been read yet."""
 PDF = "application/pdf"
 
 MAX_USER_RUN = 64
-"""How many messages back a tool's result is searched for, to decide whether a user message has the tool's files."""
+"""Maximum number of messages between a tool's result and a user message with the tool's files (see
+`carried_by_tool`)."""
 MAX_ADDRESS = 200
-"""Maximum number of characters of an address in a text for the model. Longer addresses are left out."""
+"""Maximum number of characters of a file's address in the text that replaces the file. Longer addresses are left
+out."""
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,32}/[\w.+-]{1,64}", re.ASCII)
 _ADDRESS = re.compile(rf"https?://[!-;=?-Z_a-z~]{{1,{MAX_ADDRESS}}}", re.ASCII)
 _MAX_SEGMENTS = 256
@@ -62,8 +63,8 @@ def carried_by_tool(messages: WireMessages, index: int) -> bool:
 
 
 def check_attachments(parts: Sequence[Part], messages: WireMessages, index: int) -> None:
-    """Raise RequestError if message `index` has an attachment that does not come from a tool. `parts` are its parts.
-    Documents are not checked here, but by `ReadableMessages`."""
+    """Raise RequestError if message `index` has an unreadable file (`Attachment`) that does not come from a tool.
+    `parts` are the parts of this message. Documents are checked by `ReadableMessages` instead."""
     for part in parts:
         if isinstance(part, Attachment) and not isinstance(part, Document) and not carried_by_tool(messages, index):
             raise RequestError(f"{part.field}: {part.reason}", field=part.field)
@@ -81,13 +82,14 @@ def attachment(
 
 
 def document(data: bytes, field: str, reason: str, *, head: str = "") -> Document:
-    """Return the message part for a PDF document. `Attachment` explains `field` and `reason`."""
+    """Return the message part for a PDF document. `Attachment` explains `field` and `reason`, and `Document` explains
+    `head`."""
     text = f"[{PDF}, {len(data):,} bytes: this model does not read such files]"
     return Document(text, PDF, field, reason, hashlib.sha256(data).hexdigest(), data, head)
 
 
 def shown(document: Document, pages: DocumentPages) -> list[Part]:
-    """Return what the model sees of a document: its pages, as pictures or texts, between tags."""
+    """Return the message parts that replace a document for the model: its pages, as pictures or texts, between tags."""
     parts: list[Part] = [Text("<document>\n")]
     if document.head:
         parts.append(Text(f"{document.head}\n"))
@@ -99,7 +101,7 @@ def shown(document: Document, pages: DocumentPages) -> list[Part]:
 
 
 def broken_image(media_type: str, field: str, reason: str) -> Attachment:
-    """Return the attachment for an image that has no readable data."""
+    """Return the attachment for an image whose data cannot be read."""
     known = _printable_type(media_type) or "image"
     return Attachment(unreadable_note(known), known, field, reason)
 
@@ -143,7 +145,7 @@ def pixel_size(data: bytes) -> tuple[int, int] | None:
 
 
 class UnpreparedImages(Exception):
-    """Raised for a message with images whose grids (numbers of patches) are not known yet."""
+    """Raised for a message whose `images` have no known grids (sizes in patches) yet."""
 
     def __init__(self, images: Sequence[Image]) -> None:
         super().__init__(f"{len(images)} images")
@@ -151,7 +153,7 @@ class UnpreparedImages(Exception):
 
 
 class UnpreparedDocuments(Exception):
-    """Raised for a message with documents whose pages are not known yet."""
+    """Raised for a message whose `documents` have not been read yet."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         super().__init__(f"{len(documents)} documents")
@@ -161,12 +163,12 @@ class UnpreparedDocuments(Exception):
 class ReadableMessages:
     """`WireMessages` in which texts replace the files that the model does not read.
 
-    - Attachments of tools become texts.
-    - If `images` is False, the images in tools' results also become texts. The user's images stay, because without them
-      the task would be a different one.
-    - `grids` maps the digests of images to their grids (numbers of patches), or to the reason why an image cannot be
-      decoded. The model reads images with a grid. A tool's image that cannot be decoded becomes a text.
-    - `pages` returns the pages of documents, which replace the documents. If `pages` is None, or a document cannot be
+    - An attachment becomes a text.
+    - If `images` is False, an image in a tool's result also becomes a text. The user's images stay, because without
+      them the task would be a different one.
+    - `grids` maps the digest of an image to its grid (its size in patches), or to the reason why it cannot be decoded.
+      The model reads images with a grid. A tool's image that cannot be decoded becomes a text.
+    - `pages` returns the pages of a document, which replace the document. If `pages` is None, or a document cannot be
       read, a tool's document becomes a text, and a user's document is refused.
     - `described` maps the index of a parsed message to the media types of its replaced files.
     """
@@ -218,7 +220,7 @@ class ReadableMessages:
                     parts.append(Text("\n"))
                 parts.append(part)
             else:
-                # each note has its own line
+                # each text that replaces a file has its own line
                 if parts and isinstance(before := parts[-1], Text) and not before.text.endswith("\n"):
                     parts.append(Text("\n"))
                 parts.append(Text(note))
@@ -242,8 +244,8 @@ class ReadableMessages:
         return None
 
     def _with_pages(self, message: Message, index: int) -> Message:
-        """Replace the documents of message `index` by their pages. Raises UnpreparedDocuments, and RequestError if a
-        document from the user cannot be read."""
+        """Replace the documents of message `index` by their pages. Raises UnpreparedDocuments for unknown pages, and
+        RequestError for an unreadable document from the user."""
         by_tool, unknown = carried_by_tool(self._messages, index), []
         parts: list[Part] = []
         for part in message.parts:

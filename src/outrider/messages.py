@@ -1,8 +1,9 @@
-"""The common form of messages. Every dialect parses conversations into this form, and every renderer reads it.
+"""The common form of messages. Every dialect (parser of a wire format) converts conversations to this form. Every
+renderer makes prompts from it.
 
-The module uses no wire format and no tokens. Invariant: a message has everything that a chat template may print of it.
-Tool specs stay in OpenAI's form (`{"type": "function", "function": {"name", "description", "parameters"}}`) with the
-client's key order, because templates print them verbatim.
+Invariant: a message has everything that a chat template may print. Tool specs stay in OpenAI's form (`{"type":
+"function", "function": {"name", "description", "parameters"}}`) with the client's key order, because templates print
+them verbatim.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# Here and in the dialects, some classes of structs can have tens of thousands of instances in one request. These
-# classes have gc=False, which makes the garbage collector skip their instances. A collection would stop all threads
-# while it visits them. Skipping them is safe, because they cannot be part of a reference cycle.
+# Some structs here and in the dialects have tens of thousands of instances per request. They have gc=False, so that the
+# garbage collector does not visit them, which would stop all threads. This is safe, because they cannot be part of a
+# reference cycle.
 
 
 class Role(StrEnum):
@@ -44,8 +45,8 @@ class Text(msgspec.Struct, frozen=True, tag="text", gc=False):
 
 class Attachment(Text, frozen=True, tag="attachment", gc=False):
     """A file in a request that no model here reads, such as a document or a broken image. If the file comes from a
-    tool, the model sees `text` instead (`media.py`). In any other message the file is an error: `field` is its path in
-    the request, and `reason` says why it is not accepted."""
+    tool, the model sees `text` instead (`media.py`). Otherwise the request is refused: `field` is the file's path in
+    the request, and `reason` says why the file is not accepted."""
 
     media_type: str
     field: str
@@ -53,8 +54,9 @@ class Attachment(Text, frozen=True, tag="attachment", gc=False):
 
 
 class Document(Attachment, frozen=True, tag="document", gc=False):
-    """A PDF document. `digest` is the SHA-256 (hex) of its bytes `data`. `media.py` replaces it by its pages if they
-    can be read, and otherwise treats it as an attachment. `head` is text that the model sees before the pages."""
+    """A PDF document. `data` has its bytes, and `digest` is their SHA-256 (hex). `media.py` replaces the document by
+    its pages, or treats it as an attachment if it cannot be read. `head` is text that the model sees before the
+    pages."""
 
     digest: str
     data: bytes
@@ -62,17 +64,19 @@ class Document(Attachment, frozen=True, tag="document", gc=False):
 
 
 class DocumentPages(msgspec.Struct, frozen=True):
-    """The pages of a document, in order. A page is either its text, or its picture as PNG."""
+    """The pages of a document, in order. Each page is its text (`str`) or its picture as PNG (`bytes`)."""
 
     pages: tuple[str | bytes, ...]
 
 
 class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True, gc=False):
-    """An image. `digest` is the SHA-256 (hex) of its bytes.
+    """An image.
 
-    `media_type` is as sent by the client. `size` is in bytes. `data` is empty once the image is stored. For an image
-    sent as a URL, `digest` is the digest of the URL, `media_type` is empty and `size` is 0. `grid` has the numbers of
-    patches (in time, vertically, horizontally) if the image is part of a prompt of token ids, else None.
+    media_type: the type that the client sent; empty for an image sent as a URL.
+    digest: the SHA-256 (hex) of the image's bytes, or of the URL.
+    data: the bytes; empty once the image is stored, and for a URL.
+    size: the number of bytes; 0 for a URL.
+    grid: the numbers of patches in time, vertically and horizontally, if the prompt is sent as token ids; else None.
     """
 
     media_type: str
@@ -97,8 +101,7 @@ def image_from_url(url: str) -> Image:
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One message. `content` is all of its text, "" if there is none. `reasoning` is the model's thinking, if any.
-    `parts` is empty unless the message has images or attachments. Then `parts` has the texts, images and attachments in
-    order."""
+    `parts` has the texts, images and attachments in order; it is empty for a message of text only."""
 
     role: Role
     content: str = ""
@@ -117,9 +120,8 @@ def joined_text(parts: Sequence[Part]) -> str:
 def message_of_parts(
     role: Role, parts: Sequence[Part], *, tool_call_id: str | None = None, name: str | None = None
 ) -> Message:
-    """Make a message from texts, images and attachments. Without an image or an attachment, the message has no `parts`.
-    In `parts`, adjacent texts are joined and empty texts are dropped, so that it does not matter how the client splits
-    the text."""
+    """Make a message from texts, images and attachments. A message of text only has no `parts`. In `parts`, adjacent
+    texts are joined and empty texts are dropped, so that it does not matter how the client splits the text."""
     text = joined_text(parts)
     kept: list[Part] = []
     if any(isinstance(part, Image | Attachment) for part in parts):
@@ -143,11 +145,11 @@ IMAGE_EXTENSIONS = {
     "image/heif": "heif",
     "image/svg+xml": "svg",
 }
-"""File extensions by media type. Images of other types get `.bin`."""
+"""Maps media types to file extensions. Images of other types get `.bin`."""
 
 
 def image_file(image: Image) -> str:
-    """Return the file name of an image in an export."""
+    """Return the file name that an image has in an export."""
     return f"{image.digest}.{IMAGE_EXTENSIONS.get(image.media_type, 'bin')}"
 
 
@@ -172,14 +174,15 @@ def with_images(message: Message, change: Callable[[Image], Image]) -> Message:
 
 
 class WireMessages(Protocol):
-    """The messages of a request. Each is parsed only when it is needed, because a long history can be compared by its
-    bytes.
+    """The messages of a request. A message is parsed only when it is needed, because a long history can be compared by
+    its bytes.
 
-    - `raw(i)` is any byte string that differs for different messages. `head(n)` does so for the first `n` messages
-      together. These bytes are compared within a session, even between messages of different dialects.
-    - `role(i)` is the role of message `i`, found without parsing the message's content.
-    - `size(i)` is about how many bytes `parse(i)` reads, so that callers can divide long work into pieces.
-    - `parse(i)` raises RequestError, which names the message, if the message is malformed.
+    - `raw(i)`: bytes that differ between different messages. They are compared within a session, even between messages
+      of different dialects.
+    - `head(n)`: the same for the first `n` messages together.
+    - `role(i)`: the role of message `i`, found without parsing the message's content.
+    - `size(i)`: about how many bytes `parse(i)` reads, so that callers can divide long work into pieces.
+    - `parse(i)`: the parsed message. Raises RequestError, which names the message, if the message is malformed.
     """
 
     def __len__(self) -> int: ...
@@ -191,7 +194,7 @@ class WireMessages(Protocol):
 
 
 class ParsedMessages:
-    """`WireMessages` over messages that are already parsed, for callers within the process."""
+    """`WireMessages` for callers that have parsed messages."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
@@ -216,7 +219,8 @@ class ParsedMessages:
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step of a stream adds: visible text, reasoning, and sampled tokens with their log-probabilities.
+    """The part of a reply that one step of a stream adds: visible text, reasoning, and sampled tokens with their
+    log-probabilities.
 
     A token is in the step in which it was sampled. Text is held back until it cannot be part of a tool call any more,
     so it may be in a later step than its tokens. Over the whole stream, text and tokens match.

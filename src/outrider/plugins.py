@@ -1,7 +1,7 @@
-"""Finds the class or function that a name in a spec refers to: a built-in, an entry point of an installed package, or a
-dotted path `package.module:attribute`.
+"""Finds the class or function that a name in a spec refers to. A name is a built-in, an entry point of an installed
+package, or a dotted path `package.module:attribute`.
 
-Invariant: importing this module imports no plugin, because built-ins are dotted paths, too.
+Invariant: importing this module imports no plugin.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ BUILTINS: dict[str, dict[str, str]] = {
 
 
 class PluginFailure(Exception):
-    """Raised instead of an exception of a plugin, such as SystemExit, that must not reach the event loop."""
+    """Replaces an exception of a plugin that must not reach the event loop, such as SystemExit."""
 
 
 @contextlib.contextmanager
@@ -86,12 +86,13 @@ def plugin_code() -> Iterator[None]:
 
 
 def names(kind: str) -> list[str]:
-    """Return the sorted names of all built-ins and entry points of a kind."""
+    """Return the sorted names of all plugins of a kind, such as "engine": built-ins and entry points."""
     return sorted({**_entry_points(kind), **BUILTINS.get(kind, {})})
 
 
 def resolve(kind: str, name: str, *, field: str | None = None) -> Any:
-    """Return the object that `name` refers to. If there is none, raises InvalidField with the available names."""
+    """Return the object that `name` refers to. If there is none, raises InvalidField, which lists the available
+    names."""
     if ":" in name:
         return load(name, field=field)
     if path := BUILTINS.get(kind, {}).get(name) or _entry_points(kind).get(name):
@@ -122,5 +123,5 @@ def load(path: str, *, field: str | None = None) -> Any:
 
 @functools.cache  # reading the metadata of all installed packages takes milliseconds
 def _entry_points(kind: str) -> dict[str, str]:
-    """Return the entry points of a kind, as dotted paths by name."""
+    """Return the entry points of a kind of plugin, as dotted paths by name."""
     return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=f"outrider.{kind}")}

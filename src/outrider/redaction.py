@@ -1,7 +1,7 @@
 """Removes secrets from text that people and programs read: errors, events, the status, the log.
 
-Outrider's own keys are recognized by their form, and other secrets by their place in the text. Samples and artifacts
-are not redacted.
+Outrider's own keys are recognized by their prefix, and other secrets by the text around them, such as `password=`.
+Samples and artifacts are not redacted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 KEY_PREFIX = "outrider_"
-"""Prefix of control API tokens and session keys, by which they are found in a text."""
+"""The prefix of session keys and control API tokens. It is used to find them in a text."""
 HIDDEN = "[redacted]"
 
 _OWN = re.compile(rf"{KEY_PREFIX}[\w-]{{32,}}")
@@ -22,8 +22,8 @@ _PLACES = re.compile(
 )
 _NAMES_OF_SECRETS = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 SHORTEST = 8
-"""Minimum length of a variable's value that counts as a secret. Without it, values such as `1` or `true` would be
-removed from every text."""
+"""Minimum length of a variable's value that is removed as a secret. Without this limit, values such as `1` or `true`
+would be removed from every text."""
 
 
 def without_keys(text: str) -> str:
@@ -42,7 +42,7 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def secrets_in(variables: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the values of variables whose names suggest a secret, longest first, because one value may be part of
-    another."""
+    """Return the values of variables whose names suggest a secret, such as API_KEY. Longer values come first, because
+    they may contain shorter ones."""
     found = {value for name, value in variables if len(value) >= SHORTEST and _NAMES_OF_SECRETS.search(name)}
     return sorted(found, key=len, reverse=True)

@@ -1,14 +1,14 @@
 """Writes and reads training rows as an Arrow IPC stream. Programs exchange samples with the service in this form; JSON
 is for people.
 
-A row is a `trajectory.Sample`, in the form in which it is stored: `ids` has all ids of the row, and `logprobs` and
-`versions` only describe the ids that are trained on. `COLUMNS` lists the columns, and docs/api.md documents them for
-other readers. The rest of a reply, such as a group's sessions, is JSON in the schema's metadata, under the key `REPLY`.
+A row is a `trajectory.Sample`, in the form in which it is stored: `ids` has all token ids of the row, while `logprobs`
+and `versions` only describe the ids that are trained on. `COLUMNS` lists the columns; docs/api.md documents them. The
+rest of a reply, such as a group's sessions, is JSON in the schema's metadata, under the key `REPLY`.
 
-Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. All rows of a group are in one
-batch, because most of the time is spent per column of a batch, not per row. nanoarrow writes the schema and reads
-streams: it has a fortieth of pyarrow's size and is imported ten times as fast. It is imported inside functions, because
-most commands read no samples.
+Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. A batch has as many rows as fit
+into BATCH_BYTES, because most of the time is spent per column of a batch, not per row. nanoarrow has a fortieth of
+pyarrow's size and is imported ten times as fast. It is imported inside functions, because most commands read no
+samples.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 REPLY = "outrider.reply"
-"""The key in the schema's metadata whose value is the reply as JSON, without its samples."""
+"""A key in the schema's metadata. Its value is the JSON of the reply without its samples."""
 CANNOT_READ = "the samples in the service's reply cannot be read"
 VERSIONS = "the client and the service may be of different versions"
 
@@ -42,7 +42,7 @@ View = Any
 
 
 class Column(ABC):
-    """Encodes and decodes one field of the samples as an Arrow column. `of` is the name of the field in `Sample`, if it
+    """Encodes and decodes one field of the samples as an Arrow column. `of` is the field's name in `Sample`, if it
     differs from the column's name."""
 
     def __init__(self, name: str, of: str = "") -> None:
@@ -60,7 +60,7 @@ class Column(ABC):
 
 
 class TextColumn(Column):
-    """A column of texts. `make` converts a text to the value of the field."""
+    """A column of texts. `make` converts a text to the value of the sample's field."""
 
     def __init__(self, name: str, make: Any = str) -> None:
         super().__init__(name)
@@ -79,8 +79,8 @@ class TextColumn(Column):
 
 
 class JsonColumn(TextColumn):
-    """A column of values of the type `shape`, as JSON text. Arrow has types for maps and nested structs, but its
-    readers do not all treat them alike."""
+    """A column of JSON texts, which are decoded to values of the type `shape`. Arrow also has types for maps and nested
+    structs, but libraries read them in different ways."""
 
     def __init__(self, name: str, shape: Any) -> None:
         super().__init__(name, msgspec.json.Decoder(shape).decode)
@@ -112,8 +112,8 @@ class NumberColumn(Column):
 
 
 class ListColumn(Column):
-    """A column with a list of numbers for each row. `inner` is the column of the numbers of all lists, one after the
-    other."""
+    """A column with a list of numbers for each row. `inner` is the column that has the numbers of all lists, one after
+    the other."""
 
     def __init__(self, name: str, inner: NumberColumn) -> None:
         super().__init__(name)
@@ -132,8 +132,8 @@ class ListColumn(Column):
 
 
 class PackedColumn(Column):
-    """A column with a list of numbers for each row, as packed bytes on both sides. So the numbers never become Python
-    objects."""
+    """A column with a list of numbers for each row. The numbers are packed bytes both in `Sample` and in Arrow, so they
+    never become Python objects."""
 
     def __init__(self, name: str, of: str, code: str = "i") -> None:
         super().__init__(name, of)
@@ -156,8 +156,8 @@ class PackedColumn(Column):
 
 
 class SpanColumn(Column):
-    """A column with a list of structs of int32 for each row. `make` makes a value from a struct's numbers, and `split`
-    returns the numbers of a value."""
+    """A column with a list of spans for each row. A span is stored as a struct of int32. `make` makes a span from the
+    struct's numbers, and `split` returns them."""
 
     def __init__(
         self,
@@ -195,11 +195,11 @@ class SpanColumn(Column):
 
 
 class RecordBatch:
-    """A record batch under construction. Each array of a column is followed by the arrays inside it.
+    """Builds an Arrow record batch. Each array of a column must be added before the arrays inside it.
 
-    The message has Arrow's encapsulated format: metadata, then the buffers, each padded to 8 bytes. The metadata is a
-    flatbuffer (Arrow's Message.fbs). Its layout is always the same, so it is written without a flatbuffer library.
-    nanoarrow's own writer is not used for batches, because it would copy the ids twice.
+    The batch is a message in Arrow's encapsulated format: metadata, then the buffers, each padded to 8 bytes. The
+    metadata is a flatbuffer (Arrow's Message.fbs). Its layout is always the same, so it is written without a flatbuffer
+    library. nanoarrow's own writer would copy the ids twice.
     Source: https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-format
     """
 
@@ -211,7 +211,8 @@ class RecordBatch:
         self._size = 0
 
     def add_array(self, length: int, *buffers: bytes | Sequence[bytes], validity: bytes = b"", nulls: int = 0) -> None:
-        """Add an array of `length` items. A buffer may be given in pieces, which are not joined."""
+        """Add an array of `length` items. `validity` is the bitmap of its non-null items. A buffer may be given in
+        pieces, which are not joined."""
         self._nodes += (length, nulls)
         for buffer in (validity, *buffers):
             pieces = (buffer,) if isinstance(buffer, bytes) else buffer
@@ -223,10 +224,10 @@ class RecordBatch:
             self._size += size + padding
 
     def message(self) -> list[bytes]:
-        """Return the message in pieces. Only small pieces are joined, because joining copies them."""
+        """Return the batch as a message, in pieces. Only small pieces are joined, because joining copies them."""
         nodes, buffers = len(self._nodes) // 2, len(self._buffers) // 2
-        # A vtable has its own size, the size of its table, and the position of each field in the table. A table begins
-        # with the distance to its vtable. An offset counts from the field that contains it.
+        # A flatbuffer's vtable has its own size, the size of its table, and the position of each field in the table. A
+        # table begins with the distance to its vtable. An offset counts from the field that contains it.
         metadata = _METADATA.pack(
             *(_CONTINUATION, _METADATA.size + 16 * nodes + 16 * buffers),
             16,  # the position of the table Message
@@ -299,10 +300,10 @@ COLUMNS: tuple[Column, ...] = (
 
 
 END = b"\xff\xff\xff\xff\0\0\0\0"
-"""The end of a stream. A stream without it was cut off, maybe between two batches."""
+"""The bytes that end a stream. A stream without them was cut off, maybe between two batches."""
 BATCH_BYTES = 2 << 20
-"""Bytes of ids after which a batch ends. With larger buffers, the allocator returns memory to the kernel and requests
-it again for each batch, which takes longer than the encoding itself."""
+"""Size of the token ids, in bytes, at which a batch ends. With larger buffers, the allocator gets memory from the
+kernel for each batch, which takes longer than the encoding."""
 
 
 def prepare() -> None:
@@ -318,8 +319,8 @@ def encode(samples: Sequence[Sample], reply: bytes) -> bytes:
 
 
 def head(reply: bytes) -> bytes:
-    """Return the beginning of a stream, which has the columns and `reply`, the JSON of the reply without its samples.
-    The batches and `END` must follow."""
+    """Return the beginning of a stream. It has the schema with the columns, and `reply`, the JSON of the reply without
+    its samples. The batches and `END` must follow."""
     from nanoarrow.ipc import StreamWriter
 
     written = _Pieces()
@@ -348,7 +349,7 @@ def batches(samples: Sequence[Sample]) -> Iterator[bytes]:
 
 
 def rows_of_batches(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Divide samples into batches, and yield the samples of each batch."""
+    """Divide samples into batches by BATCH_BYTES, and yield the samples of each batch."""
     some: list[Sample] = []
     size = 0
     for sample in samples:
@@ -362,7 +363,7 @@ def rows_of_batches(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 
 def batch(samples: Sequence[Sample]) -> list[bytes]:
-    """Encode samples as one batch, in pieces."""
+    """Encode samples as one batch, and return the batch in pieces."""
     made = RecordBatch(len(samples))
     for column in COLUMNS:
         column.encode([getattr(sample, column.of) for sample in samples], made)
@@ -370,8 +371,8 @@ def batch(samples: Sequence[Sample]) -> list[bytes]:
 
 
 def decode(data: bytes) -> Decoded:
-    """Decode a stream from `encode`. Raises ServiceUnusable if its columns are different, and ServiceError for other
-    invalid data or a stream that was cut off."""
+    """Decode a stream from `encode`. Raises ServiceUnusable if a column is missing or has another type, and
+    ServiceError for other invalid data or a stream that was cut off."""
     import nanoarrow
     from nanoarrow.ipc import InputStream
 
@@ -394,7 +395,7 @@ def decode(data: bytes) -> Decoded:
 
 
 class Decoded(NamedTuple):
-    """A reply in JSON without its samples, and the samples."""
+    """The samples of a reply, and the rest of the reply as JSON."""
 
     reply: bytes
     samples: list[Sample]
@@ -424,15 +425,15 @@ def _arrow() -> Any:
 
 
 def _offsets(lengths: Iterable[int]) -> bytes:
-    """Return Arrow's buffer of offsets for lists stored one after another: where each list begins, and where the last
-    one ends."""
+    """Return Arrow's buffer of offsets for lists that are stored one after another: the beginning of each list, and
+    the end of the last."""
     return array("i", accumulate(lengths, initial=0)).tobytes()
 
 
 def _validity(values: Sequence[Any]) -> bytes:
     """Return the bitmap that marks the values that are not None."""
     # The bits are parsed from a text in base 2, in linear time. Shifting one large number for each bit would take
-    # seconds for the turns of a page.
+    # seconds for all turns of a page of results.
     digits = "".join(["0" if value is None else "1" for value in reversed(values)])
     return int(digits, 2).to_bytes((len(values) + 7) // 8, "little")
 

@@ -18,19 +18,19 @@ from outrider.trajectory import ChatRow, JsonSample, Sample, SessionResult, Toke
 R = TypeVar("R", bound=msgspec.Struct)
 
 Role = Literal["read", "submit", "node", "admin"]
-"""The role of a token. `submit` includes the rights of `read`, `node` can only join a node to the service, and `admin`
-can do everything."""
+"""The role of a token. `submit` includes the rights of `read`. `node` can only join a node to the service. `admin` can
+do everything."""
 
 Severity = Literal["error", "warning", "info"]
-"""How bad a finding is: an `error` spoils training data or makes sessions fail, a `warning` wastes time or tokens, and
-an `info` is only worth knowing."""
+"""How bad a finding is. An `error` spoils training data or makes sessions fail, a `warning` wastes time or tokens, and
+an `info` needs no action."""
 
 PolicyPause = Literal["finish", "abort"]
-"""What a pause of the policy does to running generations: they `finish`, or they are cut off and continued later
-(`abort`)."""
+"""What a pause of the policy does to running generations. `finish` lets them end. `abort` cuts them off, and they are
+continued after the pause."""
 
 MAX_INLINE_FILE = 16 << 20
-"""Maximum number of characters of the content in a `write` step."""
+"""Maximum number of characters that a `write` step writes into a file."""
 EVALUATION_LABEL = "outrider.evaluation"
 """The label of a group that evaluates a policy. Its value is the name of the evaluation. Exports for training leave out
 groups with this label."""
@@ -41,14 +41,14 @@ RETRY_LABEL = "outrider.retry"
 
 
 def reply_of(kind: type[R], row: msgspec.Struct, /, **others: Any) -> R:
-    """Return a reply of type `kind`, whose fields are taken from `others` or else from the fields of `row` with the
-    same names."""
+    """Make a reply of the type `kind`. Its fields are those in `others`, or else the fields of `row` with the same
+    names."""
     return kind(**{name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}, **others)
 
 
 class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A lane, which bounds the number of sessions in one stage. `served` and `waited_seconds` are totals since the
-    node's start."""
+    """A lane, which limits the number of sessions in one stage. `served` is the number of sessions that got a
+    slot since the node's start, and `waited_seconds` is their total wait."""
 
     name: str
     size: int
@@ -59,9 +59,9 @@ class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's resources for sandboxes, and how much of each is reserved (`..._set_aside`): processors, MiB of memory,
-    and GPUs. `waiting` is the number of sessions that wait for resources. `served` and `waited_seconds` are totals
-    since the node's start."""
+    """A node's resources for sandboxes: processors, MiB of memory, and GPUs. `..._set_aside` is how much of each is
+    reserved. `waiting` is the number of sessions that wait for resources. `served` is the number that got them since
+    the node's start, and `waited_seconds` is their total wait."""
 
     cpus: float
     cpus_set_aside: float = 0.0
@@ -75,8 +75,8 @@ class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Sandboxes started ahead of time: `ready` is how many are available now, `taken` how many sessions have used one,
-    and `misses` how many sessions found none."""
+    """Sandboxes started ahead of time. `ready` is how many are available now. `taken` is the number of sessions that
+    got one, and `misses` the number of sessions that did not."""
 
     ready: int = 0
     taken: int = 0
@@ -84,11 +84,11 @@ class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StallStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Stalls of a node's event loop for longer than 50 ms.
+    """Stalls of a node's event loop that took longer than 50 ms.
 
     - `count`, `total`, `longest`: the number of stalls, and the sum and the maximum of their seconds.
     - `starved`: the number of stalls in which the process itself did not run, because it was stopped or got no
-      processor. In the other stalls, work in the process blocked the loop.
+      processor. In other stalls, work in the process blocked the loop.
     - `held`: the longest processor time, in seconds, that the loop's own thread used during a stall. For the rest of
       the stall, other threads or processes had the interpreter or the processor.
     """
@@ -101,8 +101,8 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A node: its running sessions, their maximum number (`capacity`), its lanes and its resources. A `drained` node
-    takes no new sessions. `failing` is background work that currently fails on the node."""
+    """A node, which runs sessions. `sessions` is the number of its running sessions, and `capacity` the maximum. A
+    `drained` node takes no new sessions. `failing` is background work that currently fails on the node."""
 
     name: str
     drained: bool = False
@@ -116,8 +116,8 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledImage(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of pulling an image on one machine. `node` is a node of this machine. The result has either the
-    image's digest and the bytes of its files, or an error."""
+    """The result of pulling an image on one machine. `node` is a node of this machine. After a success, `digest` is the
+    image's digest and `bytes` the size of its files. Otherwise `error` is set."""
 
     node: str
     digest: str | None = None
@@ -132,8 +132,8 @@ class PulledImages(msgspec.Struct, frozen=True):
 
 
 class RefusedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node on another machine that was disconnected at the time `at`, because it sent an impossible message. `token`
-    is the name of the token with which it had joined."""
+    """A node on another machine that the service disconnected at the time `at`, because the node sent an impossible
+    message. `token` is the name of the token with which it had joined."""
 
     name: str
     token: str
@@ -142,7 +142,8 @@ class RefusedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeList(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes that run sessions. `refused` are the nodes that were disconnected most recently, oldest first."""
+    """The nodes that run sessions. `refused` lists the nodes that the service disconnected most recently, oldest
+    first."""
 
     nodes: tuple[NodeStats, ...]
     refused: tuple[RefusedNode, ...] = ()
@@ -151,12 +152,13 @@ class NodeList(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of an engine, as its pool knows it.
 
-    - `serves`: the name of a frozen model, None for the policy.
+    - `serves`: the name of the frozen model that the engine serves, None for the policy.
     - `in_flight`: the number of running generations.
-    - `sessions`, `assigned_tokens`: the number of sessions that stay with the engine, and the tokens of their contexts.
+    - `sessions`: the number of sessions that use this engine.
+    - `assigned_tokens`: the total size of these sessions' contexts, in tokens.
     - `generated_tokens`, `failures`: totals since the engine was added.
     - `advice`: better flags for the engine's server, if the pool has noticed any.
-    - `suspect`: the last invalid response, if the pool suspects the engine because of it, else None.
+    - `suspect`: the invalid response because of which the pool suspects the engine, or None.
     - `misbehaved`: the number of invalid responses.
     """
 
@@ -182,8 +184,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionView(msgspec.Struct, frozen=True, kw_only=True):
-    """A session. `result` is set when the session is done. `last_error` is the error that last made the session go back
-    to the queue, or None."""
+    """A session. `result` is set when the session is done. `last_error` is the error of the latest attempt that was
+    retried, or None."""
 
     id: str
     group_id: str
@@ -200,8 +202,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that `GroupView` and `GroupSummary` have in common.
 
-    `cursor` is the group's position in the results, once it is done. `submitted_by` is the name of the token that
-    submitted the group, and `tenant` is its owner.
+    `cursor` is the group's position in the list of results, None until it is finished. `submitted_by` is the name of
+    the token that submitted the group, and `tenant` is the group's owner.
     """
 
     id: str
@@ -218,7 +220,7 @@ class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupView(GroupFields, frozen=True, kw_only=True):
-    """A group with its sessions in sample order. `samples` are its training rows, if requested."""
+    """A group with its sessions in sample order. `samples` has its training rows, if requested."""
 
     sessions: tuple[SessionView, ...]
     samples: tuple[Sample, ...] | None = None
@@ -237,7 +239,7 @@ class JsonGroupView(GroupFields, frozen=True, kw_only=True):
 
 class RegradedSession(msgspec.Struct, frozen=True, kw_only=True):
     """A session that was graded again, by the session `regraded_as`. `was` is the old verdict and `now` the new one.
-    Either may be missing, for example if a grading failed. `error` is the error of the new grading."""
+    Either is None if that grading failed. `error` is the error of the new grading."""
 
     session_id: str
     regraded_as: str
@@ -247,14 +249,14 @@ class RegradedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Regraded(msgspec.Struct, frozen=True):
-    """What `outrider regrade --json` prints."""
+    """The output of `outrider regrade --json`."""
 
     sessions: tuple[RegradedSession, ...]
 
 
 class GroupSummary(GroupFields, frozen=True, kw_only=True):
-    """A group in a list. `done` of its `n` sessions are done, and `errors` of these have an error. `mean_reward` is the
-    mean over the sessions with a reward."""
+    """A group in a list. `done` is the number of its finished sessions, and `errors` how many of these have an error.
+    `mean_reward` is the mean over the sessions with a reward."""
 
     done: int
     errors: int
@@ -262,7 +264,7 @@ class GroupSummary(GroupFields, frozen=True, kw_only=True):
 
 
 class GroupList(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups, newest first. Pass `after` to the request for the next page; it is None on the last page."""
+    """Groups, newest first. Send `after` with the next request to get the next page. It is None on the last page."""
 
     groups: tuple[GroupSummary, ...]
     after: str | None = None
@@ -270,8 +272,8 @@ class GroupList(msgspec.Struct, frozen=True, kw_only=True):
 
 class QueryReply(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an SQL query. Each row has one value per column: text, a number or null. Bytes are written as
-    hexadecimal digits, and infinite numbers as text. `truncated` is True if limits cut off further rows. `seconds` is
-    how long the query took."""
+    hexadecimal digits, and infinite numbers as text. `truncated` is True if limits cut off rows. `seconds` is the
+    query's duration."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -280,7 +282,7 @@ class QueryReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimate with its 95 % confidence interval. With fewer than two tasks, `low` and `high` are None."""
+    """An estimate with its 95 % confidence interval. `low` and `high` are None if there are fewer than two tasks."""
 
     value: float
     low: float | None = None
@@ -290,8 +292,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 class RunSide(msgspec.Struct, frozen=True, kw_only=True):
     """One side of a comparison: the sessions that `selector` selects.
 
-    - `done`, `graded`, `solved`: how many of the sessions are done, have a reward, and have at least the comparison's
-      reward `passed`.
+    - `done`, `graded`, `solved`: the numbers of sessions that are done, that have a reward, and whose reward is at
+      least `RunDiff.passed`.
     - `reward`: the mean reward of each task, averaged over the tasks; None if no session is graded.
     - `pass_at`: unbiased estimates of pass@k, by k; empty if no session is graded.
     - `turns`, `tokens_sampled`, `tokens_trained`, `seconds`, `model_seconds`: means over the sessions that are done.
@@ -316,8 +318,8 @@ class RunSide(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flip(msgspec.Struct, frozen=True, kw_only=True):
-    """A pair of sessions, of which only one is solved. Both have the same task and the same position `sample` among
-    their side's sessions of the task. `a` and `b` are the sessions' ids."""
+    """Two sessions of the same task, one from each side of a comparison. Only one of them is solved. `sample` is the
+    position of both among their side's sessions of the task."""
 
     task: str
     sample: int
@@ -328,13 +330,13 @@ class Flip(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """A comparison of two runs.
+    """A comparison of two runs, `a` and `b`.
 
-    - `reward`, `pass_at`: the differences b - a. They are over the `paired` tasks, or, if there are none, over all
-      tasks as two independent sets.
+    - `reward`, `pass_at`: the differences b - a over the tasks counted in `paired`. If there are none, all tasks of
+      each side are compared.
     - `paired`: the number of tasks with graded sessions on both sides.
     - `gained`, `lost`: the number of pairs of sessions that are solved only in `b`, and only in `a`.
-    - `flips`: the first of these pairs.
+    - `flips`: the first of the pairs counted in `gained` and `lost`.
     """
 
     a: RunSide
@@ -381,8 +383,8 @@ class PauseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
-    """The pauses of the queue, oldest first. `held` is the number of sessions that the pauses hold back: those of the
-    caller's tenant, or of all tenants for an admin. `changed` is how many of them this request held or released."""
+    """The pauses of the queue, oldest first. `held` is how many sessions they hold back: those of the caller's tenant,
+    or of all tenants for an admin. `changed` is how many sessions this request held or released."""
 
     pauses: tuple[PauseView, ...]
     held: int
@@ -390,15 +392,15 @@ class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups in the order in which they finished. To get the next ones, send `after=cursor`."""
+    """Groups in the order in which they finished. To get the next groups, send `after=cursor`."""
 
     groups: tuple[GroupView, ...]
     cursor: int
 
 
 class ConsumerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A named reader of one tenant's results, or of all results if `tenant` is None. It has acknowledged the groups up
-    to `cursor`, has at most `lag` groups left to read, and sent its last request at `seen`."""
+    """A consumer: a named reader of one tenant's results, or of all results if `tenant` is None. It has acknowledged
+    the groups up to `cursor` and has at most `lag` groups left to read. It sent its last request at `seen`."""
 
     name: str
     tenant: str | None = None
@@ -409,15 +411,16 @@ class ConsumerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsumerList(msgspec.Struct, frozen=True, kw_only=True):
-    """The consumers of the caller's tenant, by name. An admin gets the admins' consumers, then those of each tenant."""
+    """The consumers of the caller's tenant, by name. An admin gets the consumers of the admins, then those of each
+    tenant."""
 
     consumers: tuple[ConsumerView, ...]
 
 
 class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
-    """A callback that the service gave up after `tries` attempts. `fault` is the reason of the last failure. `url` has
-    no user and no query, which may be secret. It is only the host and port if the service does not have the key that
-    encrypted the URL. The group was done at `since`."""
+    """A callback that the service stopped sending after `tries` attempts. `fault` is the reason of the last failure.
+    `url` has no user and no query, which may be secret. It is only the host and port if the service cannot decrypt the
+    address. The group was done at `since`."""
 
     group_id: str
     url: str
@@ -428,13 +431,13 @@ class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallbackList(msgspec.Struct, frozen=True, kw_only=True):
-    """Callbacks that the service gave up, newest first."""
+    """The callbacks that the service stopped sending, newest first."""
 
     callbacks: tuple[CallbackView, ...]
 
 
 class Redelivered(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of callbacks that are tried again."""
+    """The number of failed callbacks that the service now sends again."""
 
     callbacks: int
 
@@ -442,12 +445,12 @@ class Redelivered(msgspec.Struct, frozen=True, kw_only=True):
 class GcReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of removing finished groups. With `dry_run`, it is what would be removed.
 
-    - `groups`, `sessions`, `bytes`: the removed groups, their sessions, and the bytes of their tasks, turns, results
-      and artifacts.
-    - `unacknowledged`, `undelivered`: groups that are old enough but are kept, because a consumer has not acknowledged
-      them, or because their callback is not delivered yet.
+    - `groups`, `sessions`: the numbers of removed groups and sessions.
+    - `bytes`: the size of the removed tasks, turns, results and artifacts.
+    - `unacknowledged`: old groups that are kept, because a consumer has not acknowledged them.
+    - `undelivered`: old groups that are kept, because their callback is not delivered yet.
     - `stored_bytes`: the size of all finished groups now, including images.
-    - `more`: True if more groups can be removed. Repeat the request then.
+    - `more`: True if another request can remove more groups.
     """
 
     groups: int
@@ -474,13 +477,13 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     """One model call as text.
 
-    - `index`, `parent`: numbers of turns, counted separately for each model.
+    - `index`, `parent`: the numbers of the turn and of its parent. Each model has its own numbers.
     - `model`: the frozen model that was called, None for the policy.
     - `context`: the text that this turn added to the prompt.
     - `sampled`: the model's output.
-    - `kind`, `label`, `depth`: those of the turn's branch.
+    - `kind`, `label`, `depth`: see `trajectory.SampleFields`.
     - `step`, `altered`, `ignored`: see `trajectory.Turn`.
-    - `tokens`: set only if requested.
+    - `tokens`: the turn's token ids and messages, only if requested.
     """
 
     index: int
@@ -514,8 +517,8 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt of a session. `ended` is None while it runs. `error` and `message` are the code and the text of the
-    error that ended it."""
+    """An attempt of a session. `ended` is None while the attempt runs. `error` and `message` are the code and the text
+    of the error that ended it, if any."""
 
     attempt: int
     began: float
@@ -526,8 +529,8 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpanView(msgspec.Struct, frozen=True, kw_only=True):
-    """An event or an activity in an attempt. `end` is None while the activity goes on. docs/timeline.md describes the
-    kinds and their `data`."""
+    """One entry of a timeline: an event or an activity. `end` is None while the activity goes on. docs/timeline.md
+    describes the kinds of entries and their `data`."""
 
     kind: str
     name: str
@@ -537,9 +540,12 @@ class SpanView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
-    """The timeline of one attempt of a session. `attempts` are all attempts of the session. `spans` are ordered by
-    their start. `left_out` is the number of entries that were not stored because there were too many, by kind. `now` is
-    the time of the reply."""
+    """The timeline of one attempt of a session.
+
+    attempts: all attempts of the session.
+    spans: the entries of the timeline, ordered by their start.
+    left_out: the number of entries that were not stored because there were too many, by kind.
+    now: the time of the reply."""
 
     session_id: str
     group_id: str
@@ -554,10 +560,10 @@ class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
 class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A session whose agent runs elsewhere, and how the agent reaches its model.
 
-    - `running`: True if the session takes calls now.
+    - `running`: True if the session accepts model calls now.
     - `key`: the session's credential, which is the agent's API key.
     - `base_urls`: the addresses at which the agent may reach the service, by network name. `base_url` is the first.
-    - `variables`: environment variables that agent programs of all vendors read, set for `base_url`.
+    - `variables`: environment variables that configure agent programs of all vendors for `base_url`.
     """
 
     session: SessionView
@@ -571,8 +577,8 @@ class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionList(msgspec.Struct, frozen=True, kw_only=True):
-    """Sessions by group, newest group first. Pass `after` to the request for the next page; it is None on the last
-    page."""
+    """Sessions by group, newest group first. Send `after` with the next request to get the next page. It is None on the
+    last page."""
 
     sessions: tuple[SessionView, ...]
     after: str | None
@@ -581,11 +587,11 @@ class SessionList(msgspec.Struct, frozen=True, kw_only=True):
 class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
     """A turn's tokens and messages.
 
-    - `prompt_delta`: the end of the turn's prompt. The prompt begins with the prompt and the output of its parent.
+    - `prompt_delta`: the ids that follow the parent's prompt and output in the turn's prompt.
     - `logprobs`: one number for each of `output_ids`.
     - `messages`: the messages that the request added to the conversation of the turn's parent; all messages if there is
       no parent.
-    - `reply`: the message that the client received, None if it had hung up.
+    - `reply`: the message that the client received; None if the client had hung up.
     - `prompt_pieces`, `output_pieces`: the text of each token of `prompt_delta` and `output_ids`, if requested and if
       the model's tokenizer is known. A character that several tokens encode is in the text of the last of them.
     """
@@ -618,8 +624,8 @@ class ChatList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that was kept from a sandbox: its absolute path in the sandbox, its size in bytes, and its SHA-256
-    (hex)."""
+    """A file that was kept from a sandbox. `path` is its absolute path in the sandbox, `size` its bytes, and `sha256`
+    its SHA-256 (hex)."""
 
     path: str
     size: int
@@ -627,15 +633,15 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that was not kept, or a pattern that matched no files, and the reason. `path` is "" for all files that
-    were not reached in time."""
+    """A file that was not kept, or a pattern that matched no files, and the reason. The `path` "" stands for all files
+    that were not read in time."""
 
     path: str
     reason: str
 
 
 class ArtifactList(msgspec.Struct, frozen=True, kw_only=True):
-    """The artifacts of one attempt. `attempt` is None if the request named none and no attempt of the session has
+    """The artifacts of one attempt. `attempt` is None if the request named no attempt and no attempt of the session has
     stored artifacts."""
 
     session_id: str
@@ -651,8 +657,8 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the policy: the version of its weights when they were last read, and whether it accepts generations
-    unless the policy is paused."""
+    """An engine of the policy. `version` is the last known version of its weights. `ok` is True if it accepts
+    generations while the policy is not paused."""
 
     name: str
     version: int
@@ -660,8 +666,8 @@ class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of the policy. `paused` is None while the policy generates. `cancelled` are the groups that this
-    request cancelled, because their first version was too old."""
+    """The status of the policy. `paused` is None while the policy generates. `cancelled` lists the groups that this
+    request cancelled, because they began with too old a version."""
 
     version: int
     paused: PolicyPause | None
@@ -672,9 +678,9 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the service.
 
-    - `model`, `frozen`: the names of the policy and of the models besides it.
-    - `sessions`: the number of sessions of the caller's tenant by state; of all tenants for an admin.
-    - `cursor`: the position of the newest result of the same tenants. Later results can be followed from there.
+    - `model`, `frozen`: the names of the policy and of the frozen models.
+    - `sessions`: the number of sessions of the caller's tenant by state. An admin gets the sessions of all tenants.
+    - `cursor`: the position of these tenants' newest result. A client can follow later results from there.
     - `failing`: background work of the service and its nodes that currently fails.
     - `may`: the roles that the caller may act in.
     """
@@ -692,12 +698,12 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem that a rule of the doctor of runs has found (docs/diagnosis.md).
+    """A problem in the sessions of a run, found by a rule of docs/diagnosis.md.
 
     text: the problem, in one line.
     subject: what the finding is about, such as a tool, an engine or an error code; "" if it is about all sessions.
-    numbers: `value` is the estimate. `at_least` is the bound that is compared with `threshold`. `sessions` or `groups`
-        is the number of independent units. Other numbers depend on the rule.
+    numbers: `value` is the estimate. `at_least` is its conservative bound, which the rule compares with
+        `threshold`. `sessions` or `groups` is the number of independent units. Other numbers depend on the rule.
     sessions: up to 5 sessions that show the problem, the clearest first.
     next: what to do next.
     """
@@ -712,11 +718,11 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's done sessions used their time for, in seconds, summed over the sessions.
+    """How the done sessions of a run spent their time, in seconds over all sessions.
 
     - `queued`: waiting for a slot before the sandbox starts, not counting the time in the service's queue.
     - `waiting`: waiting for a slot with a prepared sandbox.
-    - `tools`: the time of the run in which no model call is running.
+    - `tools`: the time of the agent's run in which no model call is running.
     """
 
     queued: float = 0.0
@@ -729,9 +735,10 @@ class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of the doctor of runs: how much data was read, and the findings, most severe first.
+    """The diagnosis of a run (docs/diagnosis.md): how much data was read, and the findings, most severe first.
 
-    groups, sessions, not_done: the numbers of groups, of their done sessions, and of their other sessions.
+    groups: the number of groups.
+    sessions, not_done: the numbers of their sessions that are done, and that are not.
     truncated: True if there are more groups, which are older and were not read.
     read_sessions, read_turns: the size of the sample whose turns and timelines were read, in sessions and in model
         calls.
@@ -754,7 +761,7 @@ class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
         done.
     calls, calls_failed: model calls that were stored, and model calls that got an error reply.
     tokens_sampled: tokens of the stored calls.
-    queued, running: sessions in the queue, and sessions between their start and their end, at the time `at`.
+    queued, running: sessions in the queue, and running sessions, at the time `at`.
     """
 
     at: float
@@ -778,8 +785,8 @@ class RateList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenView(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the control API, without its text. It can submit and see groups of `tenant`. `expires` is None if it
-    does not expire, and `revoked` is None if it is not revoked."""
+    """A token of the control API, without its text. It can submit and see groups of `tenant`. `expires` is None if the
+    token does not expire, and `revoked` is None if it is not revoked."""
 
     name: str
     role: Role
@@ -797,7 +804,7 @@ class TokenList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A new token. Its text is shown only here."""
+    """A new token. `text` is the token itself, which no other reply contains."""
 
     token: TokenView
     text: str

@@ -2,8 +2,7 @@
 
 Invariant: every model refuses unknown fields, wrong types, NaN and absurd sizes, and its error names the field. Reading
 a list of objects stops at the first invalid one (`fail_fast`), so that an invalid request does not cost much more than
-a valid one. Nothing here reads the file system or imports plugins. `service/admission.py` checks what depends on the
-machine.
+a valid one. `service/admission.py` checks what depends on the machine.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ MAX_TEXT = 1 << 20
 MEBIBYTE = 1 << 20
 """The unit, in bytes, of fields whose names end in `_mb`."""
 RUNTIME = "task.runtime"
-"""The path of the agent's sandbox in a request."""
+"""The field of a request that describes the agent's sandbox."""
 MAX_GROUP = 4096
 MAX_VERSION = (1 << 31) - 1
-"""The largest policy version, because samples store versions as int32."""
+"""The largest policy version. It is limited because samples store versions as int32."""
 
 
 def without_nul(value: str) -> str:
@@ -69,23 +68,23 @@ Environment = Annotated[dict[EnvName, EnvValue], Field(max_length=1024)]
 Command = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
 TargetPath = Annotated[Name, AfterValidator(checked_target)]
 MAX_SECONDS = 7 * 86_400
-"""Maximum seconds of time limits and pauses in requests."""
+"""Maximum seconds of a time limit or a pause in a request."""
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 Pause = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
 class Spec(BaseModel):
-    """Base of all specs. Types are not converted, instances are frozen, and unknown fields are refused."""
+    """Base of all specs. Wrong types and unknown fields are refused. Instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class SamplingSpec(Spec):
     """Sampling parameters that a task fixes. For a field that is not set, the value in the harness's request is used,
-    else the default.
+    or else the default.
 
     `max_tokens` limits one turn, and is lowered to fit into the model's context. `thinking` turns the model's reasoning
-    on or off, if its chat template has such a switch.
+    on or off, if the model's chat template has such a switch.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -101,11 +100,11 @@ class SamplingSpec(Spec):
 
 
 class Limits(Spec):
-    """Limits of one attempt of a session. Time spent waiting for a lane does not count.
+    """Limits of one attempt of a session. Time spent waiting for a slot does not count.
 
-    session_seconds: preparing and running.
-    prepare_seconds: preparing alone, before the agent begins.
-    agent_seconds: running alone. The outcome is graded even if this limit is reached.
+    session_seconds: preparing the sandbox and running the agent.
+    prepare_seconds: preparing the sandbox.
+    agent_seconds: running the agent. The outcome is graded even if this limit is reached.
     turns: model calls.
     response_tokens: sampled tokens over all turns.
     """
@@ -118,12 +117,14 @@ class Limits(Spec):
 
 
 class Run(Spec):
-    """Prepare step: a shell command in the sandbox, with `env` added to the sandbox's environment.
+    """Prepare step: a shell command in the sandbox. `env` is added to its environment.
 
     A run of the command fails if its exit code is not 0 or it takes longer than `seconds`. The command is repeated
-    until it succeeds, or until it has failed `attempts` times, which makes the session's attempt fail. Failed runs that
-    begin within `grace_seconds` of the step's start do not count. `pause_seconds` is the wait after a failure that
-    counts (default: random and growing), and `grace_pause_seconds` after one that does not (default: `pause_seconds`).
+    until it succeeds, or until it has failed `attempts` times. Then the session's attempt fails. Failed runs that begin
+    within `grace_seconds` of the step's start do not count.
+
+    `pause_seconds` is the wait after a failure that counts (default: random and growing). `grace_pause_seconds` is the
+    wait after a failure that does not count (default: `pause_seconds`).
     """
 
     run: Command
@@ -148,7 +149,7 @@ UploadName = Annotated[Name, AfterValidator(checked_upload)]
 
 
 class Upload(Spec):
-    """Prepare step: copies a file or folder from below the service's `files` folder to `to` in the sandbox."""
+    """Prepare step: copies a file or folder from the service's `files` folder to the path `to` in the sandbox."""
 
     upload: UploadName
     to: TargetPath
@@ -180,8 +181,8 @@ PrepareStep = Run | Upload | Write
 
 
 class Collect(Spec):
-    """A shell command that runs in the agent's sandbox after the agent has ended, before files are kept or graded. If
-    it fails, or is killed after `seconds`, the session continues."""
+    """A shell command that runs in the agent's sandbox after the agent has ended, before any files are kept or graded.
+    If the command fails, or is killed after `seconds`, the session continues."""
 
     run: Command
     seconds: Seconds = 60
@@ -192,12 +193,12 @@ SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=4096), A
 
 
 PROGRAMS_MB = 4096
-"""MiB of memory for programs, in addition to disk_mb for files, if a task does not set memory_mb. Agents in Node.js
-take 0.5 to 2 GiB, and a compiler or test suite takes as much again."""
+"""MiB of memory for programs if a task does not set memory_mb. The memory for files, disk_mb, is added to it. Agents in
+Node.js take 0.5 to 2 GiB, and a compiler or test suite takes as much again."""
 
 
 class Resources(Spec):
-    """Maximum resources of a sandbox. The node also reserves cpus, memory and GPUs for it.
+    """Maximum resources of a sandbox. The node reserves cpus, memory_mb and gpus for it.
 
     cpus: processor time, in processors.
     memory_mb: MiB of memory, including written files if they are kept in memory. If it is not set, the limit is disk_mb
@@ -215,8 +216,8 @@ class Resources(Spec):
 
     @property
     def most_memory_mb(self) -> int:
-        """The memory limit in MiB. There is one even without memory_mb, because one agent must not use up the whole
-        node's memory."""
+        """The memory limit in MiB. It exists even without memory_mb, because one agent must not use up the node's
+        memory."""
         return self.disk_mb + PROGRAMS_MB if self.memory_mb is None else self.memory_mb
 
 
@@ -244,9 +245,10 @@ class NetworkSpec(Spec):
     `*`, `mirror:pip`). The operator must allow each of them.
 
     `prepare`, `agent` and `verifier` are the destinations during the prepare steps, the agent's run and the grading.
-    `allow` applies to each of these phases without its own list. An empty list means no network. `record` keeps the
-    replies to plain HTTP requests with the session. `replay` is such a record, as a file below the service's `files`
-    folder. Requests are then answered from the record, and no server is reached.
+    `allow` applies to a phase that has no list of its own. An empty list means no network.
+
+    With `record`, the replies to plain HTTP requests are stored with the session. `replay` names such a record, a file
+    below the service's `files` folder. Requests are then answered from the record, and no server is reached.
     """
 
     allow: Destinations = []
@@ -269,7 +271,7 @@ class NetworkSpec(Spec):
         return self
 
     def of(self, phase: Phase) -> list[str]:
-        """Return the destinations of a phase."""
+        """Return the destinations that may be reached in a phase."""
         own: list[str] | None = getattr(self, phase.value)
         return self.allow if own is None else own
 
@@ -280,7 +282,7 @@ class NetworkSpec(Spec):
 
     @property
     def mirrors(self) -> set[str]:
-        """The names of the mirrors in all phases."""
+        """The names of the mirrors among the destinations of all phases."""
         found = (Destination.read(text) for phase in Phase for text in self.of(phase))
         return {one.mirror for one in found if one.mirror}
 
@@ -292,13 +294,14 @@ DEFAULT_KIND = "namespace"
 class RuntimeSpec(Spec):
     """A sandbox.
 
-    Its root file system is an `image` of the node, by name, or `rootfs`, a folder on the node. Without either, it has
-    the host's system folders, read-only. The operator must allow `rootfs`, `mounts` and the destinations of `network`.
+    Its root file system is an `image` of the node, by name, or `rootfs`, a folder on the node. Without either, the
+    sandbox sees the host's system folders, read-only. The operator must allow `rootfs`, `mounts` and the destinations
+    of `network`.
 
-    - `kind`: the default is the node's (`with_default_runtime`).
+    - `kind`: the kind of sandbox, by default the node's (`with_default_runtime`).
     - `network`: without it, the sandbox can reach only its model endpoint.
-    - `users`: the number of user and group ids inside, starting at 0. The default is as many as the owners of the
-      image's files need.
+    - `users`: the number of user and group ids inside, starting at 0. The default covers the owners of the image's
+      files.
     - `lifetime_seconds`: the sandbox ends by itself after this time, even if its node is gone.
     """
 
@@ -316,7 +319,7 @@ class RuntimeSpec(Spec):
 
     @property
     def sandbox_kind(self) -> str:
-        """The kind of the sandbox, or DEFAULT_KIND if none is set. A node that receives a task first sets its own
+        """The kind of the sandbox, or DEFAULT_KIND if `kind` is not set. A node that receives a task first sets its own
         default (`with_default_runtime`)."""
         return self.kind or DEFAULT_KIND
 
@@ -333,15 +336,15 @@ class RuntimeSpec(Spec):
 
 
 class ExternalSpec(Spec):
-    """An agent that runs elsewhere. Outrider starts no program, and the session ends when somebody completes it. If it
-    is not completed and makes no model call for `idle_seconds`, it ends as an error."""
+    """An agent that somebody else runs elsewhere. Outrider starts no program, and the session ends when a request
+    completes it. Without a model call for `idle_seconds`, the session ends as an error."""
 
     idle_seconds: Seconds = 1800
 
 
 class RemoteSpec(Spec):
-    """An agent that is run by a service of the operator. `service` is the service's name in the setting `agents`, and
-    gets the `options`. For `idle_seconds` see `ExternalSpec`."""
+    """An agent that is run by a service of the operator. `service` is the service's name in the setting `agents`. The
+    service gets the `options`. `ExternalSpec` explains `idle_seconds`."""
 
     service: Name
     options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
@@ -350,8 +353,8 @@ class RemoteSpec(Spec):
 
 NonzeroExit = Literal["error", "grade"]
 """What happens if an agent program ends with an exit code other than 0 after its model has replied. "error": the
-attempt fails and is repeated. "grade": its work is graded as it is. With "error", model behavior that crashes the
-program disappears from the data."""
+attempt fails and is repeated. "grade": the agent's work is graded as it is. With "error", model behavior that crashes
+the program disappears from the data."""
 
 
 ServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
@@ -387,8 +390,8 @@ class McpServer(Spec):
 
     def secrets(self) -> list[tuple[str, str]]:
         """Return the variables and headers as pairs of name and value for `redaction.secrets_in`, which recognizes
-        secrets by name. Every header is named "secret header", so that it counts as a secret. The last word of a
-        header, such as the token after `Bearer`, is an additional pair."""
+        secrets by name. Every header gets the name "secret header", so that its value counts as a secret. The last word
+        of a header, such as the token after `Bearer`, is an additional pair."""
         headers = [value for text in self.headers.values() for value in (text, text.rpartition(" ")[2])]
         return [*self.env.items(), *(("secret header", value) for value in headers)]
 
@@ -399,12 +402,12 @@ HARNESS_KINDS = ("preset", "command", "agent", "external", "remote")
 
 
 class HarnessSpec(Spec):
-    """The agent. It is exactly one of these:
+    """The agent. Exactly one of these fields is set:
 
     - `preset`: a known agent program, by name. `version` is the program's version, by default the one that the preset
       pins. This version must be installed.
     - `command`: a command to run in the sandbox. `files` are written before it starts, by path (absolute or relative to
-      the sandbox's HOME). `venv` is a virtual environment of the host in which it runs.
+      the sandbox's HOME). `venv` is a virtual environment on the host, in which the command runs.
     - `agent`: an agent in the service's own process.
     - `remote`: an agent that a service of the operator starts elsewhere.
     - `external`: an agent that somebody else starts elsewhere.
@@ -469,7 +472,7 @@ class HarnessSpec(Spec):
 
     @property
     def name(self) -> str:
-        """The name of the harness in lists: that of the preset or the agent, else the kind."""
+        """The name of the harness in lists: that of the preset or the agent, or else its kind, such as "command"."""
         return self.preset or self.agent or next(kind for kind in HARNESS_KINDS if getattr(self, kind) is not None)
 
 
@@ -477,9 +480,9 @@ Pathspec = Annotated[str, StringConstraints(pattern=r"^[^:]", max_length=4096), 
 
 
 class DiffSpec(Spec):
-    """Carries the outcome to the grading as the agent's changes to a git repository. `diff` is the repository's folder,
-    which may be relative to the working directory. Files that git ignores, and paths that match the pathspecs in
-    `exclude`, are left out."""
+    """Selects the agent's changes to a git repository as the outcome to grade. `diff` is the repository's folder, which
+    may be relative to the working directory. Files that git ignores, and paths that match the pathspecs in `exclude`,
+    are left out."""
 
     diff: SandboxPath
     exclude: Annotated[list[Pathspec], Field(max_length=256)] = []
@@ -492,10 +495,10 @@ class EvaluatorSpec(Spec):
     the reward is 1.0 for exit code 0 and 0.0 for exit code 1. Any other exit code is an error, even if a reward is
     written.
 
-    Without `carry`, the outcome is graded in the agent's sandbox. With `carry`, it is graded in a new sandbox, which
-    gets from the agent's sandbox only the listed paths, everything written there ("all"), or the changes to a
-    repository. The new sandbox uses the evaluator's own `runtime`, or else the agent's. With `keep`, the carried files
-    are kept as an artifact, so that they can be graded again; changes to a repository are always kept.
+    Without `carry`, the outcome is graded in the agent's sandbox. With `carry`, it is graded in a new sandbox. `carry`
+    selects what is copied from the agent's sandbox: a list of paths, everything written there ("all"), or the changes
+    to a repository. The new sandbox uses the evaluator's own `runtime`, or else the agent's. With `keep`, the copied
+    files are kept as an artifact, so that they can be graded again. Changes to a repository are always kept.
     """
 
     kind: Name = "command"
@@ -524,7 +527,7 @@ Policy = Literal["train", "mask", "drop"]
 
 
 class Branches(Spec):
-    """What happens to the branches of each kind (`trajectory.BranchKind`).
+    """How the branches of each kind (`trajectory.BranchKind`) become training rows.
 
     train: a row whose own sampled tokens are trained on with the session's reward.
     mask: a row without reward, in which no tokens are trained on.
@@ -544,14 +547,14 @@ FilterKind = Literal["not_completed", "truncated", "over_long", "repeated_calls"
 
 
 class Filter(Spec):
-    """Changes what is delivered for graded sessions whose run is of the kind `when`:
+    """Changes what is delivered for some graded sessions. `when` selects these sessions:
 
     not_completed: the agent did not end by itself.
     truncated: a limit of turns, tokens, context or time ended the run, or the last reply was cut off.
     over_long: the agent sampled more than `limit` tokens.
     repeated_calls: the agent called the same tool with the same arguments `limit` times in a row (default: 4).
     malformed_calls: a tool call could not be parsed.
-    no_patch: the agent changed nothing in the repository whose changes are carried.
+    no_patch: the agent changed nothing in the repository that the evaluator's `carry` names.
 
     `then` is what happens to the rows of such a session. zero: they are trained on with a reward of at most 0. mask:
     they are delivered, but nothing in them is trained on. drop: they are not delivered.
@@ -572,8 +575,9 @@ class Filter(Spec):
 
 class StepSpec(Spec):
     """A later step of a task. `prepare` is carried out in the sandbox as the earlier steps left it. Then the agent runs
-    again, with this `instruction` and for at most `agent_seconds` (default: the task's). The step is taken only if the
-    previous step reached the minimum of each metric in `needs`, where "reward" stands for the reward."""
+    again, with this `instruction` and for at most `agent_seconds` (default: the task's). `needs` maps metrics to
+    minimum values, where "reward" stands for the reward. The step is taken only if the previous step reached all of
+    them."""
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
     evaluator: EvaluatorSpec
@@ -587,10 +591,10 @@ class TaskSpec(Spec):
     """A task: everything that one session needs.
 
     - `history`: how earlier turns appear in a later prompt. "recorded": with the ids that were sampled, even if the
-      chat template would drop their reasoning. "template": without the reasoning that the chat template drops. Each
-      drop is then a fork, and adds a training row.
+      chat template would drop their reasoning. "template": as the chat template prints them. Where it drops reasoning,
+      the later prompt is a fork and adds a training row.
     - `collect`: commands that run in the sandbox when the agent has ended.
-    - `artifacts`: patterns of files in the sandbox that are kept after `collect`, whether or not the agent succeeded.
+    - `artifacts`: patterns for paths in the sandbox. Matching files are kept after `collect`, even if the agent failed.
     - `then`: further steps in the same sandbox, each graded separately.
     - `steps_reward`: whether the session's reward is the mean over the graded steps, or that of the last graded step.
     """
@@ -669,8 +673,8 @@ def steps_of(task: TaskSpec) -> list[TaskSpec]:
 
 @contextmanager
 def fields_of_step(step: int) -> Iterator[None]:
-    """Within the block, errors about the evaluator or the instruction of a step name the field in the whole task, such
-    as `task.then.0.evaluator`. The first step is 0."""
+    """Within the block, errors about the evaluator or the instruction of a step name the field's path in the whole
+    task, such as `task.then.0.evaluator`. The first step has the number 0."""
     place = step_field(step)
     with (
         renamed_field("task.evaluator", f"{place}.evaluator"),
@@ -686,7 +690,8 @@ def step_field(step: int) -> str:
 
 
 def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
-    """Return the specs of a session's sandboxes with their field paths: first the agent's, then those of evaluators."""
+    """Return the specs of a session's sandboxes with their field paths: first the agent's sandbox, then those of the
+    evaluators."""
     found = [(task.runtime, RUNTIME)]
     for number, evaluator in enumerate((task.evaluator, *(step.evaluator for step in task.then))):
         if evaluator.runtime is not None:
@@ -695,7 +700,7 @@ def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
 
 
 def with_default_runtime(task: TaskSpec, kind: str) -> TaskSpec:
-    """Return the task with `kind` set for every sandbox that has no kind."""
+    """Return the task with this `kind` for every sandbox whose own `kind` is not set."""
 
     def named(runtime: RuntimeSpec) -> RuntimeSpec:
         return runtime if runtime.kind is not None else runtime.model_copy(update={"kind": kind})
@@ -725,10 +730,10 @@ CallbackUrl = Annotated[HttpUrl, Field(strict=False), AfterValidator(with_host)]
 class GroupSpec(Spec):
     """`n` sessions of one task, which are submitted, prioritized, cancelled and delivered together.
 
-    If the same `idempotency_key` is submitted again, the first group is returned; if the body differs, the request is a
-    conflict. As soon as `min_usable` sessions have a reward, the others are stopped early; with null, no session is. A
-    session that waits `expires_seconds` without being started ends as expired; with null, the service's setting
-    applies.
+    - `idempotency_key`: a request with the same key and body returns the same group; with another body it is a
+      conflict.
+    - `min_usable`: as soon as this many sessions have a reward, the others are stopped; null stops no session.
+    - `expires_seconds`: a session that is not started for so long ends as expired. Null uses the service's setting.
     """
 
     task: TaskSpec
@@ -747,7 +752,7 @@ class GroupSpec(Spec):
 
 
 class TranslatedSpec(Spec):
-    """The request of another system's client, from which a group was made. `system` is the system's name; the group's
+    """The request of another system's client that was converted to a group. `system` is the system's name. The group's
     callback is sent in this system's format. `request` has the parts of the request that replies repeat. With
     `usable_trains`, a session counts for `min_usable` only if some of its tokens are trained on."""
 
@@ -757,9 +762,9 @@ class TranslatedSpec(Spec):
 
 
 class StoredGroupSpec(GroupSpec):
-    """A group as stored. If the group grades earlier runs again, `regrades` has for each sample the id of the session
-    with the run. If the group runs agents, `regrades` is empty. `translated` is set for a group from another system's
-    client."""
+    """A group as stored. `regrades` is empty if the group runs agents. If it grades earlier runs again, `regrades` has
+    one session id for each sample: the session whose run is graded. `translated` is set for a group from another
+    system's client."""
 
     regrades: list[str] = []
     translated: TranslatedSpec | None = None
@@ -810,7 +815,7 @@ class SessionSpec(Spec):
 
 
 REPORTED = "reported"
-"""The kind of evaluator that takes the reward reported at the completion of an external session."""
+"""The kind of evaluator that takes the reward from the request that completes an external session."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Index = Annotated[int, Field(ge=0, lt=1 << 31, strict=False)]
@@ -820,10 +825,11 @@ ReportedStop = Literal["completed", "max_turns", "max_tokens", "context_overflow
 
 
 class ReportSpec(Spec):
-    """Completes an external session. If the task's evaluator is `reported`, the verdict consists of `reward`,
-    `metrics`, `reason`, and the rewards by turn (`turns`) and by training row (`rows`). Any other evaluator grades the
-    transcript and the `answer`. `stop_reason` is how the agent's run ended. With `error`, the session ends as an error
-    and has no reward."""
+    """Completes an external session. `stop_reason` is how the agent's run ended. With `error`, the session ends as an
+    error and has no reward.
+
+    If the task's evaluator is `reported`, the verdict consists of `reward`, `metrics`, `reason`, and the rewards by
+    turn (`turns`) and by training row (`rows`). Any other evaluator grades the transcript and the `answer`."""
 
     reward: Finite | None = None
     metrics: Annotated[dict[Name, Finite], Field(max_length=256)] = {}
@@ -845,9 +851,9 @@ class ReportSpec(Spec):
 
 
 class RegradeSpec(Spec):
-    """A request to grade sessions again. `evaluator` is the new evaluator, whose `carry` may be omitted; null keeps the
-    task's. `labels` are added to those of the task. The rest of the task stays unchanged. For the other fields see
-    `GroupSpec`."""
+    """A request to grade sessions again. If `evaluator` is null, the task's is used. A new evaluator may omit `carry`,
+    because it grades the outcome that was kept. `labels` are added to the task's labels. The rest of the task stays
+    unchanged. `GroupSpec` explains the other fields."""
 
     evaluator: EvaluatorSpec | None = None
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
@@ -857,8 +863,8 @@ class RegradeSpec(Spec):
 
 
 class EngineSpec(Spec):
-    """An inference engine to attach. `url` is needed if the engine is a server. `options` depend on the kind. `serves`
-    is the name of a frozen model, null for the policy."""
+    """An inference engine to attach. `url` is needed if the engine is a server. The possible `options` depend on the
+    kind. `serves` is the name of a frozen model, or null for the policy."""
 
     kind: Name
     name: Name | None = None
@@ -869,7 +875,7 @@ class EngineSpec(Spec):
 
 
 OPERATOR_TENANT = "operator"
-"""The tenant of groups that are submitted with the token in the settings, or without any token."""
+"""The tenant of groups that are submitted without a token, or with the token in the service's settings."""
 
 TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
 """Matches the names of tokens and tenants. Colons and slashes are not allowed, because the store uses them to join a
@@ -877,7 +883,7 @@ tenant's name with other names."""
 
 
 def tenant_of(bucket: str) -> str:
-    """Return the tenant that a bucket of the queue belongs to (see store/queue.py)."""
+    """Return the tenant of a bucket. A bucket is a part of the queue (see store/queue.py)."""
     return bucket.partition(":")[0]
 
 
@@ -919,19 +925,19 @@ class PolicyPauseSpec(Spec):
 
 
 class PolicyResumeSpec(Spec):
-    """Resumes the policy. `version` is the version of the engines' weights, null if they did not change. `go_back`
-    allows a version lower than the current one, to correct a version set by mistake."""
+    """Resumes the policy. `version` is the new version of the engines' weights, or null if the weights did not change.
+    `go_back` allows a lower version, to correct a version set by mistake."""
 
     version: Version | None = None
     go_back: bool = False
 
 
 class PolicyUpdateSpec(Spec):
-    """Pauses the policy, makes the engines load `weights`, sets the version, and resumes.
+    """Pauses the policy, makes the engines load `weights`, sets the version, and resumes the policy.
 
-    `weights` is a file or folder that every engine can read; null if the trainer has already changed the weights
-    itself. Groups whose first session began at a version below `cancel_older_than` are cancelled. For `go_back` see
-    `PolicyResumeSpec`.
+    `weights` is a file or folder that every engine can read. Null means that the trainer has already changed the
+    weights. Groups whose first session began at a version below `cancel_older_than` are cancelled. `PolicyResumeSpec`
+    explains `go_back`.
     """
 
     version: Version
@@ -951,16 +957,16 @@ paths and are shown on terminals."""
 
 
 class AckSpec(Spec):
-    """Acknowledges the groups up to `cursor`. If the consumer has already acknowledged more, its position stays, unless
-    `rewind` is True. Then it goes back to `cursor` and gets the later groups again."""
+    """Acknowledges the groups up to `cursor` for a consumer. If the consumer has already acknowledged later groups, its
+    position does not change. With `rewind`, it goes back to `cursor` and gets the later groups again."""
 
     cursor: Annotated[int, Field(ge=0, le=MAX_CURSOR)]
     rewind: bool = False
 
 
 class GcSpec(Spec):
-    """Removes the finished groups that ended more than `days` ago. Then removes the oldest finished groups until the
-    rest take at most `size_mb` MiB. If neither is given, the service's settings apply.
+    """Removes finished groups: those that ended more than `days` ago, then the oldest until the rest take at most
+    `size_mb` MiB. If neither field is given, the service's settings apply.
 
     `force` also removes groups that a consumer has not acknowledged. Groups whose callback is not delivered are always
     kept. With `dry_run` nothing is removed.
@@ -973,15 +979,15 @@ class GcSpec(Spec):
 
 
 class QuerySpec(Spec):
-    """An SQL query, which must be a single SELECT, over the views of docs/queries.md."""
+    """An SQL query over the views of docs/queries.md. It must be a single SELECT."""
 
     sql: Annotated[str, StringConstraints(min_length=1, max_length=100_000)]
 
 
 class SessionsSpec(Spec):
-    """The sessions to cancel or to submit again. A session must match every field that is given; the fields have the
+    """The sessions to cancel or to submit again. A session must match every field that is given. The fields have the
     same meaning as in the list of sessions. If no field is given, `all` must be True. With `dry_run` nothing is
-    changed. Without it, the request is refused if more than `max_matches` sessions match."""
+    changed. Without `dry_run`, the request is refused if more than `max_matches` sessions match."""
 
     ids: Annotated[list[Name], Field(max_length=1000)] = []
     groups: Annotated[list[Name], Field(max_length=1000)] = []
@@ -1001,9 +1007,8 @@ class SessionsSpec(Spec):
 
 
 class PauseSpec(Spec):
-    """Pauses the queue: sessions are not started if their group has all `labels` and the `harness`. If neither is
-    given, this holds for all sessions of the caller's tenant, or of all tenants if the caller is an admin. An admin may
-    name one `tenant`."""
+    """Pauses the queue. The service then starts no sessions of groups that have all `labels` and the `harness`. Without
+    both, this holds for all groups of the caller's tenant. An admin pauses all tenants, or only `tenant`."""
 
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
     harness: Name | None = None

@@ -1,7 +1,7 @@
 """Reads untrusted text and TOML files, within limits. Any problem with a file is reported as InvalidField.
 
-The module uses neither settings nor tasks. Invariant: `read_text_file` and `read_toml_file` read at most one byte more
-than their limit, and raise only InvalidField.
+Invariant: `read_text_file` and `read_toml_file` read at most one byte more than their limit, and raise only
+InvalidField.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outrider.errors import InvalidField
 MAX_TOML = 32 << 20
 """Maximum bytes of a TOML file, the same as for a request."""
 MAX_DEPTH = 64
-"""Maximum depth of nested tables and lists, the same as in requests. Much deeper values overflow the stack of recursive
-code."""
+"""Maximum depth of nested tables and lists, the same as in requests. A much greater depth overflows the stack of
+recursive code."""
 BASIC = r"\"(?:[^\"\\\n]++|\\[^\n])*+"
 WORD = rf"(?:[A-Za-z0-9_-]++|{BASIC}\"|'[^'\n]*+')"
 LONG_KEY = re.compile(
@@ -28,8 +28,8 @@ LONG_KEY = re.compile(
     rf"|{BASIC}\"?|'[^'\n]*+'?|#[^\n]*+"
 )
 """Matches a key of more than MAX_DEPTH parts, such as `a.b.c`. Such keys are refused, because tomllib takes quadratic
-time in the number of parts. Strings and comments are matched as a whole, so that a similar text inside them is not
-taken for a key. A string without an end is also matched, so that the search takes linear time."""
+time in the number of parts. Strings and comments are matched as a whole, so that a text inside them that looks like a
+long key is skipped. A string without an end is also matched, so that the search takes linear time."""
 
 TOML_HEADER = re.compile(r"[ \t]*(\[\[?)([^\[\]]+)\]")
 TOML_KEY = re.compile(r"[ \t]*([\w\"'.-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*)[ \t]*=")
@@ -37,7 +37,7 @@ TOML_KEY = re.compile(r"[ \t]*([\w\"'.-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*)[ \t]*=")
 
 def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str:
     """Read a text file. Raises InvalidField if the file cannot be read, is not UTF-8, or has more than `limit` bytes.
-    The error calls the file `what`."""
+    The error calls the file `what`, such as "config file"."""
     named = f"{what} {path}".strip()
     try:
         with path.open("rb") as file:
@@ -61,9 +61,9 @@ def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str =
 
 
 def toml_line(text: str, field: str) -> int | None:
-    """Return the number, starting at 1, of the line that sets `field` in valid TOML, possibly within an inline table.
-    Without such a line, returns the line of the field's table header; without that, None. `field` is a dotted path, in
-    which tables of a list are numbered from 0."""
+    """Return the number of the line that sets `field` in valid TOML, possibly within an inline table. Lines are
+    numbered from 1. If no line sets the field, returns the line of its table header, or else None. `field` is a dotted
+    path, in which tables of a list are numbered from 0."""
     counts: dict[str, int] = {}
     table, found = "", None
     for number, line in enumerate(text.split("\n"), 1):
@@ -88,7 +88,7 @@ def toml_line(text: str, field: str) -> int | None:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError that describes the problem and, if possible, names its line."""
+    """Parse TOML. Raises ValueError with a description of the problem and, if possible, the number of the line."""
     if found := next((found for found in LONG_KEY.finditer(text) if found["key"]), None):
         line = text.count("\n", 0, found.start()) + 1
         raise ValueError(f"a key of more than {MAX_DEPTH} parts (at line {line})")

@@ -1,10 +1,10 @@
-"""The timeline of an attempt: what happened, and when. Model calls that have a turn are left out, because the turn has
-their times.
+"""The timeline of an attempt: what happened, and when. A model call that has a turn is not in the timeline, because the
+turn has its times.
 
 An attempt adds entries to a `Timeline`, and its node stores new entries from time to time. All times are seconds since
 the epoch by the node's wall clock, like those of turns. Invariants: a timeline has a bounded number of entries of each
-kind, and counts those that it leaves out; the text of an entry has at most MOST_CHARACTERS characters, and none of the
-task's secrets.
+kind, and counts the entries that it leaves out; the text of an entry has at most MOST_CHARACTERS characters, and none
+of the task's secrets.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ processes."""
 MOST_CHARACTERS = 200
 """Maximum number of characters of an entry's name."""
 MOST_BYTES = 8 << 20
-"""Maximum bytes of a `TimelinePart`. This is enough for the maximum number of entries of every kind, each with the
+"""Maximum bytes of a `TimelinePart`. They are enough for the maximum number of entries of every kind, each with the
 longest text."""
 MOST_PARTS = 500
-"""Maximum number of parts that are stored in one call."""
+"""Maximum number of `TimelinePart`s that are stored in one call."""
 
 
 class EntryKind(StrEnum):
@@ -45,7 +45,7 @@ class EntryKind(StrEnum):
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event or an activity. `number` identifies the entry in the timeline: a later entry with the same number
-    replaces it. `end` is None while the activity goes on. `data` has more values, which depend on the kind."""
+    replaces it. `end` is None while the activity goes on. `data` has further values, which depend on the kind."""
 
     number: int
     kind: EntryKind
@@ -56,8 +56,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
-    """Entries to store for an attempt. `entries` is a list of `Entry` in MessagePack. The parts of an attempt are
-    numbered from 0, and each is stored once."""
+    """Timeline entries of an attempt, to be stored together. `entries` is a list of `Entry` in MessagePack. Each `part`
+    of an attempt, numbered from 0, is stored once."""
 
     session_id: str
     attempt: int
@@ -66,8 +66,8 @@ class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline:
-    """Collects the entries of one attempt. `secrets` are texts that no entry may contain. `first` is the number of the
-    first entry and of the first part. If an attempt has two timelines, their numbers must not overlap."""
+    """Collects the timeline entries of one attempt. `secrets` are texts that no entry may contain. The numbers of
+    entries and of parts start at `first`. If an attempt has two timelines, their numbers must not overlap."""
 
     def __init__(
         self,
@@ -94,17 +94,17 @@ class Timeline:
         self._left_out_changed = False
 
     def begin(self, kind: EntryKind, name: str, **data: Any) -> int:
-        """Add an entry for something that begins now. Returns its number, for `end`."""
+        """Add an entry for an activity that begins now. Returns the entry's number, which `end` takes."""
         return self.add(kind, name, self._clock(), None, **data)
 
     def end(self, number: int, *, at: float | None = None, **data: Any) -> None:
-        """End an entry at the time `at` (default: now). Does nothing if there is no open entry with this number."""
+        """Set the end of an entry to `at` (default: now). Does nothing if there is no open entry with this number."""
         if (entry := self._open.pop(number, None)) is not None:
             end = self._clock() if at is None else at
             self._changed[number] = msgspec.structs.replace(entry, end=end, data=entry.data | data)
 
     def update(self, number: int, **data: Any) -> None:
-        """Change the data of an open entry."""
+        """Change the data of an open entry (one without an end)."""
         if (entry := self._open.get(number)) is not None:
             self._changed[number] = self._open[number] = msgspec.structs.replace(entry, data=entry.data | data)
 
@@ -114,7 +114,8 @@ class Timeline:
             self._changed[number] = self._open[number] = msgspec.structs.replace(entry, name=self._clean(name))
 
     def add(self, kind: EntryKind, name: str, start: float, end: float | None, **data: Any) -> int:
-        """Add an entry. Returns its number, or -1 if it is left out because there are too many of its kind."""
+        """Add an entry. Returns the entry's number, or -1 if it is left out because there are too many entries of its
+        kind."""
         self._counts[kind] += 1
         if self._counts[kind] > MOST_ENTRIES:
             self._left_out[kind] += 1

@@ -1,8 +1,8 @@
 """The records of a rollout: turns, branch kinds, verdicts, training samples and session results.
 
 Token ids are packed little-endian int32 (`pack_ids`). Log-probabilities are packed float64: the natural logarithm of
-the sampled token's probability, exactly as the engine reported it. The module does not sample, render or store.
-Invariant: a turn's prompt is its parent's prompt, then its parent's output, then its own `prompt_delta`.
+the sampled token's probability, exactly as the engine reported it. Invariant: a turn's prompt is its parent's prompt,
+then its parent's output, then its own `prompt_delta`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# numpy is imported only inside functions, and types are written as strings, because the import takes a fifth of a
-# second. Clients and the command line use the records of this module without numpy.
+# numpy is imported only inside functions, and types are written as strings, because importing numpy takes a fifth of a
+# second. Clients use the records of this module without numpy.
 Ids: TypeAlias = "npt.NDArray[np.int32]"
 Logprobs: TypeAlias = "npt.NDArray[np.float64]"
 
@@ -62,13 +62,13 @@ class JoinKind(StrEnum):
 
 
 class ForkCause(StrEnum):
-    """Why a request that shares history with earlier ones could not be appended to it."""
+    """Why a request was not appended to an earlier request, although both share history."""
 
     SIBLING = "sibling"  # the parent already has a different continuation; the parent's ids are kept
     HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
     TOOLS_CHANGED = "tools_changed"  # a recorded history continues with other tools
     SYSTEM_CHANGED = "system_changed"  # a recorded history continues with another system prompt
-    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, for example because another agent takes over
+    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # tools and prompt, as when another agent takes over
     BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only add ids at the end
     TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
     CAPTURE_DRIFT = "capture_drift"  # capture mode: the reported prompt ids do not begin with the recorded ids
@@ -91,7 +91,7 @@ class BranchKind(StrEnum):
 
 
 class BranchPolicy(StrEnum):
-    """What happens to the branches of a kind."""
+    """What happens to the branches of a kind in the training data."""
 
     TRAIN = "train"
     MASK = "mask"  # delivered as a row in which nothing is trained on
@@ -99,7 +99,7 @@ class BranchPolicy(StrEnum):
 
 
 class TokenMode(StrEnum):
-    """Where a turn's ids come from."""
+    """Where a turn's token ids come from."""
 
     TOKENS = "tokens"  # the engine was given exactly the recorded ids
     CAPTURE = "capture"  # the engine was given text and reported its ids
@@ -111,7 +111,7 @@ class LogprobKind(StrEnum):
 
     RAW = "raw"  # log-softmax of the logits, before temperature and truncation
     SAMPLING = "sampling"  # the distribution that was sampled from
-    NONE = "none"  # the engine reported none
+    NONE = "none"  # the engine reported no log-probabilities
 
 
 class FinishReason(StrEnum):
@@ -141,8 +141,8 @@ class ImageSpan(msgspec.Struct, frozen=True):
 
 
 class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a turn by the wall clock, in seconds since the epoch. At `joined`, the prompt's position in the token
-    tree was known; None in turns of earlier versions. `first_token` is None if no token was sampled."""
+    """Times of a turn by the wall clock, in seconds since the epoch. `joined` is when the prompt's position in the
+    token tree was known. It is None in turns of earlier versions. `first_token` is None if no token was sampled."""
 
     received: float
     joined: float | None = None
@@ -151,12 +151,12 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker reports about a call. It is only stored, never trained on. `timing` has times in seconds since the
-    epoch, and durations in milliseconds if the name ends with `_ms`.
+    """What an inference worker reports about a call. The report is only stored, never trained on. `timing` has times in
+    seconds since the epoch, and durations in milliseconds if the name ends with `_ms`.
 
-    output_ids, logprobs: the sampled ids (packed int32) and their log-probabilities (packed float64) of a reply that
-        does not include the ids of its prompt. Such a turn has the mode TEXT and no ids of its own, because the reply's
-        ids alone do not show what the model has read.
+    output_ids, logprobs: the sampled ids (packed int32) and their log-probabilities (packed float64), if the reply does
+    not include the ids of its prompt. Such a turn has the mode TEXT and no ids of its own, because the sampled ids
+    alone do not show what the model has read.
     """
 
     worker_id: str | None = None
@@ -173,26 +173,26 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     parent: the turn whose prompt and output are the beginning of this turn's prompt.
     step: the step of the task in which the turn was made, from 0.
-    conversation: 0 for the session's first conversation; 1, 2, ... for later ones that share no history with earlier
-        ones, or have other tools or another system prompt.
+    conversation: 0 for the session's first conversation. 1, 2, ... for later conversations, which share no history with
+        earlier ones, or have other tools or another system prompt.
     tools: a digest of the request's tools, empty without tools.
     agent_id, parent_agent_id, purpose: the caller, as described by the client.
     declared, declared_label: the kind and label of the turn's branch, if the client declares them.
-    forked_from: the turn whose request shares the longest history with this one. If the tools or the system prompt
-        changed, it is the turn whose history this one continues.
+    forked_from: the turn that shares the longest history with this one. If tools or system prompt changed, it is the
+        turn whose history this one continues.
     prompt_delta, output_ids: packed int32.
     logprobs: packed float64, one per output id.
     sampling: the sampling parameters that the engine was given, and whether the model was asked to think.
-    altered: True if the sampled distribution was shaped by more than temperature and truncation: penalties, a bias, a
-        minimum length, or a required form of the reply.
+    altered: True if more than temperature and truncation shaped the sampling: penalties, a bias, a minimum length, or a
+        required form of the reply.
     ignored: names of the request's fields and tools that had no effect.
     messages: the messages that the request added to the conversation of the turn's parent; all messages if there is no
         parent.
-    images: the positions in the prompt of the images of `messages`, if the engine got them together with token ids.
-    reply: the message that the client received; None if it had hung up.
+    images: where the images of `messages` are in the prompt, if it was sent as token ids.
+    reply: the message that the client received; None if the client had hung up.
     tool_specs: the tools of a turn without a parent. Other turns have the tools of the first turn of their
         conversation.
-    report: what the worker that made the reply reports about it; None for engines without such workers.
+    report: what an inference worker reports about the reply; None without workers.
     """
 
     index: int
@@ -240,8 +240,8 @@ def prompt_of(path: Sequence[Turn]) -> bytes:
 
 
 class TurnOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a stored `Turn` that are needed to make the rows of a session with only one conversation. Half of a
-    stored turn is text, so the outline is read in half the time."""
+    """The fields of a stored `Turn` from which training rows are made, if the session has only one conversation. Half
+    of a stored turn is text, so reading the outline takes half the time."""
 
     index: int
     parent: int | None
@@ -271,8 +271,8 @@ def path_to(turn: TurnType, turns: Sequence[TurnType]) -> list[TurnType]:
 
 
 def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns with their indexes renumbered from 0, without gaps. `turns` must contain the parent of each
-    turn. If `forked_from` is not among `turns`, it becomes None."""
+    """Return the turns with new indexes, from 0 and without gaps. `turns` must contain the parent of each turn. If the
+    turn in `forked_from` is not among `turns`, the field becomes None."""
     places = {turn.index: place for place, turn in enumerate(turns)}
     return [
         msgspec.structs.replace(
@@ -286,9 +286,9 @@ def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
 
 
 class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are those of `Turn`. `kind`, `label` and
-    `depth` are those of its branch. `row` is the number of the training row in which the turn's tokens are trained on,
-    or None."""
+    """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are those of `Turn`. `SampleFields`
+    explains `kind`, `label` and `depth`. `row` is the number of the training row in which the turn's tokens are trained
+    on, or None."""
 
     index: int
     parent: int | None
@@ -319,11 +319,11 @@ class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
     """An image in a training row. `turn` is the turn that added it. `message` is the index of its message in the
     conversation of the row's turns, including replies.
 
-    `digest` is the SHA-256 (hex) of its `size` bytes, which the service stores. If the client sent only an address,
-    `url` is the address, `digest` is the digest of the address, and no bytes are stored.
+    `digest` is the SHA-256 (hex) of its `size` bytes, which the service stores. If the client sent only a URL, `url` is
+    this URL, `digest` is the digest of the URL, and no bytes are stored.
 
-    `span` has the positions [start, end) of the image's placeholders in the row's ids, and `grid` the numbers of its
-    patches in time, vertically and horizontally. Both are None if the engine made the prompt's ids itself.
+    `span` has the positions [start, end) of the image's placeholders in the row's ids. `grid` has the numbers of the
+    image's patches in time, vertically and horizontally. Both are None if the engine made the prompt's ids itself.
     """
 
     turn: int
@@ -344,9 +344,9 @@ class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
     reward: the verdict's reward for this row, or else for the session. None if the session has no verdict, or if the
         task does not train on rows of this kind (`BranchPolicy`). Such a row must not be trained on.
     turn_spans: for each of `turns`, the positions [start, end) of its sampled tokens in `ids`.
-    turn_rewards: for each of `turns`, the verdict's reward of the turn. None if there is none, or if the turn's tokens
-        are not trained on in this row. So each turn's reward is in at most one row.
-    parent: the turn that the branch forked from, or that started it; None if there is none.
+    turn_rewards: for each of `turns`, the verdict's reward of the turn. None without such a reward, and for a turn that
+        is not trained on in this row. So each turn's reward is in at most one row.
+    parent: the turn that the branch forked from, or that started it; None without such a turn.
     depth: 0 in the main conversation, plus 1 for each sub-agent, side call or replaced history on the way to the
         branch.
     label: a more specific name than `kind`, such as "title".
@@ -382,7 +382,7 @@ class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
 
 class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
     """One training row. `ids`, `loss_mask`, `logprobs` and `versions` are read-only numpy arrays of equal length. They
-    are made on first use, from the compact form in which a row is stored and sent:
+    are made on first use from these fields, in which a row is stored and sent:
 
     packed_ids: all ids of the row, as packed int32.
     trained: the positions [start, end) of the ids to train on, in order and without overlap.
@@ -411,8 +411,8 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def loss_mask(self) -> Ids:
-        """1 for the ids to train on; 0 for the context, and for sampled ids that are not trained on in this row. As
-        int32."""
+        """An int32 array: 1 for the ids to train on, and 0 for the context and for sampled ids that are not trained on
+        in this row."""
         import numpy as np
 
         mask = np.zeros(len(self), dtype=np.int32)
@@ -423,7 +423,7 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def logprobs(self) -> Logprobs:
-        """The log-probabilities as float64, 0.0 where the mask is 0."""
+        """The log-probabilities of the ids as float64. Where `loss_mask` is 0, they are 0.0."""
         import numpy as np
 
         found, given = np.zeros(len(self)), unpack_logprobs(self.packed_logprobs)
@@ -436,7 +436,7 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def versions(self) -> Ids:
-        """The policy versions as int32, -1 where the mask is 0."""
+        """The policy versions that sampled the ids, as int32. Where `loss_mask` is 0, they are -1."""
         import numpy as np
 
         found = np.full(len(self), -1, dtype=np.int32)
@@ -447,7 +447,7 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
 
     def token_rewards(self, length: int | None = None) -> list[float]:
         """Return one reward for each of the first `length` ids (default: all). A turn's reward is at the last of the
-        turn's sampled tokens, and the row's own reward at the last token to train on.
+        turn's sampled tokens. The row's own reward is at the last token to train on.
 
         Rewards of turns that end after position `length` are left out. All numbers are zero if the row has no reward,
         or if none of the ids is to be trained on.
@@ -465,8 +465,8 @@ class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
 
 
 class JsonSample(SampleFields, frozen=True, kw_only=True):
-    """A training row in JSON. `ids`, `loss_mask`, `logprobs` and `versions` are lists of equal length. Where the mask
-    is 0, the log-probability is 0.0 and the version is -1."""
+    """A training row in JSON. `ids`, `loss_mask`, `logprobs` and `versions` are lists of equal length. Where
+    `loss_mask` is 0, the log-probability is 0.0 and the version is -1."""
 
     ids: list[int]
     loss_mask: list[int]
@@ -510,8 +510,8 @@ def sample_json(sample: Sample) -> bytes:
 
 
 class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A training row as a conversation, in the form of Chat Completions that chat templates take. The fields that are
-    not listed are those of `Sample`.
+    """A training row as a conversation, in the form of Chat Completions that chat templates take. Fields that are not
+    listed here have the same meaning as in `Sample`.
 
     messages: each sampled reply has a `weight`: 1 if it is trained on in this row, else 0. Arguments of tool calls are
         objects if they are JSON objects. In a row with images, each `content` is a list of parts. An image's part has
@@ -535,9 +535,9 @@ class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampled tokens of a session: sampled = trained + masked + dropped. `unsure` is how many of them are in
-    branches of the kind `unsure`. `drift` is the number of ids for which the engine reported another id than was
-    recorded."""
+    """The numbers of sampled tokens of a session: sampled = trained + masked + dropped. `unsure` is how many of the
+    sampled tokens are in branches of the kind `unsure`. `drift` is the number of ids for which the engine reported
+    another id than was recorded."""
 
     sampled: int = 0
     trained: int = 0
@@ -548,15 +548,15 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrozenUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's use of one frozen model: its turns and sampled tokens, which are never trained on."""
+    """A session's use of one frozen model: the number of turns and of sampled tokens. They are never trained on."""
 
     turns: int = 0
     tokens: int = 0
 
 
 class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that a session spent in each stage. Waiting for a lane is counted separately from work in the lane.
-    `stop` includes collecting artifacts."""
+    """Seconds that a session spent in each stage. `queued`, `ready` and `eval_wait` are waiting times. `stop` includes
+    collecting artifacts."""
 
     queued: float = 0.0
     init: float = 0.0
@@ -568,8 +568,8 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessExit(msgspec.Struct, frozen=True, kw_only=True):
-    """The non-zero exit `code` of an agent program whose work was graded nevertheless, and the end of the program's
-    output."""
+    """The non-zero exit `code` of an agent program whose work was graded nevertheless. `log_tail` is the end of the
+    program's output."""
 
     code: int
     log_tail: str
@@ -578,17 +578,18 @@ class HarnessExit(msgspec.Struct, frozen=True, kw_only=True):
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a session, which is written once and never changed.
 
-    policy: the task's policy for branches. The default applies to a kind that is missing.
+    policy: what happens to the branches of each kind. The default applies to a kind that is missing.
     harness_exit: set if the agent program failed and its work was graded nevertheless.
     forks: the number of forks by cause.
     ignored: the request fields and tools that had no effect, each with the number of turns that had it.
     failed_calls: the number of model calls that got an error reply, by `code: field`, or by `code: METHOD path` if
         nothing is served there. Calls before a restart of the service are not counted.
-    frozen: the use of each frozen model, by name. `turns`, `tokens`, `forks` and `ignored` are the policy's.
+    frozen: the use of each frozen model, by name. `turns`, `tokens`, `forks` and `ignored` count only the policy's
+        turns.
     model_seconds: the time during which at least one model call of the session was running, in seconds.
     artifact_bytes: the size of the artifacts that were kept.
     answer: the agent's answer, if the harness reports one.
-    carried: True if an artifact has the files that were carried to the grading.
+    carried: True if an artifact has the files that the grading got (`EvaluatorSpec.carry`).
     run_reason: if the grading failed, the reason why the agent's run had ended.
     regrades: the session whose run was graded again. Its turns are also stored as this session's.
     """
@@ -620,6 +621,6 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run_ending(self) -> StopReason | None:
-        """The reason why the agent's run ended. None if grading never began, for example because the run failed or was
-        cancelled. There is no outcome to grade then."""
+        """The reason why the agent's run ended. It is None if grading never began, for example because the run failed
+        or was cancelled. There is no outcome to grade then."""
         return self.run_reason if self.verdict is None else self.stop_reason

@@ -1,8 +1,8 @@
-"""The wire formats that agents use to call models. Each dialect has a folder; several dialects share the modules here.
+"""The wire formats in which agents call models. A dialect is the code for one format. Each dialect has a folder;
+several dialects share the modules here.
 
 A dialect's folder defines its `Dialect` and routes (`__init__.py`), the parser of requests (`request.py`), and the
-writers of whole and streamed replies (`reply.py`). Its other files parse the part of a request that they are named
-after. Nothing in this package handles tokens, sessions or sockets.
+writers of whole and streamed replies (`reply.py`). Each other file parses the part of a request that its name says.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from outrider.dialects.responses import RESPONSES_DIALECT
 
 DIALECTS = (MESSAGES_DIALECT, RESPONSES_DIALECT, GEMINI_DIALECT, CHAT_DIALECT)
 """The first dialect with a matching route serves a call. The order matters only for `GET /v1/models` and `GET
-/v1/models/NAME`, which three dialects have: Messages and Gemini serve such a call if it has a header that only their
-clients send. Chat serves all other clients."""
+/v1/models/NAME`, for which three dialects have routes. Messages and Gemini serve the call only if it has their vendor's
+header. Chat serves all other clients."""
 
 UNKNOWN_ROUTES = CHAT_DIALECT
 """Writes the error reply to a call that matches no route. Most clients can read OpenAI's errors."""

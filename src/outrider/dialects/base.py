@@ -1,7 +1,7 @@
 """The interface of a dialect, which parses requests in one wire format and writes replies in the same format.
 
-A dialect converts bytes to bytes, without a clock, I/O or a tokenizer. A field that it does not know has no effect and
-is listed in `ModelRequest.ignored`. A known field with a wrong value raises `RequestError` with the field's name.
+An unknown field has no effect and is listed in `ModelRequest.ignored`. A known field with a wrong value raises
+`RequestError` with the field's name.
 
 Invariants:
 
@@ -30,14 +30,14 @@ Memory = dict[str, Any]
 
 
 BRANCH_HEADER = b"x-outrider-branch"
-"""The header in which a client declares the branch of a call, as KIND or KIND/LABEL. A branch is the main conversation
-or a side conversation, such as a sub-agent's. A client that cannot set headers appends the branch to the model's name,
-as in `MODEL@subagent/reviewer`."""
+"""The header in which a client declares the branch of a call, as KIND or KIND/LABEL. The branch is the main
+conversation or a side conversation, such as a sub-agent's. A client that cannot set headers appends the branch to the
+model's name: `MODEL@subagent/reviewer`."""
 DECLARABLE = (BranchKind.MAIN, BranchKind.SUBAGENT, BranchKind.COMPACTION, BranchKind.AUXILIARY)
-"""The kinds that a client can declare. The other kinds cannot be known when the call is made. For example, a branch is
-ABORTED if the client later cuts off its last reply."""
+"""The kinds of branches that a client can declare. The other kinds are not known when the call is made. For example, a
+branch is ABORTED if the client later cuts off its last reply."""
 MAX_LABEL = 64
-"""Maximum number of characters of a declared label."""
+"""Maximum number of characters of a branch's LABEL."""
 
 _BRANCH = re.compile(rf"({'|'.join(DECLARABLE)})(?:/([\w.-]{{1,{MAX_LABEL}}}))?", re.ASCII)
 
@@ -52,7 +52,7 @@ class Action(Enum):
 
 
 class WireCall(msgspec.Struct, frozen=True):
-    """Method, path, query and headers of one HTTP request. `path` is percent-decoded and has no session key. Header
+    """Method, path, query and headers of one HTTP request. `path` is percent-decoded, without the session key. Header
     names are in lower case."""
 
     method: str
@@ -61,8 +61,7 @@ class WireCall(msgspec.Struct, frozen=True):
     headers: Sequence[tuple[bytes, bytes]] = ()
 
     def header(self, name: bytes) -> str | None:
-        """Return the value of the first header with this name, which must be in lower case; None without such a
-        header."""
+        """Return the value of the first header with this name, or None. The name must be in lower case."""
         for key, value in self.headers:
             if key == name:  # decoding never fails, because latin-1 has a character for each byte
                 return value.decode("latin-1")
@@ -71,7 +70,7 @@ class WireCall(msgspec.Struct, frozen=True):
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """The agent that made a call, as named by the client, and the branch that the client declares for the call. A field
-    that the request does not set is None, or "" for the label."""
+    that the request does not set is None. An unset label is ""."""
 
     agent_id: str | None = None
     parent_id: str | None = None
@@ -104,10 +103,10 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed request for a model call, in a form that is the same for all dialects.
 
     - `tools_raw`: bytes that are never equal for different `tools`; b"" for no tools.
-    - `tool_choice`: the restriction of the reply's tool calls; None for no restriction.
+    - `tool_choice`: restricts the reply's tool calls; None for no restriction.
     - `ignored`: the names of the request's fields and tools that have no effect (`reading.bounded_notes`).
-    - `needs_images`: True if the agent cannot work without the images that its tools return. A model that cannot read
-      images then refuses them, instead of reading a text in their place.
+    - `needs_images`: True if the agent cannot work without the images that its tools return. For a model that
+      cannot read images, the request is then refused. If False, a text replaces each of these images.
     - `reply_context`: the dialect's own data for writing the reply.
     """
 
@@ -130,7 +129,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A finished model call.
 
-    `created` is in whole seconds since the epoch. `pieces` are the sampled tokens, each decoded separately; the tuple
+    `created` is in whole seconds since the epoch. `pieces` has the text of each sampled token, decoded separately. It
     is empty unless the request asks for log-probabilities. `stop_match` is the stop token or stop string that ended the
     reply, if the engine reports it.
     """
@@ -151,7 +150,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """The data available when a stream begins."""
+    """What is known about a reply when its stream begins."""
 
     id: str
     created: int
@@ -164,9 +163,9 @@ class StreamWriter(Protocol):
     """Writer of one streamed reply. Call `open`, then `delta` any number of times, then either `close` or `error`. No
     calls may follow. `error` may also be called without `open`.
 
-    Each method returns the bytes to send, which may be empty. `pieces` are the new tokens, each decoded separately; the
-    tuple is empty unless the request asks for log-probabilities. `ping` is sent to keep an idle connection open. It may
-    come before the first result of a method and between two results.
+    Each method returns the bytes to send, which may be empty. `pieces` has the text of each new token, decoded
+    separately. It is empty unless the request asks for log-probabilities. `ping` is sent to keep an idle connection
+    open. It may be sent before the first result of a method and between two results.
     """
 
     content_type: str
@@ -181,7 +180,7 @@ class StreamWriter(Protocol):
 class Route(msgspec.Struct, frozen=True):
     """Maps calls to an operation. `calls` is a regular expression that must match the whole "METHOD /path", such as
     "POST /v1/messages". If `header` is set, the call must also have a header of this name. `action` is None for a part
-    of the vendor's API that is not served here; the error reply then includes `hint`."""
+    of the vendor's API that is not served. `hint` is then added to the error reply."""
 
     calls: str
     action: Action | None = None
@@ -201,10 +200,10 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
       request names no model or cannot be read; `parse` then raises the error.
     - `parse` parses the body of a GENERATE or COUNT_TOKENS call. Raises RequestError with the name of the wrong field.
     - `reply` writes a whole reply, and `stream` makes the writer of a streamed reply.
-    - `models` writes the reply to MODELS and MODEL. Its second argument maps each model's name to the size of its
-      context in tokens, None for an unknown size. Raises NotFound for a model missing from the mapping.
+    - `models` writes the reply to a MODELS or MODEL call. Its second argument maps each model's name to the size of its
+      context in tokens, or None. Raises NotFound for a model missing from the mapping.
     - `error` returns the JSON object of an error in the vendor's format.
-    - `count` returns the JSON object of the reply to COUNT_TOKENS, if the dialect has a route for it.
+    - `count` returns the JSON object of the reply to a COUNT_TOKENS call, if the dialect has a route for it.
     """
 
     name: str
@@ -227,8 +226,7 @@ class Routed(msgspec.Struct, frozen=True):
 
 
 class RouteTable:
-    """Finds the dialect that serves a call. If routes of several dialects match a call, the first of these dialects
-    serves it."""
+    """Finds the dialect that serves a call. If several dialects have a matching route, the first of them serves it."""
 
     def __init__(self, dialects: Sequence[Dialect]) -> None:
         self._routes = [
@@ -236,8 +234,8 @@ class RouteTable:
             for dialect in dialects
             for route in dialect.routes
         ]
-        # Most routes are plain strings without regular expressions. Their calls are looked up in this dictionary. A
-        # route is left out if an earlier route matches the same call, because the earlier route takes precedence.
+        # Most routes are plain strings, which are looked up in this dictionary. A route is left out if an earlier route
+        # matches the same call.
         self._exact: dict[str, Routed] = {}
         for number, route in enumerate(route for dialect in dialects for route in dialect.routes):
             fits, header, routed = self._routes[number]
@@ -281,16 +279,16 @@ def line(value: Any) -> bytes:
 
 
 def opencode_caller(call: WireCall) -> Caller:
-    """Return the caller from the headers that OpenCode sends in every dialect: the session ids of a sub-agent and of
-    its parent. A call without a parent's id comes from the main agent; both fields are then None."""
+    """Return the caller from the headers that OpenCode sends in every dialect. They are the session ids of a sub-agent
+    and of its parent. The main agent sends no parent's id; both fields are then None."""
     parent = call.header(b"x-parent-session-id")
     return Caller(agent_id=call.header(b"x-session-id"), parent_id=parent) if parent else Caller()
 
 
 def with_declaration(call: WireCall, request: ModelRequest) -> ModelRequest:
     """Return the request with the branch that the client declares in the header or else in the model's name. Without a
-    declaration the request is returned unchanged. Raises RequestError for a malformed header. A malformed suffix of the
-    model's name raises no error, because it may be a part of the name."""
+    declaration, returns the same request. Raises RequestError for a malformed header. A malformed suffix of the model's
+    name raises no error, because it may be a part of the name."""
     header = call.header(BRANCH_HEADER)
     if header is None:
         _, at, suffix = request.model.rpartition("@")
@@ -312,6 +310,6 @@ def with_declaration(call: WireCall, request: ModelRequest) -> ModelRequest:
 
 
 def without_declaration(model: str | None) -> str | None:
-    """Return the model's name without a declared branch."""
+    """Return the model's name without an appended branch."""
     name, at, branch = (model or "").rpartition("@")
     return name if at and _BRANCH.fullmatch(branch) else model

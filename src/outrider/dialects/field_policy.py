@@ -1,8 +1,8 @@
 """Lists how every request field besides the messages is treated, in one table for each dialect.
 
 A field is passed on, refused with an error, or ignored. An ignored field is recorded with the turn
-(`ModelRequest.ignored`) unless it does not concern the reply. `reading.py` applies the tables. Invariant: a field that
-is in no table is recorded, and not dropped silently. docs/dialects.md has the same tables.
+(`ModelRequest.ignored`), unless it does not concern the reply. Invariant: a field that is in no table is also recorded.
+`reading.py` applies the tables.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Treatment(StrEnum):
 
 
 class FieldRule(msgspec.Struct, frozen=True):
-    """The treatment of one field. `name` is its path in the request. A value in `neutral` requests nothing, as `n: 1`
-    does, so such a field is ignored without a note. Null and empty values are always neutral."""
+    """The treatment of one field. `name` is its path in the request. `neutral` lists values that request nothing, such
+    as `n: 1`. A field with such a value, null or an empty value is ignored and not recorded."""
 
     name: str
     treatment: Treatment
@@ -69,7 +69,7 @@ SAMPLERS: Table = (
     *_refused("bad_words", "allowed_token_ids", reason="send logit_bias"),
     *_refused("logits_processors", "custom_logit_processor", reason=_NO_SAMPLER),
 )
-"""Sampling parameters of inference servers that are outside the vendors' own APIs. Every dialect refuses these fields,
+"""Sampling parameters that inference servers have in addition to the vendors' APIs. Every dialect refuses these fields,
 because ignoring them would change what is sampled."""
 
 SERVER_EXTENSIONS: Table = (
@@ -80,7 +80,7 @@ SERVER_EXTENSIONS: Table = (
     *_noted("chat_template_kwargs", reason="all other keys: the template has no such variable"),
     *_noted("thinking_budget", "thinking_token_budget", reason=_BUDGET),
 )
-"""Fields that the servers of vLLM and SGLang accept besides OpenAI's own. Chat, Responses and Messages accept them,
+"""Fields that the servers of vLLM and SGLang have in addition to OpenAI's. Chat, Responses and Messages accept them,
 too."""
 
 CHAT: Table = (
@@ -160,7 +160,7 @@ _UNDERSCORE_LETTER = re.compile(r"_([a-z])")
 
 
 def camel_case(key: str) -> str:
-    """Convert a snake_case key to camelCase, as Google writes keys. Any other key is returned unchanged."""
+    """Convert a snake_case key to camelCase, which Google uses for keys. Any other key is returned unchanged."""
     return _UNDERSCORE_LETTER.sub(lambda found: found[1].upper(), key) if "_" in key else key
 
 

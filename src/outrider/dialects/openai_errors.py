@@ -26,7 +26,8 @@ def openai_error(error: OutriderError) -> dict[str, Any]:
             "message": text,
             "type": kind,
             "param": storable(error.field) if error.field else None,
-            # If OpenAI has a code for the error, it replaces ours, because clients check for OpenAI's codes.
+            # OpenAI's code, if there is one, replaces Outrider's code for the error, because clients check for OpenAI's
+            # codes.
             "code": "rate_limit_exceeded" if status == 429 else _OPENAI_CODES.get(error.code, error.code),
         }
     }

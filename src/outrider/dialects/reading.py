@@ -1,13 +1,13 @@
 """Parses the parts of a request that several dialects share: JSON, the fields of a body, images, tools, sampling,
 thinking, and the required form of the reply, such as a JSON schema.
 
-No image is fetched here. Invariants:
+Invariants:
 
 - Wrong data raises only `RequestError`, with the name of the field.
 - If a key is repeated, its last value is used.
 - A field that no struct declares is skipped, and only its JSON syntax is checked.
-- Arguments that a client sends back unchanged are equal to the sampled arguments after parsing (as
-  `tokens/tree/canonical.py` compares them), although the JSON may be written differently.
+- If a client sends a call's arguments back, they are equal to the sampled arguments after parsing (as
+  `tokens/tree/canonical.py` compares them), although the client may write the JSON differently.
 - A request with more than one form of the reply is refused.
 
 Source: the OpenAI-compatible servers of vLLM and SGLang (sampling parameters, structured outputs, template arguments).
@@ -40,21 +40,21 @@ MAX_NOTES = 32
 """Maximum number of notes of one request. A note names a part of the request that has no effect, such as an ignored
 field. Further notes are dropped."""
 MAX_NOTE = 64
-"""Maximum number of characters of a note. Longer notes are cut, because clients choose the names in them."""
+"""Maximum number of characters of a note. Longer notes are cut, because they contain names that clients choose."""
 UNKNOWN = "unknown."
-"""The prefix of the note for a field that is in no table of `field_policy.py`."""
+"""The prefix of a note about a field that is in no table of `field_policy.py`."""
 TOOL = "tools."
-"""The prefix of the note for a tool that the model does not see."""
+"""The prefix of a note about a tool that the model does not see."""
 HISTORY = "history."
-"""The prefix of the note for a part of the history that the model does not see."""
+"""The prefix of a note about a part of the history that the model does not see."""
 RESULT = "results."
-"""The prefix of the note for a file in a tool's result that the model sees as a text instead (`media.py`)."""
+"""The prefix of a note about a file in a tool's result. The model sees a text instead of this file (`media.py`)."""
 MAX_DEPTH = 64
 """Maximum depth of nested lists and objects in a schema. Chat templates and engines process schemas recursively, so a
 deeper schema could exceed their recursion limit."""
 MAX_TOKENS = 1 << 24
-"""The highest output limit, in tokens. A higher limit is lowered to this number. No model's context is this long, but
-clients send huge numbers to say "no limit"."""
+"""The highest limit of output tokens. Higher limits are lowered to this number, because clients send huge numbers to
+say "no limit". No model's context is this long."""
 JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
 
 
@@ -64,7 +64,7 @@ class _NamedModel(msgspec.Struct):
 
 _NAMED_MODEL = msgspec.json.Decoder(_NamedModel)
 
-# msgspec reports the path of a wrong value only inside the error's text, so the path is extracted from the text.
+# msgspec reports the path of a wrong value only in the error's text, so these patterns extract it.
 _PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -75,18 +75,17 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _ABSENT = Raw()
 """The value of a missing field. Compare it by identity (`is`), because a value from a client may be equal to it."""
 _LONGEST_NEUTRAL = 16
-"""Maximum size in bytes of a value that is compared with `FieldRule.neutral`. No table has a longer neutral value."""
+"""Maximum size, in bytes, of a value that is compared with `FieldRule.neutral`. No neutral value is longer."""
 _ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
-# A data URL may have parameters between the media type and `base64`, such as a charset or a file name.
-# All repetitions are bounded, because an unbounded search in a malicious URL of 30 MB took 13 seconds and blocked all
-# other threads.
+# A data URL may have parameters between the media type and `base64`, such as a charset or a file name. All repetitions
+# are bounded. An unbounded search in a malicious URL of 30 MB took 13 seconds and blocked all other threads.
 _DATA_URL = re.compile(r"data:([\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[^,;]{0,256}){0,16};base64,", re.ASCII)
 _NO_ADDRESS = "must be an http or https address, or a data URL of an image in base64"
 INVALID_JSON = "INVALID_JSON"
 """The key that marks a call's arguments as invalid. Some dialects require arguments to be an object. Any other
-arguments are replaced by an object with this single key, whose value is their text. No tool accepts such an object, so
-the tool's error shows the model its mistake. The key comes from Anthropic's documentation of fine-grained tool
+arguments are replaced by an object with this single key, whose value is their text. No tool accepts such an object,
+so the tool's error shows the model its mistake. The key is from Anthropic's documentation of fine-grained tool
 streaming."""
 
 _MEMORY_KEY = "tools"
@@ -107,7 +106,7 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
         if missing := _MISSING.search(text):
             path = f"{path}.{missing[1]}"
         elif _SURROGATE_ESCAPE.search(bytes(data)) is not None:
-            # The decoder reports only a byte offset, so the name of the field is searched for.
+            # For an unpaired surrogate, the decoder reports only a byte offset, so the field with it is searched for.
             with suppress(ValueError, RecursionError):
                 surrogate = _find_surrogate(json.loads(bytes(data)), "")
                 if surrogate is not None:
@@ -136,13 +135,12 @@ def named_model(call: WireCall, body: bytes) -> str | None:
 
 
 def refuse(field: str, reason: str, cause: Exception | None = None) -> NoReturn:
-    """Raise RequestError for `field`, a path in the request ("" for the whole body)."""
+    """Raise RequestError for `field`, which is a path in the request or "" for the whole body."""
     raise RequestError(f"{field or 'request body'}: {reason}", field=field or None) from cause
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Raise RequestError if lists and objects are nested more than MAX_DEPTH deep. The check itself is not
-    recursive."""
+    """Raise RequestError if lists and objects are nested more than MAX_DEPTH deep. The check is not recursive."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -167,8 +165,7 @@ def is_absent(raw: bytes | Raw) -> bool:
 
 
 def _find_surrogate(value: Any, path: str) -> str | None:
-    """Return the path of the first string with an unpaired surrogate; None if there is none. `path` is where `value`
-    is."""
+    """Return the path of the first string with an unpaired surrogate, or None. `path` is the path of `value`."""
     if isinstance(value, str):
         return path if _SURROGATE.search(value) else None
     if isinstance(value, list):
@@ -181,8 +178,8 @@ def _find_surrogate(value: Any, path: str) -> str | None:
 
 
 class BodyReader(Generic[BodyT]):
-    """Parses a body into a struct of type `kind`. The dialect handles the fields that `kind` and its nested structs
-    declare. The reader applies the rules of `table` to all other fields."""
+    """Parses a body into a struct of type `kind`. The dialect handles the fields that this struct and its nested
+    structs declare. The reader applies the rules of `table` to all other fields."""
 
     def __init__(self, kind: type[BodyT], table: Table) -> None:
         own = {field.encode_name for field in msgspec.structs.fields(kind)}
@@ -199,8 +196,8 @@ class BodyReader(Generic[BodyT]):
         self._inner = {
             name: {field.encode_name for field in msgspec.structs.fields(part)} for name, part in inner.items()
         }
-        # Nearly all bodies have only known fields, and the strict decoder parses them in one pass. Finding the names of
-        # unknown fields takes further passes.
+        # Nearly all bodies have only known fields, and the strict decoder parses them in one pass. Finding unknown
+        # fields takes further passes.
         exact = [
             (name, msgspec.defstruct(part.__name__, [], bases=(part,), forbid_unknown_fields=True) | None, None)
             for name, part in inner.items()
@@ -217,7 +214,8 @@ class BodyReader(Generic[BodyT]):
         try:
             wire = self._strict.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            # The body has either unknown fields or an error. For an error, the tolerant decoder raises RequestError.
+            # The body has unknown fields or an error. The tolerant decoder accepts unknown fields, and raises
+            # RequestError for an error.
             wire = decode(self._tolerant, body)
             sent = decode(_NAMES, body)
             notes += [UNKNOWN + name for name in sent if name not in self._known]
@@ -231,8 +229,8 @@ class BodyReader(Generic[BodyT]):
 
 
 def rules_by_name(table: Table, own: Iterable[str]) -> dict[str, FieldRule]:
-    """Return the rules of a table by field name, for `apply_rules`. Fields in `own`, which the dialect itself handles,
-    are left out."""
+    """Return the rules of a table by field name, for `apply_rules`. The fields in `own` are left out, because the
+    dialect itself handles them."""
     return {rule.name: rule for rule in table if rule.name not in own}
 
 
@@ -240,8 +238,8 @@ def apply_rules(
     sent: dict[str, Raw], rules: dict[str, FieldRule], own: Container[str], where: str, notes: list[str]
 ) -> None:
     """Apply the rules to the fields of an object. `where` is the object's path with a final dot ("" for the body). The
-    dialect itself handles the fields in `own`. The names of fields without effect are added to `notes`. Raises
-    RequestError for a refused field."""
+    dialect itself handles the fields in `own`. Names of fields without effect are added to `notes`. Raises RequestError
+    for a refused field."""
     for name, raw in sent.items():
         if name in rules:
             _apply(rules[name], raw, where, notes)
@@ -250,8 +248,8 @@ def apply_rules(
 
 
 def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
-    """Return the notes in printable form, without repetitions. Their length and number are limited, because clients
-    choose the names of fields and tools."""
+    """Return the notes in printable form, without repetitions. Their length and number are limited, because they
+    contain names that clients choose."""
     shortened = (note[:MAX_NOTE] for note in notes)
     printable = (
         note if note.isprintable() else "".join(char if char.isprintable() else "?" for char in note)
@@ -265,7 +263,7 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
         return
     if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
         value = decode(_ANY, raw, where + rule.name)
-        # `in` compares by equality: if 1 is neutral, so are 1.0 and True.
+        # `in` compares by equality: if 1 is neutral, 1.0 and True are neutral, too.
         if value in _ASKS_NOTHING or value in rule.neutral:
             return
     if rule.treatment is Treatment.REFUSED:
@@ -274,8 +272,8 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
 
 
 def image_from_address(url: str, where: str) -> Image | Attachment:
-    """Return the image at an http(s) address, which the engine fetches later, or the image in a data URL. A data URL
-    with another type of file or without readable data becomes an `Attachment`. Raises RequestError for any other
+    """Return the image at an http(s) address, which the engine fetches later, or in a data URL. A data URL that has
+    another type of file, or data that cannot be read, becomes an `Attachment`. Raises RequestError for any other
     address."""
     if url.startswith(("http://", "https://")):
         return image_from_url(url)
@@ -303,8 +301,8 @@ def image_from_base64(media_type: str, data: str, where: str) -> Image | Attachm
 
 
 def file_from_base64(media_type: str | None, data: str, where: str, reason: str, *, head: str = "") -> Attachment:
-    """Return the file in `data` (base64). A PDF becomes a `Document`; any other type, and data that is not base64,
-    becomes a plain `Attachment`. `head` is text that the model sees before a document."""
+    """Return the file in `data` (base64). A PDF becomes a `Document`. Any other file, or invalid base64, becomes a
+    plain `Attachment`. `head` is text that the model sees before a document."""
     if (media_type or "").partition(";")[0].strip().lower() == PDF:
         try:
             return document(decode_base64(data), where, reason, head=head)
@@ -314,16 +312,15 @@ def file_from_base64(media_type: str | None, data: str, where: str, reason: str,
 
 
 def file_from_address(url: str | None, media_type: str | None, where: str, reason: str) -> Attachment:
-    """Return the attachment for a file. `url` is a data URL or the file's address; None if the file's location is
-    unknown."""
+    """Return the attachment for a file. `url` is a data URL or the file's address; None if neither is known."""
     if url is not None and (head := _DATA_URL.match(url)) is not None:
         return file_from_base64(head[1] or media_type, url[head.end() :], where, reason)
     return attachment(media_type, where, reason, address=url)
 
 
 class DeclaredTools(msgspec.Struct, frozen=True):
-    """The tools of a request. `specs` are the tools for the model, in OpenAI's form. `raw` are the bytes they were
-    parsed from. `hosted` are the types of the hosted tools, which a vendor's servers would run and the model does not
+    """The tools of a request. `specs` are the tools for the model, in OpenAI's form. `raw` has the bytes from which
+    they were parsed. `hosted` has the types of hosted tools, which a vendor's servers would run and the model does not
     see."""
 
     specs: tuple[ToolSpec, ...] = ()
@@ -340,8 +337,8 @@ ToolsT = TypeVar("ToolsT", bound=_FromBytes)
 
 
 def cached_tools(memory: dict[str, Any], raw: bytes, read: Callable[[], ToolsT]) -> ToolsT:
-    """Return the tools that `raw` declares. Agents send the same tools, some tens of kilobytes, with every call. So
-    `read` is called only if `raw` differs from that of the session's previous call."""
+    """Return the tools that `raw` declares. `read` parses them, but is called only if `raw` differs from the session's
+    previous call. Agents send the same tools, some tens of kilobytes, with every call."""
     tools: ToolsT | None = memory.get(_MEMORY_KEY)
     if tools is None or tools.raw != raw:
         tools = memory[_MEMORY_KEY] = read()
@@ -364,7 +361,7 @@ def tool_choice(
     names: Iterable[str] | None, tools: Sequence[ToolSpec], *, required: bool, single: bool = False, field: str
 ) -> ToolChoice | None:
     """Return a choice of the tools in `names`, or of all tools if `names` is None. Returns None if the choice restricts
-    nothing. `field` is the path of the choice in the request. Raises RequestError for a choice without tools."""
+    nothing. `field` is the path of the choice in the request. Raises RequestError if there is no tool to choose."""
     every = dict.fromkeys(spec["function"]["name"] for spec in tools)
     chosen = every if names is None else dict.fromkeys(names)
     if not chosen:
@@ -375,8 +372,8 @@ def tool_choice(
 
 
 def arguments_from_text(raw: Raw, where: str) -> str:
-    """Return the arguments of a call in OpenAI's dialects, which are a string of JSON. A missing field becomes "{}".
-    For clients that send an object instead, the object's JSON is returned without white space. Raises RequestError."""
+    """Return the arguments of a call, which OpenAI's APIs send as a string of JSON. A missing field becomes "{}". Some
+    clients send an object instead; its JSON is returned without white space. Raises RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)
@@ -388,7 +385,7 @@ def arguments_from_text(raw: Raw, where: str) -> str:
 
 
 def is_invalid_json_object(value: dict[str, Any]) -> bool:
-    """Return True for an object that wraps arguments which are not a JSON object (see INVALID_JSON)."""
+    """Return True for an object that stands for invalid arguments (see INVALID_JSON)."""
     return len(value) == 1 and isinstance(value.get(INVALID_JSON), str)
 
 
@@ -453,7 +450,7 @@ def read_sampling(
     thinking: bool | None,
     constraint: Constraint | None,
 ) -> RequestedSampling:
-    """Return all sampling parameters of a body. `constraint` is the form of the reply that the dialect's own field
+    """Return all sampling parameters of a body. `constraint` is the form of the reply that a field of the dialect
     requests. Raises RequestError for an unsupported form, or for more than one form."""
     return RequestedSampling(
         temperature=body.temperature,
@@ -479,8 +476,8 @@ def read_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list
     """Return True if the request turns thinking on, False if it turns thinking off, and None if the model decides.
 
     `thinking` is an object with a `type`, as in the APIs of Anthropic and Z.ai. The types `enabled` and `disabled` take
-    precedence over the variables of the chat template. Any other type leaves the decision to those variables. Fields
-    without effect are added to `notes`. Raises RequestError.
+    precedence over the variables of the chat template. With any other type, these variables decide. Fields without
+    effect are added to `notes`. Raises RequestError.
     """
     enabled = body.enable_thinking
     sent = body.chat_template_kwargs
@@ -507,8 +504,8 @@ def note_unknown(where: str, sent: JsonObject | None, known: Container[str], not
 
 def response_format(form: Any, where: str) -> Constraint | None:
     """Return the constraint that `form` requests; None for free text. `form` is an object with a `type`, as in the APIs
-    of OpenAI and Anthropic. It has the schema in `schema` or in `json_schema.schema`. `where` is its path in the
-    request. Raises RequestError."""
+    of OpenAI and Anthropic. Its schema is in `schema` or `json_schema.schema`. `where` is its path in the request.
+    Raises RequestError."""
     if form is None:
         return None
     if not isinstance(form, dict):
@@ -529,7 +526,7 @@ def response_format(form: Any, where: str) -> Constraint | None:
 
 
 def json_schema(schema: Any, where: str) -> Constraint:
-    """Return the constraint for a schema, which is an object or JSON text. Raises RequestError."""
+    """Return the constraint for a JSON schema, given as an object or as JSON text. Raises RequestError."""
     if isinstance(schema, str):
         schema = decode(_ANY, schema.encode(), where)
     if not isinstance(schema, dict):
@@ -542,15 +539,15 @@ def json_schema(schema: Any, where: str) -> Constraint:
 
 
 def one_of(choices: list[str]) -> Constraint:
-    """Return the constraint that a reply is exactly one of `choices`, as a regular expression."""
+    """Return a constraint, as a regular expression, that makes the reply exactly one of `choices`."""
     # `re.escape` is not used: it also escapes spaces and dashes, and engines do not use Python's regular expressions.
     escaped = ["".join(f"\\{char}" if char in _REGEX_SPECIAL else char for char in choice) for choice in choices]
     return Constraint(ConstraintKind.REGEX, f"({'|'.join(escaped)})")
 
 
 def _only_constraint(body: SamplingFields, own: Constraint | None) -> Constraint | None:
-    """Return the form of the reply from the dialect's own field (`own`) or from a field of vLLM or SGLang; None for
-    free text. Raises RequestError for more than one form."""
+    """Return the form of the reply from the dialect's own field (`own`) or from a field of vLLM or SGLang. Returns None
+    for free text. Raises RequestError for more than one form."""
     found = [] if own is None else [own]
     structured = body.structured_outputs or _StructuredOutputs()
     if structured.structural_tag is not None:

@@ -1,5 +1,4 @@
-"""The OpenAI Chat Completions dialect, with and without streaming. Its `Memory` for a session caches the parsed
-tools."""
+"""The OpenAI Chat Completions dialect, with and without streaming. Its `Memory` caches the session's parsed tools."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Writes the replies of Chat Completions: whole replies, streams of server-sent events, and the list of models.
 
-Invariants: a streamed reply and a whole reply carry the same message; token ids and log-probabilities, if the client
-requests them, are those of the engine, one for each token.
+Invariants: a streamed reply and a whole reply carry the same message. If the client requests token ids and
+log-probabilities, the reply has those of the engine, one for each token.
 
 Source: OpenAI API reference, "The chat completion object" and "The chat completion chunk object"; vLLM's server for
 `prompt_token_ids`, `token_ids` and `max_model_len`.
@@ -26,7 +26,7 @@ from outrider.messages import Delta, Message, ToolCall
 from outrider.trajectory import FinishReason, Ids
 
 DONE = b"data: [DONE]\n\n"
-"""The end of a stream."""
+"""The event that ends a stream."""
 MODEL = "/v1/models/"
 
 OWNER = "outrider"
@@ -72,7 +72,7 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 def finish_reason(completion: Completion) -> str:
     """Return `tool_calls`, `stop` or `length`. A reply that a token limit or an abort cut off has the reason `length`,
-    even if it contains complete calls. The dialect has no value for an abort, and `stop` would tell clients that the
+    even if it contains complete calls. OpenAI's API has no value for an abort, and `stop` would tell clients that the
     reply is complete."""
     if completion.finish is not FinishReason.STOP:
         return "length"
@@ -80,8 +80,8 @@ def finish_reason(completion: Completion) -> str:
 
 
 def usage(completion: Completion) -> dict[str, Any]:
-    """Return the token counts. Reasoning tokens are not counted separately, so `reasoning_tokens` is set, to 0, only
-    for a reply without reasoning."""
+    """Return the token counts. `reasoning_tokens` is 0 for a reply without reasoning, and otherwise absent, because
+    reasoning tokens are not counted."""
     return {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.completion_tokens,
@@ -110,8 +110,8 @@ def tool_call_object(call: ToolCall) -> dict[str, Any]:
 def logprob_entries(
     ids: Iterable[int] | None, logprobs: Iterable[float], pieces: Sequence[bytes]
 ) -> list[dict[str, Any]]:
-    """Return the value of `logprobs.content`, with one entry for each token. If the tokens' texts (`pieces`) are
-    unknown, the text of each entry is `token_id:ID`, or empty if the ids are also unknown.
+    """Return the value of `logprobs.content`, with one entry for each token. `pieces` are the tokens' texts. Without
+    them, the text of an entry is `token_id:ID`, or empty if the ids are also unknown.
 
     `top_logprobs` is always empty, because engines return the log-probability of the sampled token only.
     """
@@ -132,14 +132,14 @@ def ids_json(ids: Ids | None) -> msgspec.Raw | None:
     """Encode token ids as a JSON array. Returns None if the ids are unknown."""
     if ids is None:
         return None
-    # orjson encodes the numpy array directly. A prompt has so many ids that converting them to Python integers first
-    # would be slow.
+    # orjson encodes the numpy array directly, because converting the many ids of a prompt to Python integers would be
+    # slow.
     packed = np.ascontiguousarray(ids, dtype=np.int32)
     return msgspec.Raw(orjson.dumps(packed, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 class ChatStream:
-    """Implements `StreamWriter` for Chat Completions. A call of `delta` before `open` raises AttributeError."""
+    """Implements `StreamWriter` for Chat Completions."""
 
     content_type = EVENT_STREAM
     ping = COMMENT
@@ -182,8 +182,8 @@ class ChatStream:
             if delta.text:
                 written += self._content_head + line(delta.text) + self._content_tail
             return written
-        # If log-probabilities or ids were requested, the chunk lists all tokens of the delta, even if they add no text
-        # yet.
+        # A client that requests log-probabilities or ids gets all tokens of the delta in the chunk, even if they add no
+        # text yet.
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
@@ -202,7 +202,7 @@ class ChatStream:
             for index, call in enumerate(completion.reply.tool_calls)
         ]
         chunks.append(self._chunk({}, finish=finish_reason(completion)))
-        if self._usage:  # as documented for `stream_options`, the usage has a separate chunk without choices
+        if self._usage:  # OpenAI documents the usage as a separate last chunk without choices
             chunks.append(self._head + b'],"usage":' + line(usage(completion)) + b"}\n\n")
         chunks.append(DONE)
         return b"".join(chunks)
@@ -219,7 +219,7 @@ class ChatStream:
         ids: list[int] | None = None,
         after: bytes = b"",
     ) -> bytes:
-        """Write one chunk event. `after` is JSON text that is inserted after the chunk's choices."""
+        """Write one chunk as an event. `after` is JSON text that follows the choices in the chunk."""
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         if ids is not None:
             choice["token_ids"] = ids

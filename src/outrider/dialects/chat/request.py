@@ -5,8 +5,8 @@ Invariant: the body is scanned once, and only needed data is decoded. `ChatMessa
 A tool of the type `custom` is refused, because a Chat reply cannot call it. A tool of any other type than `function` is
 a hosted tool, which OpenAI's servers would run. It is listed in `ModelRequest.ignored`, and the model does not see it.
 
-Source: OpenAI API reference, "Create chat completion"; vLLM for `reasoning` in messages and `return_token_ids`;
-OpenRouter and Z.ai for the request's `reasoning` and `thinking`.
+Source: OpenAI API reference, "Create chat completion"; vLLM for the messages' field `reasoning` and for
+`return_token_ids`; OpenRouter and Z.ai for the request's fields `reasoning` and `thinking`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _ImageUrl(msgspec.Struct, gc=False):
 
 
 class _File(msgspec.Struct, gc=False):
-    """A file in a message. The contents are in `file_data` or `data`; if both are missing, the client uploaded the file
+    """A file in a message. The contents are in `file_data` or `data`. Both are missing if the client uploaded the file
     earlier. `format` is the second part of an audio file's media type: `wav` for `audio/wav`."""
 
     file_data: str | None = None
@@ -131,7 +131,7 @@ _MESSAGE = msgspec.json.Decoder(_Message)
 _HEAD = msgspec.json.Decoder(_Head)
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
-# `developer` is OpenAI's newer name for `system`. `function` is the older name for `tool`.
+# `developer` is OpenAI's newer name for the role `system`. `function` is the older name for `tool`.
 _ROLES = {
     "system": Role.SYSTEM,
     "developer": Role.SYSTEM,
@@ -141,15 +141,15 @@ _ROLES = {
     "function": Role.TOOL,
 }
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""Types of text parts. `input_text` and `output_text` belong to the Responses API, but clients of both APIs also send
-them in Chat requests."""
+"""Types of text parts. `input_text` and `output_text` belong to the Responses API, but clients of both APIs send them
+in Chat requests, too."""
 _TOOL_CHOICES = frozenset({"none", "auto", "required"})
 _REASONING_KEYS = frozenset({"effort", "enabled", "max_tokens", "exclude", "summary"})
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse the request in `body`. Raises RequestError. A malformed message raises RequestError only when that message
-    is parsed."""
+    """Parse the request in `body`. Raises RequestError. A malformed message raises it only when that message is
+    parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if not wire.messages:
@@ -158,7 +158,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     choice = _read_tool_choice(wire, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
-    # Clients turn thinking on or off with different fields. If they disagree, the first of these counts:
+    # Clients turn thinking on or off with different fields. If they disagree, the first of these is used:
     # `reasoning.enabled`, the effort `none`, `thinking`, the variables of the chat template.
     thinking = read_thinking(wire, wire.thinking, notes)
     reasoning = wire.reasoning or {}
@@ -198,8 +198,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _read_tools(raw: bytes) -> DeclaredTools:
-    """Parse the tools into OpenAI's form, with the keys in the client's order. A bare function is wrapped in `{"type":
-    "function", "function": …}`."""
+    """Parse the tools into OpenAI's form, with the keys in the client's order. A bare function is put into the wrapper
+    `{"type": "function", "function": …}`."""
     specs: list[ToolSpec] = []
     hosted: list[str] = []
     sent = decode(_TOOLS, raw, "tools") if raw else None
@@ -207,7 +207,7 @@ def _read_tools(raw: bytes) -> DeclaredTools:
         where, kind = f"tools[{index}]", spec.get("type", "function")
         if not isinstance(kind, str) or not kind:
             refuse(f"{where}.type", "must be a non-empty string")
-        if kind == "custom":  # a custom tool has no schema, and a Chat reply could not call it
+        if kind == "custom":  # it has no schema, and a Chat reply could not call it
             refuse(f"{where}.type", "'custom' is not supported: declare a function")
         if kind != "function":
             hosted.append(kind)
@@ -225,7 +225,7 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 def _read_tool_choice(wire: _Body, tools: tuple[ToolSpec, ...], notes: list[str]) -> ToolChoice | None:
     """Return the choice of tools that restricts the reply; None for `auto` and `none`. Raises RequestError for an
-    unknown choice. `parallel_tool_calls: false` can only be enforced if a call is forced; otherwise it is added to
+    unknown choice. `parallel_tool_calls: false` is enforced only if the choice forces a call. Otherwise it is added to
     `notes`."""
     choice, single = wire.tool_choice, wire.parallel_tool_calls is False
     chosen = None
@@ -241,7 +241,7 @@ def _read_tool_choice(wire: _Body, tools: tuple[ToolSpec, ...], notes: list[str]
 
 
 def _read_named_tools(choice: dict[str, Any], tools: tuple[ToolSpec, ...], *, single: bool) -> ToolChoice | None:
-    """Read a choice that names one function or lists the allowed functions. Raises RequestError."""
+    """Read a tool choice that names one function or lists the allowed functions. Raises RequestError."""
     known = {spec["function"]["name"] for spec in tools}
     if choice.get("type") == "allowed_tools":
         at, allowed = "tool_choice.allowed_tools", choice.get("allowed_tools")
@@ -325,7 +325,7 @@ def parse_message(raw: Raw | bytes, where: str) -> Message:
     return Message(
         role=role,
         content=joined_text(parts),
-        # Clients send reasoning back in one of two fields: `reasoning_content`, as in our replies, or vLLM's newer
+        # Clients send earlier reasoning in one of two fields: `reasoning_content`, as in our replies, or vLLM's newer
         # `reasoning`.
         reasoning=wire.reasoning_content or wire.reasoning or None,
         tool_calls=_tool_calls(wire, where),
@@ -367,7 +367,7 @@ def _part(part: _Part, where: str) -> Part:
 
 
 def _tool_calls(wire: _Message, where: str) -> tuple[ToolCall, ...]:
-    # `function_call` is a single call without an id, from the time before OpenAI's API had tools.
+    # `function_call`, which is older than OpenAI's tools, is a single call without an id.
     if wire.function_call is not None and not wire.tool_calls:
         arguments = arguments_from_text(wire.function_call.arguments, f"{where}.function_call.arguments")
         return (ToolCall("", wire.function_call.name, arguments),)

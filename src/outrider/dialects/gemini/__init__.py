@@ -1,9 +1,9 @@
 """The dialect of Google's generateContent, with and without streaming. Its `Memory` for a session has the parsed tools
 and a `history.HistoryMemory`.
 
-The dialect serves all paths under `/v1beta/` and `/v1alpha/`, and the methods of models under `/v1/models/`. OpenAI's
-API also has `GET /v1/models` and `GET /v1/models/NAME`. This dialect serves these two only for a client that sends its
-key in Google's header.
+The dialect serves all paths under `/v1beta/` and `/v1alpha/`, and the methods of models under `/v1/models/`. `GET
+/v1/models` and `GET /v1/models/NAME` also exist in OpenAI's API. This dialect serves them only for a client that sends
+its key in Google's header.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Parses one `Content` of a Google request: the text, images, calls and tool results in its parts.
+"""Parses one `Content` (a message) of a Google request: the text, images, calls and tool results in its parts.
 
 Each content is parsed by itself; `history.py` assigns tool results to calls. Invariant: a part that cannot be shown to
 the model raises RequestError. The only exceptions are parts written by tools on Google's own servers
 (`WirePart.hosted`). These parts are left out, and the names of their fields are added to the request's notes.
 
-The model sees a tool's result as text, but `response` is an object on the wire. Clients whose tools return text put the
-text under a single key. So if an object has only the key `output`, `result` or `content` (and perhaps the key `name`
-with the tool's name), the model sees the value of this key: a string unchanged, any other value as JSON. Every other
-object, such as `{"error": ...}`, is shown whole, as JSON.
+The model sees a tool's result as text, but in a request the result is an object, `response`. Clients put a result that
+is text under a single key. So if the object has only the key `output`, `result` or `content` (and perhaps the key
+`name` with the tool's name), the model sees the value of this key: a string unchanged, any other value as JSON. Every
+other object, such as `{"error": ...}`, is shown whole, as JSON.
 
 Source: Google AI API reference, "Content", "Part", "FunctionCall", "FunctionResponse".
 """
@@ -38,20 +38,20 @@ from outrider.media import attachment
 from outrider.messages import Attachment, Image, Message, Part, Role, Text, ToolCall, image_from_url, message_of_parts
 
 SIGNED = b"outrider:"
-"""The prefix of thought signatures that Outrider makes. The id of the signed call follows the prefix."""
+"""The prefix of a thought signature that Outrider made. The id of the signed call follows it."""
 
 # A content without a role comes from the user. Older clients give tool results the role `function`.
 _ROLES = {None: Role.USER, "": Role.USER, "user": Role.USER, "function": Role.USER, "model": Role.ASSISTANT}
 _TEXT_KEYS = frozenset({"output", "result", "content"})
 _SNAKE_CASE_KEY = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
-"""Matches the end of a snake_case key of a part. Most contents have only camelCase keys and are decoded in one pass."""
+"""Finds a snake_case key of a part. Most contents have only camelCase keys and are decoded in one pass."""
 _INVALID_KEY = b'{"' + INVALID_JSON.encode()
-_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # long enough even if every letter is written as an escape
+_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # long enough for a key with all letters as escapes
 _URLSAFE = bytes.maketrans(b"-_", b"+/")
 
 
 class FunctionCall(msgspec.Struct, frozen=True, gc=False):
-    """A call in a client's history; `args` is raw JSON."""
+    """A call in a client's history. `args` is raw JSON."""
 
     name: str
     args: Raw = Raw()
@@ -59,7 +59,7 @@ class FunctionCall(msgspec.Struct, frozen=True, gc=False):
 
 
 class FunctionResponse(msgspec.Struct, frozen=True, gc=False):
-    """A tool's result; `response` is raw JSON."""
+    """A tool's result. `response` is raw JSON."""
 
     name: str | None = None
     response: Raw = Raw()
@@ -92,7 +92,7 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def hosted(self) -> tuple[str, ...]:
-        """The names of the fields that tools on Google's servers wrote in this part."""
+        """The names of this part's fields that tools on Google's servers wrote."""
         if not (self.executable_code or self.code_execution_result or self.tool_call or self.tool_response):
             return ()
         sent = {
@@ -105,9 +105,8 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def kinds(self) -> int:
-        """The number of kinds of data in the part: text, call, tool result, inline data and file. A part with more than
-        one kind is refused. Fields in `hosted` do not count, so a part with only a signature or hosted fields has 0
-        kinds."""
+        """How many kinds of data the part has: text, call, tool result, inline data and file. A part with more than one
+        kind is refused. A part with only a signature or fields in `hosted` has 0 kinds."""
         others = (self.function_call, self.function_response, self.inline_data, self.file_data)
         return (1 if self.text else 0) + len(others) - others.count(None)
 
@@ -158,8 +157,8 @@ def parts_of(raw: Raw, where: str) -> list[WirePart]:
 
 
 def system_message(raw: Raw, where: str) -> Message:
-    """Return the system message for an instruction: a string, a Content of any role, or a list of parts. Raises
-    RequestError."""
+    """Return the system message for a request's instruction: a string, a Content of any role, or a list of parts.
+    Raises RequestError."""
     if is_text(raw):
         return Message(role=Role.SYSTEM, content=decode(_STRING, raw, where))
     texts: list[str] = []
@@ -178,15 +177,15 @@ def system_message(raw: Raw, where: str) -> Message:
 
 
 def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Message:
-    """Return the user message that consists of `parts`. `start` is the index of the first of them in the content at the
-    path `where`. Raises RequestError."""
+    """Return the user message that consists of `parts`. `where` is the path of the content, and `start` the index of
+    the first of these parts in it. Raises RequestError."""
     read: list[Part] = []
     for index, part in enumerate(parts, start):
         at = f"{where}.parts[{index}]"
         if part.function_call is not None:
             refuse(f"{at}.functionCall", "only a content of role 'model' has function calls")
-        # `history.py` searches the content's bytes for tool results and makes each a separate message. A tool result
-        # can only get here if the search missed it, because its key is written with escapes.
+        # `history.py` searches the content's bytes for tool results and makes each a separate message. The search
+        # misses a tool result only if its key is written with escapes.
         if part.function_response is not None:
             refuse(f"{at}.functionResponse", "has a key that is written with escapes: write it in plain letters")
         if part.hosted:
@@ -199,8 +198,8 @@ def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Messa
 
 
 def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
-    """Return the tool message with the result of the call `call_id`. `where` is the path of `part` in the request.
-    Raises RequestError."""
+    """Return the tool message for a part with the result of the call `call_id`. `where` is the part's path in the
+    request. Raises RequestError."""
     answer = part.function_response
     assert answer is not None
     at = f"{where}.functionResponse"
@@ -209,7 +208,6 @@ def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
         value: Any = decode(_OBJECT, answer.response, f"{at}.response")
         name = answer.name
         keys = [key for key, inner in value.items() if inner is not None and not (key == "name" and inner == name)]
-        # An object with only one of these keys comes from a tool that returns text (see the module's docstring).
         if len(keys) == 1 and keys[0] in _TEXT_KEYS:
             value = value[keys[0]]
         read.append(Text(value if isinstance(value, str) else msgspec.json.encode(value).decode()))
@@ -233,7 +231,7 @@ def check_model_parts(parts: Sequence[WirePart], where: str) -> None:
 
 
 def model_message(parts: Sequence[WirePart], ids: Sequence[str]) -> Message:
-    """Return the assistant message made of the model's parts. `ids` are the ids of its calls, in order."""
+    """Return the assistant message made of the parts of an earlier reply. `ids` are the ids of its calls, in order."""
     calls = [part.function_call for part in parts if part.function_call is not None]
     return Message(
         role=Role.ASSISTANT,
@@ -251,9 +249,9 @@ def reply_text(parts: Sequence[WirePart]) -> str:
 
 
 def arguments_on_wire(arguments: str) -> bytes:
-    """Return a call's arguments as a JSON object, which the dialect requires. Text that is not a JSON object is wrapped
-    in an object with the key INVALID_JSON; `arguments_from_wire` unwraps it. An object that already looks like such a
-    wrapper is wrapped again, so that unwrapping restores it."""
+    """Return a call's arguments as a JSON object, which Google's API requires. Text that is not a JSON object is put
+    into an object with the key INVALID_JSON; `arguments_from_wire` takes it out again. If the model itself wrote such
+    an object, it is wrapped, too, so that unwrapping restores it."""
     try:
         if not is_invalid_json_object(_OBJECT.decode(arguments)):
             return msgspec.json.format(arguments, indent=-1).encode()
@@ -263,8 +261,8 @@ def arguments_on_wire(arguments: str) -> bytes:
 
 
 def arguments_from_wire(args: Raw) -> str:
-    """Return a call's arguments as JSON text, without white space and otherwise unchanged. Text that
-    `arguments_on_wire` wrapped is unwrapped."""
+    """Return a call's arguments as JSON text, without white space and otherwise unchanged. If `arguments_on_wire`
+    wrapped a text, returns this text."""
     if is_absent(args):
         return "{}"
     compact = msgspec.json.format(bytes(args), indent=-1)
@@ -278,14 +276,14 @@ def arguments_from_wire(args: Raw) -> str:
 
 
 def signature(call_id: str) -> str:
-    """Return a thought signature (base64) that contains the call's id, because some clients send signatures back but
-    drop ids."""
+    """Return a thought signature (base64) that contains the call's id. Some clients send signatures back but drop
+    ids."""
     return base64.b64encode(SIGNED + call_id.encode("utf-8", "replace")).decode()
 
 
 def signed_id(sent: str | None) -> str | None:
-    """Return the call's id in a signature; None if Outrider did not make the signature. Accepts both alphabets of
-    base64."""
+    """Return the call's id from a thought signature; None if Outrider did not make the signature. Accepts both
+    alphabets of base64."""
     if not sent:
         return None
     try:
@@ -312,8 +310,8 @@ def _refuse_mixed_part(where: str) -> None:
 
 
 def _image(part: WirePart, where: str) -> Image | Attachment | None:
-    """Return the image or other file of a part; None if the part has no file. Raises RequestError for a file that the
-    client uploaded to Google earlier."""
+    """Return the image or other file of a part, or None. Raises RequestError for a file that the client uploaded to
+    Google earlier."""
     if (blob := part.inline_data) is not None:
         at = f"{where}.inlineData"
         # ProtoJSON accepts both alphabets of base64, with and without padding.

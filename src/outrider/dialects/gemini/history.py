@@ -1,15 +1,14 @@
-"""Parses the contents of a Google request into messages, and restores the ids of calls if the client changed or dropped
-them.
+"""Converts the contents of a Google request to messages. Restores the ids of calls that the client changed or dropped.
 
-A content is read once per session. If a user's content has no tool results, reading it decodes only its role.
-Invariants: a call from one of our replies keeps its original id, even if the client changes or drops the id; `raw(i)`
-contains the ids with which message `i` is parsed.
+A content (Google's form of a message) is read once per session. If a user's content has no tool results, reading it
+decodes only its role. Invariants: a call from one of our replies keeps its original id, even if the client changes or
+drops the id; `raw(i)` contains the ids with which message `i` is parsed.
 
 One content can become several messages, because each tool result becomes a message. Adjacent contents of role `model`
 become one message, because some clients store each chunk of a stream as a separate content and send the chunks back.
 
-Clients send our ids back unchanged, put the tool's name before an id, or drop or replace ids. So a call gets the first
-of these ids that exists:
+Some clients drop or replace our ids, or put the tool's name before an id. So a call gets the first of these ids that
+exists:
 
 1. the id in the request, if it is one of ours;
 2. the id in the call's thought signature;
@@ -53,24 +52,23 @@ from outrider.media import check_attachments
 from outrider.messages import Message, Role
 
 EXACT_INTEGER = 2**53
-"""Up to this integer, whole floats are treated as integers, because a client may send 3.0 back as 3. Floats represent
-integers exactly up to this one."""
+"""Floats represent integers exactly up to this number. Whole floats up to it are treated as integers, because a client
+may send 3.0 back as 3."""
 
 KEPT_READERS = 64
-"""Maximum number of readers stored for a session, for the latest requests of the agent and its sub-agents. A request
-that continues the history of a stored reader reads only its new contents."""
+"""Maximum number of `_HistoryReader`s stored for a session. They belong to the latest requests of the agent and its
+sub-agents. A request that continues the history of a stored reader reads only its new contents."""
 
 _FUNCTION = (b"unction", rb"\u006", rb"\u007")
 """A content without any of these byte strings has no tool result. The first is a part of the keys `functionResponse`
-and `function_response`. The other two begin JSON escapes of lower-case letters, because a client may write a key with
-escapes."""
+and `function_response`. The other two begin JSON escapes of lower-case letters, which a client may use in a key."""
 
 digest = xxhash.xxh3_128_digest
 
 
 class _Call(msgspec.Struct, frozen=True, gc=False):
-    """A call in the history. `signed` is the id in the call's thought signature. `arguments` are normalized by
-    `_one_spelling`."""
+    """A call in the history. `signed` is the id in the call's thought signature. `_one_spelling` has normalized
+    `arguments`."""
 
     name: str
     id: str | None
@@ -79,8 +77,8 @@ class _Call(msgspec.Struct, frozen=True, gc=False):
 
 
 class _PartRange(msgspec.Struct, frozen=True, gc=False):
-    """A range of a user's parts, [start, stop), that becomes one message. `stop` is None for the end of the content. If
-    `is_answer` is True, the message is a tool result, and `name` and `id` are those of the answered call."""
+    """The parts [start, stop) of a user's content. They become one message. `stop` is None for the end of the content.
+    If `is_answer` is True, the message is a tool result, and `name` and `id` belong to the answered call."""
 
     start: int
     stop: int | None = None
@@ -90,8 +88,8 @@ class _PartRange(msgspec.Struct, frozen=True, gc=False):
 
 
 class _ReadContent(msgspec.Struct, frozen=True, gc=False):
-    """What is stored about a content: `ranges` for a content of the user, and the fields after it for a content of the
-    model. `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` names the fields that
+    """What is stored about a content. A user's content has `ranges`; a model's content has the fields after it. `said`
+    is the digest of the model's text and calls, without ids and thoughts. `hosted` has the names of the fields that
     tools on Google's servers wrote."""
 
     role: Role
@@ -110,7 +108,7 @@ class HistoryMemory:
     - `given_ids`: all ids of calls in our replies.
     - `ids_by_path`: the ids of the calls at a position of the history, by the position's digest.
     - `ids_by_reply`: the ids of the calls in our replies, by the digest of the reply's text and calls.
-    - `readers`: the readers of the latest requests, by the digest of their contents.
+    - `readers`: the readers of the latest requests, by the digest of the requests' contents.
     """
 
     def __init__(self) -> None:
@@ -122,9 +120,9 @@ class HistoryMemory:
 
 
 class _Span(msgspec.Struct, frozen=True, gc=False):
-    """The position of a message in the request: `contents` are the indexes of its contents, and [start, stop) is its
-    range of parts. `ids` are the ids of the message's calls, or the id of the call that a tool result answers. Messages
-    with equal `key` are parsed to equal messages."""
+    """Where a message is in the request. `contents` are the indexes of its contents, and [start, stop) is its range of
+    parts. `ids` are the ids of the message's calls, or the id of the call that a tool result answers. Messages with
+    equal `key` are parsed to equal messages."""
 
     key: bytes
     role: Role
@@ -135,9 +133,9 @@ class _Span(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeminiHistory:
-    """Implements `WireMessages` for a system instruction (b"" for none) and contents. `hosted` names the fields that
-    tools on Google's servers wrote, which the model does not see. Raises RequestError for errors in new contents. The
-    parts of a user's content without tool results are checked only by `parse`."""
+    """Implements `WireMessages` for a system instruction (b"" for none) and contents. `hosted` has the names of the
+    fields that tools on Google's servers wrote; the model does not see them. Raises RequestError for errors in new
+    contents. A user's content without tool results is checked only by `parse`."""
 
     __slots__ = ("_contents", "_decoded", "_memory", "_place", "_spans", "_system", "hosted")
 
@@ -180,7 +178,7 @@ class GeminiHistory:
             return system_message(self._system, "systemInstruction")
         parts: list[WirePart] = []
         for at in span.contents:
-            # The last decoded content is cached, because this method is called once for each of its tool results.
+            # The last decoded content is cached, because this method is called for each tool result in the content.
             if self._decoded[0] != at:
                 self._decoded = (at, parts_of(self._contents[at], f"contents[{at}]"))
             parts += self._decoded[1]
@@ -194,7 +192,7 @@ class GeminiHistory:
                 return user_message(parts[span.start : span.stop], first, span.start)
 
     def answered(self, reply: Message) -> None:
-        """Record the ids of the calls in the reply to this request."""
+        """Record the ids of the calls in `reply`, the reply to this request."""
         if not reply.tool_calls:
             return
         ids = tuple([call.id for call in reply.tool_calls])
@@ -217,7 +215,7 @@ class _WaitingCall(msgspec.Struct, gc=False):
 
 class _HistoryReader:
     """Reads contents in order, and makes a `_Span` for each message. `place` is the digest of all contents read so far,
-    without the ids and thoughts of the model's contents."""
+    without the ids and thoughts in the model's contents."""
 
     def __init__(self, memory: HistoryMemory) -> None:
         self.place = b""
@@ -233,8 +231,8 @@ class _HistoryReader:
 
     @classmethod
     def read(cls, memory: HistoryMemory, contents: Sequence[Raw]) -> _HistoryReader:
-        """Return a reader that has read all of `contents`. It continues from a copy of the stored reader that covers
-        the most of them. Raises RequestError."""
+        """Return a reader that has read all of `contents`. It continues from a copy of the stored reader that has
+        already read the most of them. Raises RequestError."""
         digests = [digest(raw) for raw in contents]
         paths = list(accumulate(digests, lambda path, one: digest(path + one)))
         start = next((done for done in range(len(paths), 0, -1) if paths[done - 1] in memory.readers), 0)
@@ -253,7 +251,7 @@ class _HistoryReader:
         if reader._model_run:
             reader._end_model_run(len(contents))
         else:
-            # Removing and reinserting moves the entry to the end of the dictionary. So the first entry is always the
+            # Removing and reinserting an entry moves it to the end of the dictionary, so the first entry is always the
             # oldest.
             memory.readers.pop(paths[-1], None)
             memory.readers[paths[-1]] = reader._copy()
@@ -262,8 +260,8 @@ class _HistoryReader:
         return reader
 
     def _copy(self) -> _HistoryReader:
-        """Return an independent copy. Call this only directly after a user's content: `_model_run` is not copied, and
-        is empty only there."""
+        """Return an independent copy. Call this only directly after a user's content, where `_model_run` is empty,
+        because the copy omits it."""
         other = _HistoryReader(self._memory)
         other.place, other._calls = self.place, self._calls
         other.spans, other._waiting = list(self.spans), list(self._waiting)
@@ -272,7 +270,7 @@ class _HistoryReader:
         return other
 
     def _end_model_run(self, stop: int) -> None:
-        """Turn the current run of adjacent model contents, if any, into one message. `stop` is the index of the first
+        """Make one message of the current run of adjacent model contents, if any. `stop` is the index of the first
         content after the run."""
         if not self._model_run:
             return
@@ -295,11 +293,12 @@ class _HistoryReader:
         self.spans.append(_Span(key, Role.ASSISTANT, tuple(range(stop - len(run), stop)), ids=ids))
 
     def _ids_of(self, calls: Sequence[_Call], said: bytes) -> tuple[str, ...]:
-        """Return the ids of a message's calls, chosen in the order that the module's docstring lists. `said` is the
-        digest of the message."""
+        """Return the ids of a message's calls, chosen as the module's docstring describes. `said` is the digest of the
+        message's text and calls."""
         memory = self._memory
         ours = [call.id if call.id in memory.given_ids else call.signed for call in calls]
-        # A client may attach the first call's signature to all calls of a reply, so only the first use of an id counts.
+        # A client may attach the first call's signature to all calls of a reply, so only the first use of an id is
+        # accepted.
         ours = [None if call_id in ours[:index] else call_id for index, call_id in enumerate(ours)]
         if None not in ours:
             return tuple([call_id for call_id in ours if call_id is not None])
@@ -309,7 +308,7 @@ class _HistoryReader:
         ids: list[str] = []
         for index, (call, own) in enumerate(zip(calls, ours, strict=True)):
             found = own or (recorded[index] if recorded is not None else call.id)
-            if not found:  # the number must not be used by any other call in this history
+            if not found:  # no other call in this history may have the number
                 number = self._calls + index
                 while f"call_{number}" in self._taken or f"call_{number}" in [*ours, *ids]:
                     number += 1
@@ -319,7 +318,7 @@ class _HistoryReader:
         return tuple(ids)
 
     def _add_user(self, content: _ReadContent, index: int) -> None:
-        """Make the messages of a user's content. `index` is the content's index in the request."""
+        """Make the messages that a user's content becomes. `index` is the content's index in the request."""
         self.place = digest(self.place + content.digest)
         for one in content.ranges:
             if not one.is_answer:
@@ -343,8 +342,8 @@ def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
         data = bytes(raw)
         if not any(letters in data for letters in _FUNCTION):
             return _ReadContent(Role.USER, key, (_PartRange(0),))
-        # Each tool result becomes a message, and each run of other parts becomes a message. Empty parts before a run
-        # are dropped.
+        # Each tool result becomes a message, and each run of other parts between tool results becomes one. Empty parts
+        # before a run are dropped.
         ranges: list[_PartRange] = []
         start: int | None = None
         for index, part in enumerate(parts_of(raw, where)):
@@ -391,8 +390,8 @@ _NUMBERS: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, 
 
 
 def _one_spelling(arguments: Raw, where: str) -> bytes:
-    """Return the arguments as JSON with sorted keys and whole numbers as integers. Clients may change the order of keys
-    and write 3.0 as 3. Raises RequestError if the arguments are not an object."""
+    """Return the arguments as JSON with sorted keys, and with whole numbers as integers, because clients may change the
+    order of keys and write 3.0 as 3. Raises RequestError if the arguments are not an object."""
     if is_absent(arguments):
         return b"{}"
     value = decode(_NUMBERS, arguments, where)

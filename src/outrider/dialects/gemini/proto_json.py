@@ -1,8 +1,8 @@
 """Decodes JSON objects that Google's clients send. Their keys are in camelCase or snake_case, and a list of one item
 may be sent as the bare item.
 
-The conversion needs no list of field names. It converts the keys of one object only, and leaves nested objects
-unchanged. Invariant: both spellings of a key have the same result.
+The conversion of keys needs no list of field names. It leaves nested objects unchanged. Invariant: both spellings of a
+key have the same result.
 
 Source: the ProtoJSON format ("parsers accept both the lowerCamelCase name and the original proto field name").
 """
@@ -34,7 +34,7 @@ def fields(raw: bytes | Raw, where: str = "") -> Fields:
 def decode_object(decoder: msgspec.json.Decoder[T], raw: bytes | Raw, where: str = "") -> T:
     """Decode the object in `raw` with a decoder that expects camelCase keys. Raises RequestError."""
     data = bytes(raw)
-    # Converting keys costs a second pass, so it is done only if the data may have a snake_case key.
+    # Converting keys takes a second pass, so it is done only if the data may have a snake_case key.
     if b"_" in data or has_escaped_letters(data):
         named = decode(_FIELDS, raw, where)
         if any("_" in key for key in named):
@@ -43,7 +43,7 @@ def decode_object(decoder: msgspec.json.Decoder[T], raw: bytes | Raw, where: str
 
 
 def items(raw: bytes | Raw, where: str = "") -> list[Raw]:
-    """Return the items of a list. Any other value is returned as a single item, and null as no items. Raises
+    """Return the items of a list. Null has no items, and any other value is returned as a single item. Raises
     RequestError."""
     if is_absent(raw):
         return []
@@ -53,8 +53,8 @@ def items(raw: bytes | Raw, where: str = "") -> list[Raw]:
 
 
 def has_escaped_letters(data: bytes) -> bool:
-    """Return True if letters or underscores may be written as escapes. A search of the bytes for a key can then miss
-    the key."""
+    """Return True if letters or underscores may be written as escapes. Searching the bytes for a key can then miss
+    it."""
     return b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None
 
 

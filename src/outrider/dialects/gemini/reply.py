@@ -1,7 +1,7 @@
 """Writes the replies of Google's API: whole replies, streams, errors, and the list of models.
 
 Invariants: a streamed reply and a whole reply carry the same message; a reply has at least one part, and no part is an
-empty object, because clients discard a reply without parts or with an empty part.
+empty object. Clients discard a reply without parts or with an empty part.
 
 Source: Google AI API reference, "GenerateContentResponse", "Model", "Status"; google.rpc.Code for the names of errors.
 """
@@ -54,8 +54,7 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 
 def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a whole reply, or the last chunk of a stream. It has the parts, the finish reason, and the token
-    counts."""
+    """Return a whole reply, or the last chunk of a stream, with the parts, the finish reason, and the token counts."""
     return {
         "candidates": [
             {
@@ -71,20 +70,20 @@ def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[st
 
 
 def call_part(call: ToolCall) -> dict[str, Any]:
-    """Return the part of the reply for a tool call. Its signature contains the call's id, because many clients return
-    signatures but drop ids."""
+    """Return the part of the reply for a tool call. Its signature contains the call's id, because many clients send
+    signatures back but drop ids."""
     function = {"id": call.id, "name": call.name, "args": msgspec.Raw(arguments_on_wire(call.arguments))}
     return {"functionCall": function, "thoughtSignature": signature(call.id)}
 
 
 def finish_reason(completion: Completion) -> str:
-    """Return `MAX_TOKENS` for a reply that a token limit or an abort cut off, else `STOP`, with or without calls."""
+    """Return `MAX_TOKENS` for a reply that a token limit or an abort cut off, and `STOP` for any other reply."""
     return "STOP" if completion.finish is FinishReason.STOP else "MAX_TOKENS"
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Return the token counts. The tokens of thoughts are not counted separately and are included in
-    `candidatesTokenCount`. So `thoughtsTokenCount` is set, to 0, only for a reply without thoughts."""
+    """Return the token counts. `candidatesTokenCount` includes the tokens of thoughts, which are not counted
+    separately. So `thoughtsTokenCount` is 0 for a reply without thoughts, and otherwise absent."""
     counts = {
         "promptTokenCount": completion.prompt_tokens,
         "candidatesTokenCount": completion.completion_tokens,
@@ -112,10 +111,10 @@ def error_object(error: OutriderError) -> dict[str, Any]:
 
 class GeminiStream:
     """Implements `StreamWriter` for streamGenerateContent. It writes server-sent events if the query has `alt=sse`.
-    Otherwise it writes one JSON array, item by item. Calling `delta` before `open` raises AttributeError."""
+    Otherwise it writes one JSON array, item by item."""
 
-    # An empty line is white space in a JSON array, and event streams skip it. The comment that the other dialects send
-    # does not work here: Google's Python client tries to parse it as JSON and fails.
+    # An empty line is white space in a JSON array, and clients of event streams skip it. The other dialects send an SSE
+    # comment line, but Google's Python client tries to parse such a line as JSON and fails.
     ping = b"\n"
 
     _text_head: bytes
@@ -157,7 +156,7 @@ class GeminiStream:
         return written if self._context.events else written + b"]"
 
     def _framed(self, chunk: bytes) -> bytes:
-        """Return a chunk (JSON on one line) as a server-sent event or as the next item of the array."""
+        """Frame a chunk, which is JSON on one line, as a server-sent event or as the next item of the array."""
         if self._context.events:
             return b"data: " + chunk + b"\n\n"
         before = b",\n" if self._begun else b"["
@@ -176,7 +175,7 @@ def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
 
 
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
-    """Return the object of one model. The limits are absent if the size of the context is unknown."""
+    """Return the object of one model. It has no limits if the size of the context is unknown."""
     limits = {} if context_tokens is None else {"inputTokenLimit": context_tokens, "outputTokenLimit": context_tokens}
     return {
         "name": f"models/{name}",

@@ -1,10 +1,8 @@
 """Parses the body of a generateContent, streamGenerateContent or countTokens call into a `ModelRequest`.
 
 This module parses the settings, `tools.py` the tools and `history.py` the contents. Invariant: contents that earlier
-requests also had are scanned, not decoded. So reading a request costs one pass over its bytes, plus decoding its new
+requests also had are scanned, not decoded. So reading a request takes one pass over its bytes, plus decoding its new
 contents. Only `GeminiHistory.parse` decodes messages.
-
-`field_policy.GEMINI_BODY` and `GEMINI_GENERATION` list the treatment of each field.
 
 Source: Google AI API reference, "models.generateContent", "models.countTokens", "GenerationConfig".
 """
@@ -75,7 +73,7 @@ class _Generation(msgspec.Struct, rename="camel"):
 
 class GeminiContext(msgspec.Struct, frozen=True):
     """What the writer of the reply needs from the request. `thoughts` is True if the reply shows thoughts. `events` is
-    True if a stream consists of server-sent events, and False for one JSON array."""
+    True if a stream consists of server-sent events, and False if it is one JSON array."""
 
     history: GeminiHistory
     thoughts: bool = False
@@ -148,13 +146,13 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _parse_count(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse a request that counts tokens. Its body has either contents or a whole request to generate. Raises
+    """Parse a request that counts tokens. Its body has either contents or a whole generateContent request. Raises
     RequestError."""
     wire = fields(body)
     if "generateContentRequest" in wire:
         wire = fields(wire["generateContentRequest"], "generateContentRequest")
     history = GeminiHistory(wire.get("systemInstruction", Raw()), _contents(wire), memory)
-    notes: list[str] = []  # notes are dropped: they are stored with a turn, and a token count makes no turn
+    notes: list[str] = []  # dropped: notes are stored with a turn, and a token count makes no turn
     chosen = read_tools(wire, memory, notes)
     thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(
@@ -200,14 +198,14 @@ def _read_thinking(generation: _Generation, notes: list[str]) -> _Thinking:
 
 
 def _thinking_switch(thinking: _Thinking) -> bool | None:
-    """Return False for a thinking budget of 0, which turns thinking off. Return None otherwise: the model decides."""
+    """Return False for a thinking budget of 0, which turns thinking off, and otherwise None: the model decides."""
     return False if thinking.thinking_budget == 0 else None
 
 
 def _constraint(generation: _Generation) -> Constraint | None:
-    """Return the constraint for the requested form of the reply; None if the request sets no form. For the type
-    text/x.enum, the reply must be one of the schema's values. For any other schema, and for application/json, the reply
-    must be JSON. Raises RequestError."""
+    """Return the constraint for the requested form of the reply; None for free text. With the media type text/x.enum,
+    the reply must be one of the schema's values. With any other schema, or application/json, it must be JSON. Raises
+    RequestError."""
     schema, mime = generation.response_schema, generation.response_mime_type
     if mime == _ENUM and schema is not None:
         values = schema.get("enum")

@@ -2,14 +2,14 @@
 
 Invariant: the model sees the tools as the client declared them. `parametersJsonSchema` is passed on unchanged.
 `parameters` is written in Google's dialect of OpenAPI and is converted to JSON schema: types become lower case,
-`nullable` becomes the type `null`, counts in strings become numbers, and keys that only Google's servers use are
+`nullable` becomes the type `null`, and counts in strings become numbers. Keys that only Google's servers use are
 dropped (`propertyOrdering`, the format `enum`, unspecified types).
 
 Tools that Google's servers would run (search, code execution, URL context) are not passed to the model; their names are
 added to the request's notes. The tool `computerUse` becomes the functions that Google documents, because clients run
 their calls.
 
-`functionCallingConfig.mode` has these effects: NONE hides all tools. ANY, and a list of allowed functions, restrict the
+`functionCallingConfig.mode` has these effects: NONE hides all tools. ANY, or a list of allowed functions, restricts the
 reply. VALIDATED without a list has no effect and is added to the notes.
 
 Source: Google AI API reference, "Tool", "FunctionDeclaration", "Schema", "FunctionCallingConfig".
@@ -78,7 +78,7 @@ _CALLING = msgspec.json.Decoder(_Calling)
 
 
 class ChosenTools(msgspec.Struct, frozen=True):
-    """The tools that the model sees, and the choice of tools that restricts the reply, if any."""
+    """The tools that the model sees, and the restriction of the tools that the reply may call, if any."""
 
     tools: DeclaredTools
     choice: ToolChoice | None = None
@@ -143,7 +143,7 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 
 def from_google_schema(schema: Any) -> Any:
-    """Convert a schema in Google's form to JSON schema. A schema that is JSON schema already is returned unchanged."""
+    """Convert a schema in Google's form to JSON schema. JSON schema is returned unchanged."""
     if not isinstance(schema, dict):
         return schema
     named: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def from_google_schema(schema: Any) -> Any:
 
 
 def _converted(key: str, value: Any) -> Any:
-    """Convert the value of the key `key` from Google's Schema to JSON schema."""
+    """Convert the value of `key` in Google's form of a schema to JSON schema."""
     if key == "type":
         return _lower(value)
     if key in _SCHEMAS_BY_NAME and isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The Anthropic Messages dialect, with and without streaming. Its `Memory` for a session caches the parsed tools."""
+"""The Anthropic Messages dialect, with and without streaming. Its `Memory` caches the session's parsed tools."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from outrider.dialects.messages.request import parse_request
 from outrider.dialects.reading import named_model
 
 _VERSION = b"anthropic-version"
-"""The header that Anthropic's clients send with every call. It marks calls of `/v1/models` that do not come from an
-OpenAI client."""
+"""The header that Anthropic's clients send with every call. A call of `/v1/models` without it comes from an OpenAI
+client."""
 
 MESSAGES_DIALECT = Dialect(
     name="messages",

@@ -14,7 +14,7 @@ How the model sees the content:
 
 - The text blocks of one message are joined without a separator, those of a system prompt with line breaks.
 - A document is shown as its text between `<document>` tags.
-- A tool result with `is_error` ends with an extra line, `TOOL_ERROR`.
+- A tool result with `is_error` ends with the extra line TOOL_ERROR.
 - Redacted thinking is not shown, because no model that is served here wrote it.
 
 Source: Anthropic API reference, "Create a Message".
@@ -47,7 +47,7 @@ TOOL_ERROR = "[tool error]"
 """The line that the model sees at the end of a tool result with `is_error`."""
 BILLING = "x-anthropic-billing-header:"
 """The beginning of a billing line that Claude Code puts before its system prompt. The line is removed, because it
-differs between Claude Code's agents. Otherwise no two of their system prompts would be equal."""
+differs between agents. Otherwise no two agents would have equal system prompts."""
 
 _ROLES = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})
@@ -65,12 +65,12 @@ HOSTED_BLOCKS = frozenset(
         "container_upload",
     }
 )
-"""Types of blocks that tools on Anthropic's servers wrote, or that hold files for these tools. A history that began at
-Anthropic's service can contain such blocks. The model does not see them."""
+"""Types of blocks that the model does not see. Tools on Anthropic's servers wrote them, or they hold files for these
+tools. A history that began at Anthropic's service can contain such blocks."""
 
 
 class Block(msgspec.Struct, gc=False):
-    """One content block; a field missing from the request is empty."""
+    """One content block. A field that the request does not have is empty."""
 
     type: str
     text: Raw = Raw()
@@ -96,7 +96,7 @@ class WireMessage(msgspec.Struct, gc=False):
 
 
 class _PlacedBlock(msgspec.Struct, frozen=True, gc=False):
-    """A content block, and its path in the request for error messages."""
+    """A content block and its path in the request, which error messages name."""
 
     block: Block
     where: str
@@ -111,8 +111,8 @@ class _Source(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """The position of one of our messages in the request: the request's messages [first, last). If it is only a part of
-    a user message, it has the blocks [start, stop) of that message."""
+    """Where one of our messages is in the request. It consists of the request's messages [first, last). If it is only a
+    part of one user message, it consists of that message's blocks [start, stop)."""
 
     role: Role
     first: int
@@ -130,7 +130,7 @@ _BYTES_OF: dict[str, Callable[[Block], tuple[bytes | Raw, ...]]] = {
     "document": lambda block: (b'"document"', block.source, block.title, block.context),
     "tool_reference": lambda block: (b'"tool_reference"', block.tool_name),
 }
-"""For each type of block, the bytes that determine how the block is parsed: the type as JSON, then the raw JSON of the
+"""For each type of block, the bytes that determine how the block is parsed: its type as JSON, then the raw JSON of the
 relevant fields. All blocks of one type have the same number of values."""
 
 _ROLE_BYTES = {role: role.encode() for role in Role}
@@ -142,7 +142,7 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class MessagesHistory:
-    """Implements `WireMessages` for the messages on the wire, with the system prompt as first message. `hosted` are the
+    """Implements `WireMessages` for the request's messages, with the system prompt as first message. `hosted` has the
     types of the blocks that were left out (HOSTED_BLOCKS). Raises RequestError for an unknown role, and for a system
     prompt that is not text."""
 
@@ -179,7 +179,7 @@ class MessagesHistory:
         return b"\n".join(self._pieces(self._spans[index]))
 
     def head(self, count: int) -> bytes:
-        # All pieces are joined at once, because each call of the model runs this method over the whole history.
+        # All pieces are joined at once, because this method runs over the whole history for each model call.
         return b"\n".join([piece for span in self._spans[:count] for piece in self._pieces(span)])
 
     def role(self, index: int) -> Role:
@@ -210,8 +210,8 @@ class MessagesHistory:
                 return _tool_message(blocks[0])
 
     def _pieces(self, span: _Span) -> list[bytes | Raw]:
-        """Return the bytes that determine a message: its role, then JSON values. The role is not valid JSON, so it
-        marks the beginning of a message even if the pieces of several messages are joined."""
+        """Return the bytes that determine a message: its role, then JSON values. The role is not valid JSON. So it
+        marks where a message begins in the joined pieces of several messages."""
         pieces: list[bytes | Raw] = [_ROLE_BYTES[span.role]]
         for message in self._wire[span.first : span.last]:
             content = message.content
@@ -239,7 +239,8 @@ def _spans_of_user(index: int, content: list[Block]) -> Iterator[_Span]:
 
 
 def _placed(content: Content | None, where: str, start: int = 0, stop: int | None = None) -> list[_PlacedBlock]:
-    """Return the blocks [start, stop) of a content at the path `where`. A string becomes one text block."""
+    """Return the blocks [start, stop) of a content with their paths. `where` is the content's path. A string is one
+    text block."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -248,8 +249,8 @@ def _placed(content: Content | None, where: str, start: int = 0, stop: int | Non
 
 
 def _system_text(blocks: Sequence[_PlacedBlock]) -> str:
-    """Return the text of a system prompt, without the line that starts with BILLING. Raises RequestError for a block
-    that is not text."""
+    """Return the text of a system prompt, without the billing line (BILLING). Raises RequestError for a block that is
+    not text."""
     texts = []
     for at in blocks:
         if at.block.type != "text":
@@ -287,8 +288,8 @@ def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
 
 
 def _arguments(raw: Raw, where: str) -> str:
-    """Return a call's arguments as JSON text. The reply wrapped arguments that are not a JSON object in an object with
-    the key INVALID_JSON; these are returned as the model wrote them. Raises RequestError."""
+    """Return a call's arguments as JSON text. If the reply had put invalid arguments into an object with the key
+    INVALID_JSON, returns the text that the model wrote. Raises RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)
@@ -334,8 +335,8 @@ def _part(at: _PlacedBlock) -> Part:
             return image_from_url(source.url)
         case "document":
             return _document(block, where)
-        # A reference to a tool that the client found with its own tool search. The tool's name is enough, because the
-        # model sees all tools.
+        # A reference to a tool that the client's own tool search found. The tool's name is enough, because the model
+        # sees all tools.
         case "tool_reference":
             return Text(string(block.tool_name, f"{where}.tool_name"))
         case _:
@@ -343,8 +344,8 @@ def _part(at: _PlacedBlock) -> Part:
 
 
 def _document(block: Block, where: str) -> Text:
-    """Return a document as the model sees it. A document of text is shown between `<document>` tags, after its title
-    and context. A PDF in base64 becomes a `Document`, and any other file an `Attachment`. Raises RequestError."""
+    """Return a document as the model sees it. A document of text becomes its title, context and text between
+    `<document>` tags. A PDF in base64 becomes a `Document`, and any other file an `Attachment`. Raises RequestError."""
     source, at = _source(block, where), f"{where}.source"
     if source.type == "text":
         if source.data is None:

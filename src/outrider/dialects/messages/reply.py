@@ -4,7 +4,7 @@ models.
 Invariants:
 
 - A streamed reply and a whole reply carry the same message.
-- A reply that a client sends back is parsed to the original reply, whatever text the model wrote as tool arguments.
+- If a client sends a reply back, it is parsed to the original reply, whatever the model wrote as tool arguments.
 - A stream has at most one open block, and the indexes of its blocks increase.
 
 Source: Anthropic API reference, "Create a Message", "Streaming Messages", "List Models" and "Errors".
@@ -48,7 +48,7 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 class Signer:
     """Makes the signature of a thinking block from the block's text, which may be added in pieces. The signature proves
-    nothing. It exists because clients expect one; the request parser ignores it."""
+    nothing, and the request parser ignores it. It exists because clients expect a signature."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=24)
@@ -80,14 +80,14 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 
 def message_head(id: str, model: str) -> dict[str, Any]:
-    # Anthropic's ids begin with `msg_`.
+    # Anthropic's ids of replies begin with `msg_`.
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
 
 
 def stopped(request: ModelRequest, completion: Completion) -> dict[str, str | None]:
-    """Return `stop_reason` and `stop_sequence`. An aborted reply has the reason `max_tokens`: the dialect has no value
-    for an abort, and `end_turn` would tell clients that the reply is complete. If the engine does not report which stop
-    sequence ended the reply, the reason is `end_turn`."""
+    """Return `stop_reason` and `stop_sequence`. An aborted reply has the reason `max_tokens`. Anthropic's API has no
+    value for an abort, and `end_turn` would tell clients that the reply is complete. If the engine does not report
+    which stop sequence ended the reply, the reason is `end_turn`."""
     reason, sequence = "end_turn", None
     if completion.finish is not FinishReason.STOP:
         reason = "max_tokens"
@@ -99,8 +99,8 @@ def stopped(request: ModelRequest, completion: Completion) -> dict[str, str | No
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Return the token counts. As in Anthropic's API, `input_tokens` excludes cached tokens, so the three input counts
-    add up to the length of the prompt."""
+    """Return the token counts. As in Anthropic's API, `input_tokens` excludes cached tokens: the three input counts add
+    up to the length of the prompt."""
     return usage_object(completion.prompt_tokens, completion.completion_tokens, cached=completion.cached_tokens)
 
 
@@ -126,25 +126,25 @@ def tool_use_object(call: ToolCall, input: msgspec.Raw) -> dict[str, Any]:
 
 
 def input_json(arguments: str) -> str:
-    """Return a call's arguments as a JSON object, which the dialect requires. An object is returned unchanged, and
-    empty text becomes `{}`. Any other text is wrapped in an object with the key INVALID_JSON, which the request parser
-    unwraps."""
+    """Return a call's arguments as a JSON object, which Anthropic's API requires. An object is returned unchanged, and
+    empty text becomes `{}`. Any other text is put into an object with the key INVALID_JSON. The request parser takes it
+    out again."""
     if not arguments.strip():
         return "{}"
     try:
         value = _ANY.decode(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = None
-    # If the model itself wrote an object that looks like the wrapper, it is wrapped again. Otherwise the request parser
-    # would unwrap it.
+    # If the model itself wrote an object with only the key INVALID_JSON, it is wrapped again. Otherwise the request
+    # parser would unwrap it.
     if isinstance(value, dict) and not is_invalid_json_object(value):
         return arguments
     return msgspec.json.encode({INVALID_JSON: arguments}).decode()
 
 
 def error_object(error: OutriderError) -> dict[str, Any]:
-    """Return `{"type": "error", "error": {"type", "message"}, "request_id"}`. The request id is null, because requests
-    have no ids here."""
+    """Return `{"type": "error", "error": {"type", "message"}, "request_id"}`. The id is null, because requests have no
+    ids here."""
     status, message = error.http_status, error_text(error)
     if isinstance(error, ContextOverflow):
         # Clients recognise a context overflow by this text, and read the two numbers from it.
@@ -156,7 +156,7 @@ def error_object(error: OutriderError) -> dict[str, Any]:
 
 
 class _BlockKind(Enum):
-    """The kinds of blocks in a stream. The type of a block's deltas is the value plus `_delta`."""
+    """The kinds of blocks in a stream. A block's deltas have the type VALUE_delta, such as `text_delta`."""
 
     THINKING = "thinking"
     TEXT = "text"
@@ -208,7 +208,7 @@ class MessagesStream:
         return event(error_object(error), b"error")
 
     def _more(self, kind: _BlockKind, text: str) -> bytes:
-        """Add text to the open block if it is of this kind, else to a new block."""
+        """Add text to the open block if it has this kind, or else to a new block."""
         started = b""
         if self._open is not kind:
             thinking = kind is _BlockKind.THINKING
@@ -224,7 +224,7 @@ class MessagesStream:
         self._index += 1
         name = kind.value.encode()
         field = b"partial_json" if kind is _BlockKind.TOOL else name
-        # The bytes before a delta's text are the same for all deltas of a block, so they are made once.
+        # The bytes before a delta's text are the same for all deltas of a block, so they are encoded once.
         self._delta_head = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
             b'"delta":{"type":"%b_delta","%b":' % (self._index, name, field)
@@ -252,8 +252,8 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
-    """Write the list of models, always in one page, or the one model that the path names. Raises NotFound for an
-    unknown model."""
+    """Write the one model that the path names, or the list of all models in one page. Raises NotFound for an unknown
+    model."""
     if call.path == MODELS:
         page = {
             "data": [model_object(*named) for named in contexts.items()],

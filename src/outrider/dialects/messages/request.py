@@ -6,7 +6,7 @@ message and its fields. Only `MessagesHistory.parse` decodes messages.
 Tools that Anthropic's servers run are not passed to the model; their types are added to the request's notes. Some tools
 that the client runs are declared only by their type, because Anthropic's models were trained on their schemas. If such
 a tool is in `CLIENT_TOOLS` or is a computer, the model sees a function with the parameters from Anthropic's
-documentation. All other tools declared by type are treated like those of Anthropic's servers.
+documentation. Any other tool declared by type is treated like a tool of Anthropic's servers.
 
 Source: Anthropic API reference, "Create a Message" and "Count tokens in a Message".
 """
@@ -86,8 +86,8 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {
 versions of a tool get these parameters, although older text editors also have the command `undo_edit`. Source:
 Anthropic documentation, "Bash tool" and "Text editor tool"."""
 _COMPUTER = "computer"
-"""The type, without its date, of the tool that controls a desktop. Its function depends on its declaration, so
-`computer_tools.py` makes it."""
+"""The type, without its date, of the tool that controls a desktop. `computer_tools.py` makes its function, which
+depends on the client's declaration."""
 
 
 class _ToolChoice(msgspec.Struct):
@@ -199,7 +199,7 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 def _read_tool_choice(choice: _ToolChoice | None, tools: tuple[ToolSpec, ...], notes: list[str]) -> ToolChoice | None:
     """Return the choice of tools that restricts the reply; None for `auto` and `none`. Raises RequestError for an
-    unknown choice. `disable_parallel_tool_use` can only be enforced if a call is forced; otherwise it is added to
+    unknown choice. `disable_parallel_tool_use` is enforced only if the choice forces a call. Otherwise it is added to
     `notes`."""
     if choice is None:
         return None

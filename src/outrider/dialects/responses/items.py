@@ -7,8 +7,8 @@ Invariants:
 - No content for the model is left out silently. An unsupported item or part is refused with status 400. Only items of
   the types in HOSTED_ITEMS are left out, and their types are added to the request's notes.
 
-Items are smaller than messages: the reasoning, the text and each call of a reply are separate items. Adjacent items of
-the assistant become one message, and their texts are joined without a separator.
+An item is smaller than a message: the reasoning, the text and each call of a reply are separate items. Adjacent items
+of the assistant become one message, and their texts are joined without a separator.
 
 Source: OpenAI API reference, "Create a model response", input items.
 """
@@ -44,7 +44,7 @@ from outrider.media import attachment, check_attachments, encoded_size
 from outrider.messages import Attachment, Image, Message, Part, Role, Text, ToolCall, joined_text, message_of_parts
 
 STORED = -1
-"""The `position` of an item that comes from a stored response instead of from `input`."""
+"""The `position` of an item that comes from a stored response and not from `input`."""
 
 _ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
@@ -64,12 +64,12 @@ HOSTED_ITEMS = frozenset(
         "tool_search_output",
     }
 )
-"""Types of items that tools on OpenAI's servers wrote. A history that began at OpenAI's service can contain such items.
-The model does not see them."""
+"""Types of items that the model does not see, because tools on OpenAI's servers wrote them. A history that began at
+OpenAI's service can contain such items."""
 
 
 class Item(msgspec.Struct, gc=False):
-    """One item; a field missing from the request is empty. `type` is optional for messages and references."""
+    """One item. A field that the request does not have is empty. `type` is optional for messages and references."""
 
     type: str | None = None
     role: str | None = None
@@ -98,7 +98,7 @@ class Item(msgspec.Struct, gc=False):
         return (msgspec.json.encode(kind),) if bytes_of is None else bytes_of(self)
 
     def copy(self) -> Item:
-        """Return a copy that does not keep the request body in memory."""
+        """Return a copy with its own bytes, so that the request body can be freed."""
         fields = msgspec.structs.asdict(self).items()
         own: dict[str, Any] = {name: value.copy() if isinstance(value, Raw) else value for name, value in fields}
         return Item(**own)
@@ -118,12 +118,12 @@ _BYTES_OF: dict[str, Callable[[Item], tuple[bytes | Raw, ...]]] = {
     "local_shell_call_output": lambda item: (b'"local_shell_call_output"', item.call_id, item.id, item.output),
     "additional_tools": lambda item: (b'"additional_tools"', item.tools),
 }
-"""For each type of item, the JSON values that determine how the item is parsed (`Item.pieces`). All of these types
-except `additional_tools` are messages or parts of messages."""
+"""For each type of item, the JSON values that determine how the item is parsed (`Item.pieces`). All types except
+`additional_tools` belong to messages."""
 
 
 class PlacedItem(msgspec.Struct, frozen=True, gc=False):
-    """An item, its kind, and its position in `input`. The position of an item from a stored response is STORED."""
+    """An item, its kind, and its position in `input`. An item from a stored response has the position STORED."""
 
     item: Item
     kind: str
@@ -171,8 +171,7 @@ class _ShellAction(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """The range of items [first, last) that become one message. The range is empty for the message with the
-    instructions."""
+    """The items [first, last), which become one message. The range is empty for the message with the instructions."""
 
     role: Role
     first: int
@@ -190,7 +189,8 @@ _SHELL_ACTION = msgspec.json.Decoder(_ShellAction)
 
 class ResponsesHistory:
     """Implements `WireMessages` for the items of a conversation, with the instructions as first message. `items` must
-    not contain hosted items or additional tools. Raises RequestError for an unknown type of item or an unknown role."""
+    not contain items of hosted tools or additional tools. Raises RequestError for an unknown type of item or an unknown
+    role."""
 
     __slots__ = ("_instructions", "_items", "_spans")
 
@@ -220,7 +220,7 @@ class ResponsesHistory:
     def head(self, count: int) -> bytes:
         if count == 0:
             return b""
-        # All pieces are joined at once, because each call of the model runs this method over the whole history.
+        # All pieces are joined at once, because this method runs over the whole history for each model call.
         instructions = [self.raw(0)] if self._instructions else []
         items = self._items[: self._spans[count - 1].last]
         return b"\n".join(instructions + [piece for at in items for piece in at.item.pieces()])
@@ -251,8 +251,8 @@ class ResponsesHistory:
 
 
 def _role(at: PlacedItem) -> Role:
-    """Return the role of the message that the item becomes part of. Raises RequestError for an item that cannot be
-    shown to the model."""
+    """Return the role of the message to which the item belongs. Raises RequestError for an item that cannot be shown to
+    the model."""
     kind = at.kind
     if kind == "message":
         role = _ROLES.get(at.item.role or "")
@@ -261,7 +261,7 @@ def _role(at: PlacedItem) -> Role:
         return role
     if kind in _ASSISTANT_ITEMS:
         return Role.ASSISTANT
-    if kind == "agent_message":  # Codex passes on another agent's message; the text names that agent
+    if kind == "agent_message":  # another agent's message, which Codex passes on; its text names that agent
         return Role.USER
     if kind in _BYTES_OF:
         return Role.TOOL
@@ -294,7 +294,7 @@ def _assistant_message(items: Iterable[PlacedItem]) -> Message:
 
 def _reasoning(at: PlacedItem) -> str:
     """Return an item's reasoning: from `encrypted_content` if Outrider wrote it, else from the item's text, else from
-    its summary. Content that another provider encrypted cannot be read."""
+    its summary. Outrider cannot read content that another provider encrypted."""
     item, where = at.item, at.where
     sealed = optional(_NULLABLE, item.encrypted_content, f"{where}.encrypted_content")
     if sealed is not None and (own := unseal(sealed)) is not None:
@@ -341,7 +341,7 @@ def _tool_message(at: PlacedItem) -> Message:
 
 
 def _computer_action(at: PlacedItem) -> dict[str, Any]:
-    """Return the action of a `computer_call`, which is in `action` or is the only entry of `actions`. Raises
+    """Return the action of a `computer_call`: the value of `action`, or the only entry of `actions`. Raises
     RequestError."""
     item, where = at.item, at.where
     single: dict[str, Any] | None = optional(_MAYBE_OBJECT, item.action, f"{where}.action")
@@ -366,13 +366,13 @@ def _screenshot(raw: Raw, where: str) -> Part:
 
 
 def _shell_call_id(at: PlacedItem) -> str:
-    # A shell call has its id in `call_id`. Its output may have the same id in `id` instead.
+    # A shell call has its id in `call_id`. Its output has the id there or in `id`.
     call_id = optional(_NULLABLE, at.item.call_id, f"{at.where}.call_id")
     return call_id if call_id is not None else string(at.item.id, f"{at.where}.id")
 
 
 def _parts(raw: Raw, where: str) -> list[Part]:
-    """Return the text, images and files of a content, which is a string, a list of parts, or null. Raises
+    """Return the text, images and files of a content. The content is a string, a list of parts, or null. Raises
     RequestError."""
     if not raw:
         refuse(where, "is missing")
@@ -389,8 +389,7 @@ def _parts(raw: Raw, where: str) -> list[Part]:
         elif part.type == "refusal":
             parts.append(Text(part.refusal or ""))
         elif part.type == "encrypted_content":
-            # Codex passes text between agents in this field. OpenAI's servers encrypt the text, but this service does
-            # not.
+            # Codex passes text between agents in this field. OpenAI's servers encrypt the text; this service does not.
             parts.append(Text(part.encrypted_content or ""))
         elif part.type == "input_image":
             if part.image_url is None:

@@ -5,9 +5,8 @@ Invariant: a streamed reply and a whole reply have the same items, and parsing t
 reply.
 
 The items of a response are its reasoning, its text and its calls, in this order. A reply without calls always has a
-text item, even an empty one, so that a client that drops reasoning has an item to send back. `reasoning_tokens` is
-always 0, although reasoning tokens are not counted, because the API requires a number and strict clients refuse a usage
-without it.
+text item, even an empty one. A client that drops reasoning then still has an item to send back. `reasoning_tokens` is
+always 0, although reasoning tokens are not counted, because strict clients refuse a usage without this number.
 
 Source: OpenAI API reference, "The response object" and "Streaming events".
 """
@@ -36,8 +35,8 @@ class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
 
     - `echo`: the request's fields that the response repeats, ready to encode.
     - `table`: the tools by the names that the model sees.
-    - `keep`: stores the response, given its id and its items; None if the request has `store: false`.
-    - `summary`, `encrypted`: the forms in which the reasoning is written (see `reasoning_item`).
+    - `keep`: a function that stores the response, given its id and its items; None if the request has `store: false`.
+    - `summary`, `encrypted`: True if the reasoning is written in these fields (see `reasoning_item`).
     """
 
     echo: dict[str, Any]
@@ -48,7 +47,7 @@ class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a response object that changes while the reply is generated: its status, and the results so far."""
+    """The fields of a response object that change while the reply is generated: its status, and the results so far."""
 
     status: str = "in_progress"
     output: list[dict[str, Any]] = []
@@ -66,7 +65,7 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 
 def response_object(context: ResponsesContext, about: Opening | Completion, outcome: ResponseOutcome) -> dict[str, Any]:
-    """Return the response object with the status and results in `outcome`, ready to encode."""
+    """Return the response object, ready to encode. `outcome` has its status and results."""
     return {
         "id": response_id(about.id),
         "object": "response",
@@ -84,7 +83,7 @@ def response_object(context: ResponsesContext, about: Opening | Completion, outc
 
 def finished(completion: Completion, output: list[dict[str, Any]]) -> ResponseOutcome:
     """Return the outcome of a finished model call. An aborted reply is `incomplete` with the reason
-    `max_output_tokens`: the dialect has no value for an abort, and `completed` would tell clients that the reply is
+    `max_output_tokens`. The API has no value for an abort, and `completed` would tell clients that the reply is
     complete."""
     whole = completion.finish is FinishReason.STOP
     return ResponseOutcome(
@@ -108,8 +107,8 @@ def output_items(context: ResponsesContext, completion: Completion) -> list[dict
 
 
 def reasoning_item(context: ResponsesContext, id: str, text: str) -> dict[str, Any]:
-    """Return the reasoning item. The text is in `summary` if the request has `reasoning.summary`, else in `content`. If
-    the request includes `encrypted_content`, the item also has the text in this field."""
+    """Return the reasoning item. The text is in `summary` if the request has `reasoning.summary`, and otherwise in
+    `content`. If the request includes `encrypted_content`, the text is in this field, too."""
     item: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
     if context.summary:
         item["summary"] = [{"type": "summary_text", "text": text}]
@@ -136,8 +135,8 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def call_item(context: ResponsesContext, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
-    """Return the item of a tool call. The item has the client's name of the tool. For an unknown tool it has the name
-    that the model wrote. A computer call whose arguments are not an action becomes a `function_call`."""
+    """Return the item of a tool call, with the client's name of the tool. A call of an unknown tool has the name that
+    the model wrote. A computer call becomes a `function_call` if its arguments are not a valid action."""
     tool = context.table.get(call.name)
     if tool is not None and tool.custom:
         sent = custom_call(call)
@@ -173,12 +172,13 @@ def call_item(context: ResponsesContext, completion_id: str, index: int, call: T
 
 
 def response_id(completion_id: str) -> str:
-    """Return the response's id. The id of an engine that serves the Responses API already has the prefix."""
+    """Return the response's id. It already has the prefix if the engine itself serves the Responses API."""
     return completion_id if completion_id.startswith(_PREFIX) else _PREFIX + completion_id
 
 
 def item_id(kind: str, completion_id: str, index: int) -> str:
-    """Return the id of the item at position `index` of the output. `kind` is the prefix for the kind of item."""
+    """Return the id of the item at position `index` of the output. `kind` is the prefix for this kind of item, such as
+    `msg`."""
     return f"{kind}_{completion_id.removeprefix(_PREFIX)}_{index}"
 
 
@@ -205,11 +205,11 @@ def failure(error: OutriderError) -> dict[str, Any]:
 
 
 _UNOPENED = Opening(id="unopened", created=0, model="")
-"""Stands in for the opening of a stream that fails before `open` is called."""
+"""Replaces the `Opening` of a stream that fails before `open` is called."""
 
 
 class _ItemForm(msgspec.Struct, frozen=True):
-    """How one kind of item is streamed: the prefix of its ids, the key of a part's index, and the names of its
+    """How one kind of item is streamed: the prefix of its ids, the key for the index of a part, and the names of its
     events."""
 
     id_prefix: str
@@ -227,7 +227,7 @@ _SUMMARY = _ItemForm("rs", "summary_index", "reasoning_summary_part", "response.
 
 
 class _OpenItem(msgspec.Struct, frozen=True):
-    """The item that a stream is writing. `said` are the pieces of its text so far."""
+    """The item that a stream is writing. `said` has the pieces of its text so far."""
 
     form: _ItemForm
     id: str
@@ -239,7 +239,7 @@ class _OpenItem(msgspec.Struct, frozen=True):
         return {"item_id": self.id, "output_index": self.index, self.form.index_key: 0}
 
     def text_place(self) -> dict[str, Any]:
-        """Return the same fields as `place`, for an event that carries text of the item."""
+        """Like `place`, for an event that has text of the item."""
         return {**self.place(), "logprobs": []} if self.form is _TEXT else self.place()
 
     def delta_head(self) -> bytes:
@@ -288,8 +288,8 @@ class ResponsesStream:
         return written + self._event(f"response.{outcome.status}", whole)
 
     def error(self, error: OutriderError) -> bytes:
-        """Write two events: `error`, for which OpenAI's clients raise an exception, and `response.failed`, which Codex
-        reads."""
+        """Write two events for an error. `error` makes OpenAI's clients raise an exception, and Codex reads
+        `response.failed`."""
         told = openai_error(error)["error"]
         flat = {"code": told["code"], "message": told["message"], "param": told["param"]}
         outcome = ResponseOutcome(status="failed", output=self._items, error=failure(error))
@@ -297,7 +297,7 @@ class ResponsesStream:
         return self._event("error", {**flat, "error": told}) + self._event("response.failed", failed)
 
     def _say(self, form: _ItemForm, text: str) -> bytes:
-        """Add text to the open item if it has the form `form`, else to a new item."""
+        """Add text to the open item if it has this form, or else to a new item."""
         before = b"" if self._open is not None and self._open.form is form else self._begin_item(form)
         item = self._open
         assert item is not None
@@ -306,12 +306,12 @@ class ResponsesStream:
         return b'%b%b%b,"sequence_number":%d}\n\n' % (before, self._delta_head, line(text), number)
 
     def _begin_item(self, form: _ItemForm) -> bytes:
-        """End the open item, if any, and begin an item of the form `form`."""
+        """End the open item, if any, and begin an item of this form."""
         written = self._end_item("completed")
         index = len(self._items)
         id = item_id(form.id_prefix, self._about.id, index)
         item = self._open = _OpenItem(form, id, index, [])
-        # The bytes before a delta's text are the same for all deltas of an item, so they are made once.
+        # The bytes before a delta's text are the same for all deltas of an item, so they are encoded once.
         self._delta_head = item.delta_head()
         begun: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
         if form is _TEXT:
@@ -320,7 +320,7 @@ class ResponsesStream:
         return written + self._event(form.part_event(done=False), {**item.place(), "part": _part(form, "")})
 
     def _end_item(self, status: str) -> bytes:
-        """End the open item, if any. `status` is used only for a text item."""
+        """End the open item, if any. `status` is the item's status, which only a text item has."""
         item, self._open = self._open, None
         if item is None:
             return b""
@@ -334,8 +334,7 @@ class ResponsesStream:
         )
 
     def _call(self, call: ToolCall) -> bytes:
-        """Write all events of one call. They are sent together, because the arguments are known only when the call is
-        complete."""
+        """Write all events of one call at once, because the arguments are known only when the call is complete."""
         index = len(self._items)
         item = call_item(self._context, self._about.id, index, call)
         self._items.append(item)

@@ -5,8 +5,7 @@ only needed data is decoded. `ResponsesHistory.parse` decodes messages later.
 
 `instructions` become the first system message, for this request only: a later request with `previous_response_id` does
 not inherit them. Background work, stored conversations and stored prompts are refused, because only OpenAI's servers
-have them. Hosted tools and their results in the history are not passed to the model; their types are added to the
-request's notes.
+have them.
 
 Source: OpenAI API reference, "Create a model response".
 """
@@ -98,7 +97,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     include = wire.include or ()
     if _LOGPROBS in include:
         refuse("include", "log-probabilities are served by Chat Completions only")
-    sent = wire.input or []  # `input` may be missing: a stored conversation can be continued without a new item
+    sent = wire.input or []  # a stored conversation can be continued without a new item
     if isinstance(sent, str):
         sent = [Item("message", "user", content=Raw(msgspec.json.encode(sent)))]
     store = store_of(memory)
@@ -159,8 +158,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _echo(wire: _Body, text: _TextFormat, reasoning: _Reasoning, tools: Raw) -> dict[str, Any]:
-    """Return the fields of the request that the response repeats. Fields that the client did not send have this
-    service's default values."""
+    """Return the fields of the request that the response repeats. A field that the client did not send has its default
+    value."""
     form = text.format or {"type": "text"}
     choice = "auto" if wire.tool_choice is None else wire.tool_choice
     for name, value in (("text.format", form), ("tool_choice", choice)):
@@ -188,13 +187,13 @@ def _echo(wire: _Body, text: _TextFormat, reasoning: _Reasoning, tools: Raw) -> 
 
 
 def _caller(call: WireCall) -> Caller:
-    """Return the caller from the headers of Codex or OpenCode: the ids of the agent and of its parent, and the purpose
-    of a call that is not an ordinary turn, such as a compaction."""
+    """Return the caller from the headers of Codex or OpenCode: the ids of the agent and of its parent. `purpose` is set
+    for a call that is not an ordinary turn, such as a compaction."""
     opencode = opencode_caller(call)
     parent = call.header(b"x-codex-parent-thread-id") or opencode.parent_id
     own = call.header(b"thread-id") or opencode.agent_id
     purpose = call.header(b"x-openai-subagent")
-    if not purpose:  # Codex sends the purpose in this header or in another one, as JSON
+    if not purpose:  # Codex sends the purpose in this header, or as JSON in another one
         try:
             purpose = _TURN_METADATA.decode(call.header(b"x-codex-turn-metadata") or "{}").request_kind
         except (msgspec.DecodeError, UnicodeError, RecursionError):

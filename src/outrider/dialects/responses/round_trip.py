@@ -5,9 +5,9 @@ Each function is followed by its inverse, except `flat_name`, whose inverse is t
 reply in a client's history is parsed exactly as the model wrote it, character by character. Items that another service
 wrote are parsed as plain text.
 
-The model sees functions only, but the wire format has two more forms. The input of a custom tool's call
-(`custom_tool_call`) is a string, not JSON: the model sees a function with the single parameter `input`. Tools can be in
-a namespace: the model sees a function whose name begins with the namespace's name.
+The model sees functions only, but the Responses API has two more forms of tools. A custom tool's call
+(`custom_tool_call`) has a string as input, not JSON; the model sees a function with the single parameter `input`. A
+tool can be in a namespace; the model sees a function whose name begins with the namespace's name.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ INPUT = "input"
 """The single parameter of the function that represents a custom tool."""
 
 _SEAL = "outrider1:"
-"""The prefix of `encrypted_content` that Outrider wrote. Content that another provider encrypted does not have it."""
+"""The prefix of `encrypted_content` that Outrider wrote. Content that another provider encrypted has no such prefix."""
 _JOIN = "__"
 _AS_JSON = "~json"
-"""Appended to the id of a custom call if the model wrote other arguments than one string `input`. The call's input is
-then the JSON of all arguments."""
+"""Appended to the id of a custom call if the model's arguments are not one string `input`. The input that the client
+gets is then the JSON of all arguments."""
 _AS_TEXT = "~text"
-"""Appended to the id of a custom call with plain-text input if the model's own id ends with `_AS_JSON` or `_AS_TEXT`.
-Without it, the end of the model's own id would be removed when the client sends the call back."""
+"""Appended to the id of a custom call with text as input, if the model's own id ends with `_AS_JSON` or `_AS_TEXT`.
+Otherwise this end of the id would be removed when the client sends the call back."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def seal(reasoning: str) -> str:
-    """Encode reasoning as `encrypted_content`. The encoding is not secret. The field is used because clients send it
-    back unchanged, even if they drop all other reasoning."""
+    """Encode reasoning as `encrypted_content`. The encoding is not secret. This field is used because clients send it
+    back unchanged, even if they drop other reasoning."""
     return _SEAL + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 
 def unseal(sealed: str) -> str | None:
-    """Return the reasoning in our `encrypted_content`; None for content of another provider."""
+    """Return the reasoning in `encrypted_content` that Outrider wrote; None for content of another provider."""
     if not sealed.startswith(_SEAL):
         return None
     try:
@@ -71,16 +71,16 @@ class CustomCall(msgspec.Struct, frozen=True):
 def custom_call(call: ToolCall) -> CustomCall:
     """Convert the model's call of a custom tool to the form that the client receives.
 
-    If the model wrote any other arguments than a string `input`, the client receives their JSON text as the input, and
-    the id ends with `_AS_JSON`. The client's tool then refuses the input, which shows the model its mistake.
+    If the model's arguments are not one string `input`, the client receives their JSON text as the input, and the id
+    ends with `_AS_JSON`. The client's tool then refuses the input, which shows the model its mistake.
     """
     try:
         value: Any = json.loads(call.arguments)
     except (ValueError, RecursionError):
         value = None
     said = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
-    # Python's JSON parser accepts unpaired surrogates, which a reply cannot encode. An input that contains one is sent
-    # as JSON.
+    # Python's JSON parser accepts unpaired surrogates, but a reply cannot encode them. An input that contains one is
+    # sent as JSON.
     if not isinstance(said, str) or _SURROGATE.search(said):
         return CustomCall(call.id + _AS_JSON, call.arguments)
     return CustomCall(call.id + _AS_TEXT if call.id.endswith((_AS_JSON, _AS_TEXT)) else call.id, said)
@@ -95,8 +95,8 @@ def arguments_of_custom_call(sent: CustomCall) -> str:
 
 def computer_action(call: ToolCall) -> dict[str, Any] | None:
     """Return the action in the model's call of the computer; None if the arguments are not an action. Arguments with a
-    null value are not an action, because clients also add nulls for missing fields. The inverse function removes nulls
-    and could not restore the model's own."""
+    null value are not an action. Clients add nulls for missing fields, so the inverse function removes all nulls and
+    could not restore the model's own."""
     try:
         OPENAI_ACTION.decode(call.arguments)
         action: dict[str, Any] = json.loads(call.arguments)
@@ -111,5 +111,5 @@ def arguments_of_action(action: dict[str, Any]) -> str:
 
 
 def id_of_custom_call(sent: str) -> str:
-    """Return the model's id of a call whose id on the wire is `sent`: the inverse of `custom_call`."""
+    """Return the model's id of a custom call, from the id that the client sends: the inverse of `custom_call`."""
     return sent.removesuffix(_AS_JSON) if sent.endswith(_AS_JSON) else sent.removesuffix(_AS_TEXT)

@@ -23,23 +23,23 @@ _STRING = msgspec.json.Decoder(str)
 _ITEM = msgspec.json.Decoder(Item)
 
 MAX_STORED = 64 << 20
-"""Maximum number of bytes stored for a session. If more would be stored, everything stored so far is dropped. Only a
-session with an unusually large number of new items reaches this limit."""
+"""Maximum number of bytes stored for a session. Above it, everything stored so far is dropped. Only a session with an
+unusually large number of new items reaches this limit."""
 
 ENTRY_BYTES = 256
-"""Approximate memory, in bytes, of one dictionary entry of the store, without the item's JSON."""
+"""Approximate memory of one dictionary entry, in bytes, without the item's JSON."""
 
 
 class PreviousResponseNotFound(RequestError):
-    """The response is not stored. Either it was not made in this session, its request had `store: false`, it did not
-    finish, or it was dropped at MAX_STORED."""
+    """The previous response is not stored. Either it was not made in this session, its request had `store: false`, it
+    did not finish, or it was dropped at MAX_STORED."""
 
     code = "previous_response_not_found"
 
 
 class StoredConversation(NamedTuple):
-    """A stored conversation, as a linked list: `item` is the last item, and `before` is the conversation before it,
-    None if it is the first. `digest` identifies the whole list of items."""
+    """A stored conversation, as a linked list. `item` is the last item. `before` is the conversation before it, or
+    None. `digest` identifies the whole list of items."""
 
     before: StoredConversation | None
     item: Item
@@ -56,7 +56,7 @@ class StoredConversation(NamedTuple):
 
 class ResponseStore:
     """The stored responses of one session. A request holds its own conversation until it calls `keep`. So its response
-    can be stored even if everything is dropped in the meantime."""
+    can be stored even if the store drops everything in the meantime."""
 
     def __init__(self) -> None:
         self._responses: dict[str, StoredConversation] = {}
@@ -69,15 +69,15 @@ class ResponseStore:
     def conversation(
         self, previous: str | None, items: Sequence[Item], *, stored: bool
     ) -> tuple[list[PlacedItem], StoredConversation | None]:
-        """Return the whole conversation of a request: the previous response's conversation, then the new items.
-        References are replaced by the items they refer to. The second value is the conversation in the form that `keep`
-        takes, or None if `stored` is False. Raises RequestError."""
+        """Return all items of a request's conversation: those of the previous response's conversation, then the new
+        items. References are replaced by the items they refer to. The second value is the stored conversation, which
+        `keep` takes; None if `stored` is False. Raises RequestError."""
         placed: list[PlacedItem] = []
         known: StoredConversation | None = None
         if previous is not None:
             known = self._responses.get(previous)
             if known is None:
-                # The error has OpenAI's message and code. Clients check for them, and then send the whole conversation.
+                # Clients check for OpenAI's message and code, and then send the whole conversation.
                 raise PreviousResponseNotFound(
                     f"Previous response with id {quoted(previous)} not found.", field="previous_response_id"
                 )
@@ -101,7 +101,7 @@ class ResponseStore:
         return placed, known if stored else None
 
     def keep(self, conversation: StoredConversation | None, response_id: str, output: Iterable[dict[str, Any]]) -> None:
-        """Store a response. `conversation` is the conversation before the response. `output` are the response's own
+        """Store a response. `conversation` is the conversation before the response. `output` has the response's own
         items, at least one."""
         references: dict[str, Item] = {}
         for item in output:
@@ -129,8 +129,7 @@ class ResponseStore:
         return known
 
     def _make_room(self, size: int) -> None:
-        """Count `size` bytes that are about to be stored. If the total exceeds MAX_STORED, drop everything stored so
-        far."""
+        """Count `size` bytes that are about to be stored. Above MAX_STORED, drop everything stored so far."""
         self._size += size
         if self._size > MAX_STORED:
             self._responses.clear()

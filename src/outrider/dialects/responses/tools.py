@@ -1,5 +1,5 @@
-"""Converts the tools of a Responses request to the model's form, and maps the model's names of tools back to the
-client's tools.
+"""Converts the tools of a Responses request to the model's form, and maps the names that the model sees to the client's
+tools.
 
 Invariant: the client runs every tool in the table (`Tools.table`), and no two of them have the same name for the model.
 
@@ -32,20 +32,19 @@ from outrider.dialects.responses.round_trip import INPUT, flat_name
 from outrider.messages import ToolSpec
 
 _COMPUTERS = {"computer_use_preview": "action", "computer": "actions"}
-"""The types of computer tools. The value is the field of a `computer_call` that has the action or the list of
-actions."""
+"""Maps the types of computer tools to the field of a `computer_call` that has the action or the list of actions."""
 _SUPPORTED = frozenset({"function", "custom", "namespace", *_COMPUTERS})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
-"""Keys of a function declaration that the model does not see, because they address OpenAI's servers. (`strict`
-guarantees that arguments follow the schema there, but nothing here enforces it.)"""
+"""Keys of a function declaration that the model does not see, because only OpenAI's servers use them. There, `strict`
+guarantees that arguments follow the schema; nothing here enforces it."""
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
 class ResponsesTool(msgspec.Struct, frozen=True):
     """One tool: its specification for the model, and the client's name and namespace. `custom` is True for a custom
-    tool. `action_field` is set only for a computer, to the field of a `computer_call` that has the action."""
+    tool. `action_field` is set only for a computer: it names the field of a `computer_call` that has the action."""
 
     spec: ToolSpec
     name: str
@@ -62,8 +61,8 @@ class Tools(msgspec.Struct, frozen=True):
     """A request's tools.
 
     - `table`: the tools by the names that the model sees.
-    - `raw`: the bytes that the tools were parsed from.
-    - `in_force`: the JSON of the request's field `tools` without hosted tools, which the reply repeats.
+    - `raw`: the bytes from which the tools were parsed.
+    - `in_force`: the JSON of the request's field `tools` without hosted tools. The reply repeats it.
     - `hosted`: the types of the hosted tools.
     """
 
@@ -78,7 +77,7 @@ class Tools(msgspec.Struct, frozen=True):
 
 class ToolList(msgspec.Struct, frozen=True):
     """One list of tools in a request, and its path. `top` is True for the request's field `tools`, and False for a list
-    in an item of the input."""
+    in an input item."""
 
     raw: msgspec.Raw
     where: str
@@ -92,7 +91,7 @@ def read_tools(lists: list[ToolList], memory: Memory) -> Tools:
 
 
 def read_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, *, single: bool) -> ToolChoice | None:
-    """Return the choice of tools that restricts the reply; None for `auto` and `none`. `single` is True if the client
+    """Return the choice of tools that restricts the reply; None for `auto` and `none`. `single` means that the client
     allows at most one call. Raises RequestError for an unknown choice."""
     if choice in (None, "none", "auto"):
         return None
@@ -174,7 +173,8 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
 
 
 def _tools_of(spec: dict[str, Any], where: str) -> Iterator[ResponsesTool]:
-    """Yield the tools that one entry declares: a single tool, or all tools of a namespace. Raises RequestError."""
+    """Yield the tools that one entry of a list declares: a single tool, or all tools of a namespace. Raises
+    RequestError."""
     if (kind := spec.get("type")) in _COMPUTERS:
         for key in ("display_width", "display_height"):
             if not isinstance(spec.get(key), int | None):

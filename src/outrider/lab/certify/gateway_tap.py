@@ -1,7 +1,7 @@
-"""A proxy between sandboxes and the model gateway. It forwards all bytes, and searches the bytes sent to clients for
-given words.
+"""A proxy between sandboxes and the model gateway. It forwards all bytes, and searches the bytes that are sent to
+clients for given words.
 
-The proxy does not parse HTTP. Invariant: no byte is delayed or changed.
+Invariant: no byte is delayed or changed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 16
 KEPT = 256
-"""Number of bytes kept from the end of the received data, because a word may be split between two reads."""
+"""Number of bytes of earlier reads that are searched again, because a word may be split between two reads."""
 
 WAIT_SECONDS = 5.0
-"""Maximum seconds to wait until a word is sent. The wait times out if the harness does not stream, because then no word
-is sent before the reply is complete."""
+"""Maximum seconds to wait for a word. The wait times out if the harness does not stream, because no word is then sent
+before the reply is complete."""
 
 EVENT_STREAM = b"text/event-stream"
 
 
 class GatewayTap:
     """Forwards each accepted connection to the Unix socket `behind`. `in_time` has the words for which
-    `wait_until_sent` has returned True. `streams` is True as soon as any reply is an event stream."""
+    `wait_until_sent` returned True. `streams` becomes True when any reply is an event stream."""
 
     def __init__(self, behind: Path, words: Iterable[str]) -> None:
         self.streams = False
@@ -38,7 +38,7 @@ class GatewayTap:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def wait_until_sent(self, word: str) -> bool:
-        """Return True if the word has been sent to a client or is sent within WAIT_SECONDS, else False."""
+        """Wait until the word has been sent to a client, at most WAIT_SECONDS. Return True if it was sent."""
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._words[word].wait()
@@ -77,16 +77,16 @@ class GatewayTap:
             self._open -= {writer, forth}
 
     def cut(self) -> None:
-        """End every connection."""
+        """Close every connection at once."""
         for writer in self._open:
             writer.transport.abort()
 
 
 @asynccontextmanager
 async def tapped(node: LocalNode, words: Iterable[str]) -> AsyncIterator[GatewayTap]:
-    """Put a `GatewayTap` in front of a node's gateway, for sandboxes that start within the block."""
+    """Put a `GatewayTap` between a node's gateway and the sandboxes that start within the block."""
     socket = node.gateway_socket
-    # Sandboxes connect to this path, so the gateway's socket moves to another path and the tap takes its place.
+    # Sandboxes connect to this path. So the gateway's socket is moved to another path, and the tap listens here.
     behind = socket.with_name(f"behind-{socket.name}")
     await asyncio.to_thread(socket.rename, behind)
     tap = GatewayTap(behind, words)

@@ -1,8 +1,7 @@
-"""The agent that checks a task. In each step it carries out the known solution or does nothing. Then it calls the
-model, and the model's reply is its answer.
+"""The agent that checks a task. In each step of the task it carries out the known solution or does nothing. Then it
+calls the model, and the model's reply is its answer.
 
-The module does not depend on the task. Invariant: the agent calls the model once in each step, because every agent
-must.
+Invariant: the agent calls the model once in each step, because every agent must.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from outrider.spec import Write
 
 
 class GoldAgent:
-    """The agent, with these options:
+    """The agent has these options:
 
     - `steps`: one entry for each step of the task.
         - `patch`: a diff to apply to the working directory.
@@ -27,7 +26,7 @@ class GoldAgent:
         - `run`: a command to run in the sandbox, with the variables `env`.
         - `ask`: a message to the scripted model, which has a reply for it.
     - `seconds`: the time limit of each command.
-    - `desktop`: the options of the task's own desktop. It is opened after the first step's files are written.
+    - `desktop`: the options of the task's own desktop, which is opened after the first step's files are written.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -37,7 +36,7 @@ class GoldAgent:
         self._desktop = None if desktop is None else DesktopOptions.model_validate(desktop)
 
     async def init(self, context: HarnessContext) -> None:
-        """Do nothing. `run` opens the desktop, because the first step's files must exist before."""
+        """Do nothing. `run` opens the desktop later, because the first step's files must exist before."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         step = next(self._steps)

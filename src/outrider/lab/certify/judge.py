@@ -1,5 +1,5 @@
-"""Judges one row of a certificate: compares the records of the row's session with what the scripted model received and
-sampled.
+"""Judges one row (one test) of a certificate: compares the records of the row's session with what the scripted model
+received and sampled.
 
 The module shares no code with the one that makes training samples. Invariant: a row holds only if each trained token id
 has the model's log-probability, and the ids before it are exactly those from which the model sampled it.
@@ -32,8 +32,8 @@ Word = Literal["holds", "does not hold", "not tried"]
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """What a certificate is about: a harness and a runtime, both as fields of a task. `dialect` is the dialect that the
-    harness must use, None for any. `hint` is what the preset declares about the harness's tools."""
+    """The harness and the runtime that a certificate is about, as fields of a task. `dialect` is the dialect that the
+    harness must use; None allows any. `hint` is what the preset declares about the harness's tools."""
 
     name: str
     harness: HarnessSpec
@@ -43,9 +43,9 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one row of a certificate.
+    """The result of one row (one test) of a certificate.
 
-    - `required`: True if the row must be tried for the certificate to hold.
+    - `required`: True if the row must be tried before the certificate can hold.
     - `reason`: why the row does not hold or was not tried; for a row that holds, a remark.
     - `turns`: the number of model calls.
     - `forks`: how often the harness sent a changed history, by cause.
@@ -53,8 +53,8 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     - `streamed`: True if the program requests streamed replies.
     - `ignored`: the parts of requests that had no effect, each with the number of turns that had it.
     - `tools`: the outcomes of a `SubagentTrial`, by tool.
-    - `found`: whether the program sends images to the model (row `image`) or has a tool that starts sub-agents (row
-      `sub-agent`). None for other rows, and if the row does not hold.
+    - `found`: whether the program sends images (row `image`), or has a tool that starts sub-agents (row `sub-agent`).
+      None for other rows, and if the row does not hold.
     - `log_tail`: the end of the program's output, if the row does not hold.
     """
 
@@ -79,7 +79,7 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdicts on a harness, in the order of the rows. `ok` is the result of `holds`."""
+    """The verdicts on a harness, in the order of the rows. `ok` is True if the certificate `holds`."""
 
     harness: str
     dialect: str | None
@@ -90,7 +90,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def holds(rows: Sequence[RowVerdict]) -> bool:
-    """Return True if at least one row was tried, every row that was tried holds, and every required row was tried."""
+    """Return True if the certificate holds: at least one row and every required row was tried, and every tried row
+    holds."""
     tried = [row for row in rows if row.verdict != "not tried"]
     untried = [row for row in rows if row.verdict == "not tried" and row.required]
     return bool(tried) and not untried and all(row.verdict == "holds" for row in tried)
@@ -101,7 +102,7 @@ class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
     - `streams`: True if the harness requests streamed replies.
     - `in_time`: True if the first word of a reply reached the harness before the rest of the reply was sampled.
-    - `tried`: the outcomes of the `SubagentTrial`, by tool, for the row that needs a sub-agent.
+    - `tried`: for the row `sub-agent`, the outcomes of the `SubagentTrial`, by tool.
     """
 
     result: SessionResult
@@ -114,13 +115,13 @@ class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialect: str | None) -> RowVerdict:
-    """Return the verdict of a row. `dialect` is the dialect that the harness must use, or None for any."""
+    """Return the verdict of a row. `dialect` is the dialect that the harness must use; None allows any."""
     result = evidence.result
     forks = ", ".join(f"{cause} {count}" for cause, count in result.forks.items())
     declared = [tool for call in evidence.calls for tool in call.state.tools]
     tools = find_tools(declared, hint)
     word: Word = "not tried"
-    # A harness that failed before its first model call has declared no tools. `_failures` reports it below.
+    # A harness that failed before its first model call has declared no tools. `_failures` reports this failure below.
     if row.needs == "mcp" and result.error is not None and (result.error.field or "").startswith(MCP_SERVERS):
         reason = result.error.message  # the MCP server cannot start, because the sandbox has no Python
     elif evidence.calls and row.needs == "mcp" and tools.noter is None and result.error is None:
@@ -180,7 +181,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
 
 
 def _failures(row: CertificationRow, evidence: RowEvidence, dialect: str | None) -> Iterator[str]:
-    """Yield what is wrong with a session, the most informative problem first."""
+    """Yield the problems of a session, the most informative one first."""
     result, tokens = evidence.result, evidence.result.tokens
     if result.error is not None:
         yield f"{result.error.code}: {'; '.join(filter(None, (result.error.message, result.error.hint)))}"
@@ -223,7 +224,7 @@ def _failures(row: CertificationRow, evidence: RowEvidence, dialect: str | None)
 
 
 def sample_faults(samples: Sequence[Sample], calls: Sequence[ScriptedCall]) -> list[str]:
-    """Return what is wrong with the samples of one session, as texts. `calls` are all generations of the session."""
+    """Return the problems in the samples of one session, as texts. `calls` are all generations of the session."""
     found = []
     for sample in samples:
         ids, mask = sample.ids, sample.loss_mask.astype(bool)

@@ -1,6 +1,6 @@
 """An MCP server with one tool, which writes a text into FILE. Usage: python3 note_server.py FILE
 
-The program runs inside a sandbox and needs only Python. The transport is stdio, with one JSON-RPC message per line.
+The program runs inside a sandbox and needs only Python. It communicates over stdio, with one JSON-RPC message per line.
 """
 
 import json
@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 START_SECONDS = 3
-"""Seconds before the server answers anything, as on a busy machine. Some programs do not wait for their MCP servers."""
+"""Seconds before the server answers, as on a busy machine. Some programs do not wait for their MCP servers."""
 TOOL: Any = {
     "name": "leave_note",
     "description": "Leaves a note for the user.",

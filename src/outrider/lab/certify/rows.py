@@ -1,7 +1,7 @@
-"""The rows of a certificate, as data. Each row has a scripted task, and a check that the task must pass.
+"""The rows (tests) of a certificate, as data. Each row has a task for the scripted model, and a check of the result.
 
 All harnesses have the same rows, because a row names actions and not tools. Invariant: the first action of every row
-writes a file. So a harness that fails at a later step can be told from one that runs nothing.
+writes a file. This distinguishes a harness that fails at a later step from one that runs nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Literal
 import msgspec
 
 MARK = "outrider-check/"
-"""Precedes the name of the row, which is one test of a certificate, in a task's instruction. The scripted model finds
-the row in a prompt by this text."""
+"""Precedes the name of the row (the test) in a task's instruction. The scripted model finds the row in a prompt by this
+text."""
 
 SUBAGENT_MARK = "outrider-helper/"
-"""Precedes the row's name in the task of a sub-agent."""
+"""Precedes the name of the row in the task that a sub-agent gets."""
 
 FIRST_WORD = "zqfirstwordqz"
-"""The word that the model sends before it pauses in the row `streaming`. No other row contains it."""
+"""The word that the model sends before it pauses, in the row `streaming` only."""
 
 ACCENTS = "héllo wörld ✓ 日本語 🙂 e\u0301 \u05e9\u05dc\u05d5\u05dd"
 LONG = "".join(f"line {number} of a long result, and on it goes\n" for number in range(4000))
@@ -39,7 +39,7 @@ NOTE = "zqnoteqz"
 """The text that the model passes to the MCP server's tool."""
 NOTE_FILE = "note.txt"
 SKILLS = "/tmp/outrider-check-skills"
-"""The folder in the sandbox with the skill of the row `skill`. The harness gives the skill to the program."""
+"""The sandbox's folder with the skill of the row `skill`. The harness gives the skill to the agent program."""
 SKILL = "outrider-check"
 OFFERED = "zqofferedqz"
 """A word that occurs only in the skill's description."""
@@ -59,8 +59,8 @@ class ModelAction(msgspec.Struct, frozen=True, kw_only=True):
     used:
 
     - `command`: a shell command to run.
-    - `write`, `read`: what replaces the command for a harness that cannot run commands. `write` is the name and the
-      text of a file to write, and `read` the name of a file to read.
+    - `write`, `read`: used instead of the command if the harness cannot run commands. `write` is the name and the text
+      of a file to write, and `read` the name of a file to read.
     - `look`: an image file to look at. Such an action has no command.
     - `note`: a text for the MCP server's tool. Such an action has no command.
     - `skill`: a skill to load with the program's own tool. Without such a tool, the other fields are used.
@@ -79,10 +79,10 @@ READ_HELLO = ModelAction(command="cat out.txt", read="out.txt")
 
 
 class ScriptedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply of the model: thinking, then text, then a tool call for each of `actions`.
+    """One reply of the scripted model: thinking, then text, then a tool call for each of `actions`.
 
     - `style`: how the JSON of the calls is written.
-    - `subagent`: a task that a call gives to a sub-agent.
+    - `subagent`: a task for a sub-agent. One more call starts the sub-agent.
     - `wait`: also call the tool that waits for the sub-agent, if there is one.
     - `raw`: text that is appended unchanged. It contains `malformed` malformed calls.
     - `stall`: pause after FIRST_WORD until the word has been sent to a client, or until a timeout.
@@ -104,7 +104,7 @@ class CertificationRow(msgspec.Struct, frozen=True, kw_only=True):
 
     - `steps`: the model's replies. The last one is repeated if the harness makes more calls.
     - `check`: a shell command that succeeds if the actions were carried out.
-    - `needs`: an optional feature of harnesses. For a harness without it, the row is not tried.
+    - `needs`: an optional feature of a harness. If the harness does not have it, the row is not tried.
     - `files`: the contents of files that are in the sandbox from the start, by name.
     """
 
@@ -118,7 +118,7 @@ class CertificationRow(msgspec.Struct, frozen=True, kw_only=True):
 
 WRITE_HELPED = ModelAction(command="echo helped > helped.txt", write=("helped.txt", "helped\n"))
 SUBAGENT_STEPS = (ScriptedStep(actions=(WRITE_HELPED,)), ScriptedStep(text="The helper is done."))
-"""The model's replies to a sub-agent."""
+"""The scripted model's replies to a sub-agent."""
 
 WRITE_TWO = ModelAction(command="echo two > two.txt", write=("two.txt", "two\n"))
 READ_TWO = ModelAction(command="cat two.txt", read="two.txt")
@@ -314,7 +314,8 @@ TRIAL = CertificationRow(
     steps=(ScriptedStep(text="One tool after the other."),),
     check="true",
 )
-"""The row of the trial sessions, which run before the row `sub-agent`. It has no verdict in the certificate."""
+"""The task of the trial sessions (see `SubagentTrial`), which run before the row `sub-agent`. It has no verdict in the
+certificate."""
 
 
 def row_named(name: str) -> CertificationRow | None:

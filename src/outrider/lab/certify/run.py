@@ -1,8 +1,7 @@
 """Runs a certification: starts a whole service with the scripted model in this process, and runs one session for each
-row of the certificate. Before the row `sub-agent`, trial sessions look for the tool that starts a sub-agent.
+row (test) of the certificate. Before the row `sub-agent`, trial sessions look for the tool that starts a sub-agent.
 
-The module does not use the terminal. Invariant: when `certify` returns, the service has ended and its data have been
-removed.
+Invariant: when `certify` returns, the service has ended and its data have been removed.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ async def certify(
     agent_seconds: float,
     watch: Callable[[RowVerdict], None] = lambda _: None,
 ) -> Certificate:
-    """Run and judge every row. `watch` is called with each verdict as soon as it is known.
+    """Run and judge every row. Calls `watch` with each verdict as soon as it is known.
 
-    Raises the errors of a submission, for example if the harness is not installed or the runtime does not work on this
-    machine.
+    Raises the service's error if it refuses a session, for example because the harness is not installed or the runtime
+    does not work on this machine.
     """
     started = time.monotonic()
     untried = {row.name: verdict for row in rows if (verdict := _untried(row, subject)) is not None}
@@ -73,7 +72,7 @@ async def certify(
 async def _tried(
     rows: Sequence[CertificationRow], subject: Subject, agent_seconds: float, watch: Callable[[RowVerdict], None]
 ) -> dict[str, RowVerdict]:
-    """Run the rows in a service, and return their verdicts by name."""
+    """Run the rows in a service. Return their verdicts by name."""
     tasks = {row.name: _task(row, subject, agent_seconds) for row in rows}
     tasks[TRIAL.name] = _task(TRIAL, subject, min(agent_seconds, SECONDS))
     after_trial = [row for row in rows if row.needs == "subagent"]
@@ -83,8 +82,8 @@ async def _tried(
             data=Path(data),
             model=ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name=MODEL),
             lanes=LanesConfig(init=AT_ONCE, run=AT_ONCE, eval=AT_ONCE),
-            # The certifying user starts this service only for these tasks, so the tasks may run any Python and read the
-            # files they name.
+            # The user starts this service only for these tasks, so they may run any Python and read the files they
+            # name.
             plugins=PluginsConfig(allow=("*",)),
         )
         config = await asyncio.to_thread(allowing, config, [group.task for group in tasks.values()])
@@ -109,7 +108,7 @@ async def _tried(
                     for later in [TRIAL] if again else after_trial:
                         submitted[(await client.submit(tasks[later.name])).id] = later
                     continue
-                [session] = group.sessions  # a row is a group of one session
+                [session] = group.sessions  # each row is submitted as a group of one session
                 assert session.result is not None
                 key = f"{session.id}-{session.result.attempt}"
                 evidence = RowEvidence(
@@ -129,7 +128,7 @@ async def _tried(
 
 
 def _given(row: CertificationRow, subject: Subject) -> HarnessSpec:
-    """Return the harness with the MCP server or the skill that a row needs."""
+    """Return the harness, with the MCP server or the skill that the row needs."""
     harness = subject.harness
     if row.needs == "mcp":
         server = McpServer(
@@ -145,8 +144,8 @@ def _given(row: CertificationRow, subject: Subject) -> HarnessSpec:
 
 
 def _untried(row: CertificationRow, subject: Subject) -> RowVerdict | None:
-    """Return the verdict "not tried" if the harness cannot be given the MCP server or the skill that the row needs;
-    else None."""
+    """Return the verdict "not tried" if the harness cannot have the MCP server or the skill that the row needs, or else
+    None."""
     if row.needs not in ("mcp", "skill"):
         return None
     try:
@@ -157,7 +156,7 @@ def _untried(row: CertificationRow, subject: Subject) -> RowVerdict | None:
 
 
 def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> GroupSpec:
-    # A program that exits with an error must not be graded. The row fails then, and its verdict has the program's log.
+    # If the program exits with an error, the row fails, and its verdict has the program's log.
     strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}
     files = [
         Write(write=b64encode(data).decode(), to=name, encoding="base64")

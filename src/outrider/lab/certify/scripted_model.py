@@ -1,7 +1,7 @@
-"""The scripted model of a certification: an engine that replies with the steps of a row, and calls tools that the
-prompt declares.
+"""The scripted model of a certification. It is an engine that replies with the steps of a row (test), and calls tools
+that the prompt declares.
 
-The model reads the row and the number of earlier replies from each prompt, so it keeps no state between calls. It
+The model finds the row and the number of earlier replies in each prompt, so it keeps no state between calls. It
 supports only the chat format of the certifying service. Invariant: for every generation that has begun, `calls` has
 exactly the prompt's ids and the ids that were yielded.
 """
@@ -45,16 +45,17 @@ from outrider.trajectory import Ids, LogprobKind, TokenMode
 
 CONTEXT_TOKENS = 1 << 20
 TITLE = "A task of three steps"
-"""The reply to a prompt without a task, for example to a request for a title of the conversation."""
+"""The reply to a prompt without a task, such as a request for a title of the conversation."""
 
 START = "<|im_start|>"
 END = "<|im_end|>"
 
 HELP_SECONDS = 10.0
-"""Maximum seconds that a reply waits for the sub-agent to finish, if the program has no tool that waits for it."""
+"""Maximum seconds that a reply is delayed until the sub-agent has finished, if the program has no tool that waits for
+it."""
 
 _CHUNK_TOKENS = 8
-"""Number of tokens per chunk. It is small, so that every reply is streamed in several chunks."""
+"""Number of tokens per chunk. It is small, so that every streamed reply has several chunks."""
 
 _MARKS = re.compile(rf"({re.escape(MARK)}|{re.escape(SUBAGENT_MARK)})([a-z-]+)")
 _AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
@@ -64,10 +65,9 @@ _TOOLS = re.compile(r"\n<tools>\n(.*?)\n</tools>\n\nFor each function call", re.
 class PromptState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a conversation, read from a prompt.
 
-    - `row`: the name of the row; None if the prompt names none.
+    - `row`: the name of the row; None if the prompt does not name one.
     - `subagent`: True if a sub-agent makes the call.
-    - `replies`: the number of the model's replies after the message with the task, or in the whole prompt if there is
-      no task.
+    - `replies`: the number of the model's replies after the message with the task. Without a task, all replies count.
     - `agent_id`: the id of a started sub-agent, from the newest message; or None.
     - `words`: the words of the row's skill that occur in the prompt.
     """
@@ -81,8 +81,8 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptedCall(msgspec.Struct, kw_only=True):
-    """One generation: the state of its prompt, the step that it replies with, the prompt's ids, and the ids yielded so
-    far."""
+    """One generation. `state` is the state of its prompt, `step` the reply, `prompt` the prompt's ids, and `output` the
+    ids yielded so far."""
 
     session_key: str
     state: PromptState
@@ -98,7 +98,7 @@ class ScriptedModel:
     - `workdir`: the folder that the row's relative paths start from.
     - `wait_until_sent`: waits until the given word has been sent to a client, or until a timeout.
     - `unmarked`: the row for prompts that declare tools but name no row.
-    - `trial`: tries the tools that may start a sub-agent.
+    - `trial`: tries tools to find the one that starts a sub-agent.
     """
 
     mode = TokenMode.TOKENS
@@ -146,7 +146,7 @@ class ScriptedModel:
         row = row_named(state.row) if state.row else self._unmarked
         if row is None or not (state.tools or state.subagent):
             step = ScriptedStep(raw=TITLE + END)
-        else:  # the next step of the row; the last step is repeated
+        else:
             steps = SUBAGENT_STEPS if state.subagent else row.steps
             step = steps[min(state.replies, len(steps) - 1)]
         if state.subagent and row is None and state.row:
@@ -159,7 +159,7 @@ class ScriptedModel:
             tried = await self.trial.next_call(request.session_key, state.tools, state.replies)
             calls = calls if tried is None else [tried]
         elif step.wait and find_waiter(state.tools, self._hint) is None:
-            # Wait for the sub-agent here, because a program that runs it in the background may exit after this reply.
+            # Wait for the sub-agent here, because a program that runs it in the background may exit after the reply.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(helped.wait(), HELP_SECONDS)
         ids = self._tokenizer.encode(self._reply(step, calls))
@@ -172,7 +172,7 @@ class ScriptedModel:
             "context_tokens": CONTEXT_TOKENS,
             "chunk_tokens": _CHUNK_TOKENS + (len(self._tokenizer.encode(FIRST_WORD)) if step.stall else 0),
         }
-        # The engine needs a tokenizer only for stop strings, and loading one is slow.
+        # The engine needs a tokenizer only for stop strings. Loading a tokenizer is slow.
         tokenizer = self._folder if request.sampling.stop else None
         engine = ScriptedEngine(EngineOptions(name=self.name, tokenizer=tokenizer, options=options))
         async for chunk in engine.generate(request):
@@ -212,8 +212,8 @@ class ScriptedModel:
             calls.append((starter.name, starter.with_prompt(text, prompt)))
         if step.wait and state.agent_id and (waiter := find_waiter(state.tools, self._hint)):
             calls.append((waiter.name, waiter.call(state.agent_id)))
-        # Some programs run until the model calls the shell with a certain command. So a reply without any other call
-        # gets this one.
+        # Some programs run until the model calls the shell with a certain command. A reply without any other call runs
+        # this command.
         finish = self._hint.finish_command
         if tools.shell and finish and not state.subagent and not (calls or step.raw):
             calls.append((tools.shell.name, tools.shell.call(finish)))
@@ -244,8 +244,8 @@ def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[Fo
 def read_prompt(text: str) -> PromptState:
     """Read the state of a prompt from its rendered text."""
     messages = [part.removesuffix("\n").removesuffix(END) for part in text.split(START)[1:]]
-    # The tools are at the end of the system message, so the last block of tools is used. The harness's own text may
-    # look like such a block, so lines that are not tools are skipped.
+    # The tools are in the last block of the system message. The harness's own text may look like a block, so lines that
+    # are not tools are skipped.
     blocks = _TOOLS.findall(messages[0]) if messages else ()
     tools: list[ToolSpec] = []
     for line in blocks[-1].split("\n") if blocks else ():
@@ -255,8 +255,8 @@ def read_prompt(text: str) -> PromptState:
             continue
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tools.append(tool)
-    # Search the system message last: it can be the only message with a sub-agent's task. Skip the results of tools,
-    # which name no task.
+    # Search the system message last: only some prompts have a sub-agent's task there. Skip the results of tools, which
+    # name no task.
     for index, message in [*list(enumerate(messages))[1:], *list(enumerate(messages))[:1]]:
         if not message.startswith(("user\n<tool_response>", "assistant\n")) and (found := _MARKS.search(message)):
             # The last message is the reply that is about to be generated, so it does not count.

@@ -1,9 +1,11 @@
-"""Finds the tool that starts a sub-agent by calling tools. In a trial session the scripted model calls one tool after
-another, and puts a random mark into each text argument.
+"""Finds the tool that starts a sub-agent by calling tools. In a trial session, the scripted model calls one tool after
+another. It puts a mark, which is a random text, into each text argument.
 
-A tool starts a sub-agent if all of this happens after its call: a new conversation begins with one of the call's marks,
-it goes on after a tool call of its own, and the calling conversation goes on, too. So neither a summary that replaces
-the conversation nor a single question with the text counts as a sub-agent.
+A tool starts a sub-agent if all of this happens after its call:
+
+- A new conversation begins with one of the call's marks.
+- The new conversation goes on after a tool call of its own.
+- The calling conversation goes on, too. So a summary that replaces it does not count.
 
 Invariant: no tool is called in two sessions.
 """
@@ -21,12 +23,12 @@ from outrider.lab.certify.tool_finder import MarkedCall, find_tools, find_waiter
 from outrider.messages import ToolSpec
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-"""The letters of which marks consist."""
+"""The letters of which the random marks consist."""
 CALLS = 16
 """Maximum number of tools to call."""
 SESSIONS = 3
 """Maximum number of trial sessions. A session ends early if a tool does not return or ends the program. The next
-session then calls the remaining tools."""
+session calls the remaining tools."""
 SECONDS = 60.0
 """Time limit of a trial session."""
 LATE_SECONDS = 5.0
@@ -43,12 +45,13 @@ NO_TEXT = "not called, because it takes no free text"
 TOO_MANY = f"not called, because {CALLS} tools are the limit"
 NOT_REACHED = "not called, because the trial was over"
 ORDER = (STARTS, NOTHING, HELPLESS, IDLE, ALONE, OPEN, NOT_REACHED, TOO_MANY, NO_TEXT, KNOWN)
-"""The order in which `told` lists the outcomes."""
+"""The order in which `told` lists the outcomes of the tools."""
 
 
 class SubagentTrial:
-    """Chooses the calls of the trial sessions and judges them. `outcomes` has the outcome of each tool by name.
-    `starter` is the call that started a sub-agent and the text that became its prompt, or None."""
+    """Chooses the tool calls of the trial sessions and judges them. `outcomes` maps each tool's name to its outcome.
+    `starter` is the call that started a sub-agent, and the text argument that became the sub-agent's prompt; or
+    None."""
 
     def __init__(self, hint: Certify) -> None:
         self.outcomes: dict[str, str] = {}
@@ -63,7 +66,7 @@ class SubagentTrial:
 
     @property
     def unfinished(self) -> bool:
-        """True if no tool has started a sub-agent yet and a tool is left to call."""
+        """True if no tool has started a sub-agent yet and not all tools have been called."""
         return self.starter is None and NOT_REACHED in self.outcomes.values()
 
     async def next_call(
@@ -96,8 +99,8 @@ class SubagentTrial:
         return None
 
     def begins(self, mark: str, *, able: bool, replies: int) -> None:
-        """Record that a conversation begins with a mark. `able` is True if it has a tool that can do the sub-agent's
-        part of the task. `replies` is the number of replies in the conversation so far."""
+        """Record that a conversation begins with the text `mark`. `able` is True if the conversation has a tool for the
+        sub-agent's part of the task. `replies` is the number of replies in the conversation so far."""
         text = _text(mark)
         call = next((call for call in self._plan if text in call.texts), None)
         if call is not None and self.starter is None:
@@ -116,8 +119,7 @@ class SubagentTrial:
             self.outcomes[call.name] = outcome
 
     def _add(self, tools: Sequence[ToolSpec]) -> None:
-        """Record the tools that no earlier request declared, and give each the outcome that it has until it is
-        called."""
+        """Record the tools that no earlier request declared. Each gets the outcome that applies until it is called."""
         new = [tool for tool in tools if str(tool["function"].get("name", "")) not in self.outcomes]
         if not new:
             return
@@ -138,7 +140,7 @@ class SubagentTrial:
 
 
 def told(outcomes: Mapping[str, str]) -> str:
-    """Return a readable text that lists the tools of each outcome."""
+    """Return a readable text with each outcome and its tools."""
     tools = {each: sorted(name for name, outcome in outcomes.items() if outcome == each) for each in ORDER}
     return "; ".join(f"{outcome}: {', '.join(names)}" for outcome, names in tools.items() if names)
 

@@ -1,8 +1,7 @@
 """Checks tasks without a model. Each task is tried twice with its known solution, which must earn the reward 1, and
 twice with an agent that does nothing, which must earn 0.
 
-The module does not use the terminal. Invariant: when `check_tasks` returns, the service has ended and its data have
-been removed.
+Invariant: when `check_tasks` returns, the service has ended and its data have been removed.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from outrider.spec import EngineSpec, TaskSpec
 from outrider.tasks.examples import Example, Gold
 
 TIMES = 2
-"""Number of tries with the known solution, and number of tries without it. More than one try can reveal a reward that
-depends on chance."""
+"""Number of tries with the known solution, and without it. Two tries can reveal a reward that depends on chance."""
 NOTHING = "I have done nothing."
 AGENT = "outrider.lab.certify.gold_agent:GoldAgent"
 END = "<|im_end|>"
@@ -39,8 +37,8 @@ NO_SOLUTION = "it has no solution to try: give it a table [gold] with `run`, `pa
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of checking one task. `gold` and `nothing` are the rewards of the tries with and without the known
-    solution, None for a try without a reward. A task is good if `problems` is empty."""
+    """The result of checking one task. `gold` and `nothing` have the rewards of the tries with and without the known
+    solution, None for a try without a reward. A task without `problems` is good."""
 
     id: str
     gold: tuple[float | None, ...] = ()
@@ -57,13 +55,13 @@ async def check_tasks(
     at_once: int = 4,
     watch: Callable[[TaskReport], None] = lambda _: None,
 ) -> list[TaskReport]:
-    """Check the examples in a temporary service.
+    """Check the examples (tasks with known solutions) in a temporary service.
 
     - `folder`: the folder with the files of `upload` steps.
     - `graders`: the graders that the tasks may name.
     - `network`: the destinations that the tasks may reach, by default none.
     - `at_once`: the maximum number of concurrent sandboxes.
-    - `watch`: called with each report as soon as its task is checked.
+    - `watch`: called with each task's report as soon as it is known.
     """
     replies: list[Any] = [NOTHING + END]
     replies += [
@@ -83,7 +81,7 @@ async def check_tasks(
             files=folder if any(map(uploads, tasks)) else None,
             model=ModelConfig(tokenizer=str(POLICY), renderer="qwen3"),
             lanes=LanesConfig(init=at_once, run=at_once, eval=at_once),
-            # The user starts this service only for these tasks, so the tasks may run any Python and read the files they
+            # The user starts this service only for these tasks, so they may run any Python and read the files they
             # name.
             plugins=PluginsConfig(allow=("*",)),
             graders=tuple(graders),
@@ -124,18 +122,18 @@ async def check_tasks(
 
 
 def solutions(example: Example) -> tuple[Gold, ...]:
-    """Return the solution of each step of the example, or an empty tuple if the example has no solution."""
+    """Return the known solution of each step of the example, or an empty tuple if there is none."""
     return () if example.gold is None else (example.gold, *example.gold.then)
 
 
 def asked(number: int, step: int) -> str:
-    """Return the message to which the scripted model replies with the known solution's reply."""
+    """Return the message that makes the scripted model send the reply of the known solution."""
     return f"The gold solution of task {number}, step {step}, please."
 
 
 def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
-    """Return the task with GoldAgent as its agent. The agent carries out the known solution if `kind` is "gold", and
-    does nothing otherwise."""
+    """Return the task with GoldAgent as its agent. If `kind` is "gold", the agent carries out the known solution, and
+    otherwise it does nothing."""
     count = 1 + len(example.task.get("then") or ())
     limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": count}
     steps: list[dict[str, Any]] = [{"ask": "Nothing, please."}] * count
@@ -161,7 +159,7 @@ def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
 
 
 def testing_empty_patches(evaluator: dict[str, Any]) -> dict[str, Any]:
-    """Return the evaluator, changed so that `swebench` also runs its tests for an empty patch. Otherwise the check of
+    """Return the evaluator, changed so that `swebench` runs its tests for an empty patch, too. Otherwise the check of
     an agent that does nothing would run no test."""
     options = evaluator.get("options")
     if not isinstance(options, dict):

@@ -1,8 +1,8 @@
-"""Finds out which of a harness's tools runs a command, writes or reads a file, looks at an image or waits for a
+"""Finds a harness's tools for running a command, writing or reading a file, looking at an image, and waiting for a
 sub-agent. Also sorts the tools by how likely they start a sub-agent.
 
-The decisions use only the tools' declarations in requests (names, descriptions, types of parameters) and a preset's
-hint. Invariant: a call has every argument that the tool's schema requires.
+The decisions use only the tools' declarations and the hint of a preset. Invariant: a call has every argument that the
+tool's schema requires.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from outrider.lab.certify.rows import SERVER
 from outrider.messages import ToolSpec
 
 FILLER = "a step of the task"
-"""The value of a required string argument that does not matter."""
+"""The value of a required text argument that has no influence on the test."""
 
 PATHS = ("path", "file_path", "filepath", "filename", "file_name", "file", "target_file", "absolute_path")
 CONTENTS = ("content", "contents", "text", "file_text", "file_content", "data", "body", "code")
 FOLDERS = frozenset({"cwd", "dir", "directory", "folder", "workdir", "path"})
-"""Words that occur in the name of a parameter for a path."""
+"""Words in the name of a parameter that takes a path."""
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a parameter that a role's tools have. `names` are its possible names, the likeliest first.
-    `described_by` are words of its description. `may_be_list` is True if it may be a list of strings instead of a
-    string."""
+    """A parameter that tools with a certain role have. `names` are its possible names, the likeliest first.
+    `described_by` are words of its description. `may_be_list` is True if it may be a list of strings."""
 
     names: tuple[str, ...]
     described_by: frozenset[str] = frozenset()
@@ -42,9 +41,9 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 class ToolRole(msgspec.Struct, frozen=True, kw_only=True):
     """A purpose that a tool can have (`what`), and the words by which such a tool is recognized.
 
-    - `certain`: words that decide the role if they are in the tool's name or among the choices of a parameter, the
-      likeliest first.
-    - `read_description`: `certain` words also count in the tool's description, with a lower score.
+    - `certain`: words that decide the role, the likeliest first. They are in the tool's name or in a parameter's
+      choices.
+    - `read_description`: if True, these words also count in the description, with a lower score.
     - `possible`: words in the tool's name that give a low score.
     - `excluding`: words in the tool's name that exclude the role.
     """
@@ -128,13 +127,13 @@ LOADER = ToolRole(
 CERTAIN = 30
 """Minimum score of a tool whose role is certain."""
 NAMED = 6
-"""Minimum score of a parameter whose name is a likely one."""
+"""Minimum score of a parameter with a likely name."""
 DESCRIBED = 1
-"""Score of a parameter that only its description identifies."""
+"""Score of a parameter that is recognized only by its description."""
 NOTE_TOOL = str(TOOL["name"])
 SHELL_LINE = ("bash", "-c")
 SHELLS = ("bash", "sh", "shell", "zsh", "terminal")
-"""Values that select the shell, for a tool that runs code in several languages and has a parameter for the language."""
+"""Values that select the shell in a tool that runs code in several languages and has a parameter for the language."""
 MAX_DEPTH = 8
 """Maximum depth of nested values in a call. A limit is needed because a schema may contain itself."""
 MAX_VALUES = 1000
@@ -142,17 +141,17 @@ MAX_VALUES = 1000
 MAX_ITEMS = 8
 """Maximum number of items in a list of a call."""
 ARGUMENT_LISTS = ("args", "arguments", "argv")
-"""Names of a parameter for a program's arguments, in a tool whose parameter `command` takes only the program."""
+"""Names of the parameter for a program's arguments, in a tool whose parameter `command` takes only the program."""
 
 
 class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool and how to call it.
 
     - `arguments`: the names of the tool's parameters, in the order of the role's parameters.
-    - `before`: the elements that come before the value if the first argument is a list; None if it is a string.
+    - `before`: if the first argument is a list, the elements before the value; None if it is a string.
     - `fixed`: the values of all other required arguments.
     - `absolute`: True if the tool takes absolute paths.
-    - `around`: if not empty, the text of the first argument, in which {value} stands for the value as JSON.
+    - `around`: if not empty, a text for the first argument, in which {value} stands for the value as JSON.
     """
 
     name: str
@@ -181,14 +180,14 @@ class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MarkedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of the tool `name`. `texts` are the values of its text arguments. No two of them are equal."""
+    """A call of the tool `name`. `texts` are the values of its text arguments, all different."""
 
     name: str
     arguments: dict[str, Any]
     texts: tuple[str, ...]
 
     def with_prompt(self, text: str, prompt: str) -> dict[str, Any]:
-        """Return the arguments with `text` replaced by `prompt`, and all other texts replaced by FILLER."""
+        """Return the call's arguments, with `prompt` in place of `text`, and FILLER in place of all other texts."""
         arguments = json.dumps(self.arguments)
         for each in self.texts:
             arguments = arguments.replace(json.dumps(each), json.dumps(prompt if each == text else FILLER))
@@ -209,11 +208,11 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
 
 
 def _noter(tools: Sequence[ToolSpec], within: McpCall | None) -> FoundTool | None:
-    """Return the tool to call for the MCP server's tool. This is usually the server's tool itself. In some programs the
-    model must write code that calls it, which `within` describes; then it is the tool that runs the code."""
+    """Return the tool that the model must call to use the MCP server's tool. Usually this is the server's tool itself.
+    In some programs it is a tool that runs code, which `within` describes."""
     names = _names(tools)
     if within is None:
-        # Programs put the server's name before the tool's name, so only the end of the name is compared.
+        # Programs put the server's name before the tool's name, so only the end of a name is compared.
         return _find(tools, NOTER, next((name for name in names if name.endswith(NOTE_TOOL)), ""))
     if within.tool not in names:
         return None
@@ -227,8 +226,8 @@ def _names(tools: Iterable[ToolSpec]) -> list[str]:
 
 
 def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], str]) -> list[MarkedCall]:
-    """Return a call of each tool that takes a text. `text` makes a new text for each argument. Tools whose names and
-    parameters suggest that they start a sub-agent come first."""
+    """Return a call of each tool that takes a text. `text` makes a new text for each argument. Tools that probably
+    start a sub-agent come first."""
     calls: list[tuple[int, MarkedCall]] = []
     for tool in tools:
         function = tool["function"]
@@ -246,12 +245,12 @@ def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], st
 
 
 def may_start(tool: ToolSpec) -> bool:
-    """Return True if the tool's name or a choice of a parameter is typical of a tool that starts a sub-agent."""
+    """Return True if the tool's name or a choice of a parameter is typical of tools that start a sub-agent."""
     return _certainty(tool["function"], SUBAGENT, hinted=False) > 0
 
 
 def find_waiter(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
-    """Return the tool that waits for a sub-agent by id, which only the preset's hint can name; else None."""
+    """Return the tool that waits for the sub-agent with a given id, or None. Only the preset's hint can name it."""
     return _find(tools, WAITER, hint.wait)
 
 
@@ -275,8 +274,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
             continue
         fit, usable = made
         texts = [function, *_properties(function).values()]
-        # Words such as `execute` and `script` may also describe a tool that runs Python. So a tool that mentions Python
-        # is accepted only if its role is certain.
+        # Words such as `execute` may also describe a tool that runs Python. So a tool that mentions Python is accepted
+        # only if its role is certain.
         python = any(
             "python" in str(each.get("description", "")).lower() for each in texts if isinstance(each, Mapping)
         )
@@ -286,8 +285,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
 
 
 def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int:
-    """Return how likely the tool has the role, as a score; 0 if it cannot have the role. The score depends on the
-    tool's name, choices and description."""
+    """Return a score for how likely the tool has the role; 0 if it cannot have it. It depends on the tool's name,
+    choices and description."""
     if hinted:
         return 1000
     name = str(function.get("name", ""))
@@ -306,8 +305,8 @@ def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int
 
 
 def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool] | None:
-    """Return how well the tool's parameters fit the role, as a score, and the tool. Returns None if a parameter of the
-    role has no fitting parameter in the tool."""
+    """Return a score for how well the tool's parameters fit the role, and the tool. Returns None if the tool has no
+    fitting parameter for a parameter of the role."""
     properties = _properties(function)
     arguments: list[str] = []
     fit = 0
@@ -319,7 +318,7 @@ def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool
         fit += best[0]
         arguments.append(best[1])
     before: tuple[str, ...] | None = None
-    # the argument is a list: a program and its arguments, or several commands
+    # the argument is a list, either of a program and its arguments, or of commands
     if _kind(properties[arguments[0]]) == "array":
         program = arguments[0].lower() in ("command", "cmd", "argv", *ARGUMENT_LISTS)
         before = SHELL_LINE if program else ()
@@ -336,14 +335,15 @@ def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool
 
 
 def _fit(name: str, schema: Any, parameter: Parameter) -> int:
-    """Return how well a tool's parameter fits a role's parameter, as a score. The score is 0 for a parameter of a wrong
+    """Return a score for how well a tool's parameter fits a role's parameter. The score is 0 for a parameter of a wrong
     type or with fixed choices."""
     kind = _kind(schema)
     if (kind != "string" and not (parameter.may_be_list and kind == "array")) or _choices(schema):
         return 0
     lower = name.lower()
     if kind == "array" and lower in ARGUMENT_LISTS:
-        # A list of arguments must score higher than the same tool's parameter `command`, which takes only the program.
+        # A list of arguments must have a higher score than the same tool's parameter `command`, which takes only the
+        # program.
         return 3 + len(parameter.names)
     if lower in parameter.names:
         return 2 + len(parameter.names) - parameter.names.index(lower)
@@ -374,8 +374,7 @@ def _choices(schema: Any) -> tuple[str, ...]:
 
 
 def _kind(schema: Any) -> str | None:
-    """Return the JSON type of a property; None if unknown. If it has several types, return the first one that is not
-    null."""
+    """Return the JSON type of a property, or None. Of several types, returns the first that is not null."""
     if not isinstance(schema, Mapping):
         return None
     kind = schema.get("type")
@@ -387,7 +386,7 @@ def _kind(schema: Any) -> str | None:
 
 
 def _filler(name: str, schema: Any, role: ToolRole) -> Any:
-    """Return a value that a required property accepts. For a property with fixed choices, prefer a choice that fits the
+    """Return a value that a required property accepts. If the property has fixed choices, prefer one that fits the
     role."""
     if not isinstance(schema, Mapping):
         return FILLER
@@ -406,8 +405,8 @@ def _filler(name: str, schema: Any, role: ToolRole) -> Any:
 
 
 class _Arguments:
-    """Fills in the arguments of a call. `text` makes each text, which is also added to `texts`. References are looked
-    up in the schema `whole`. A schema may contain itself, so filling stops at MAX_DEPTH and at MAX_VALUES."""
+    """Fills in the arguments of a call. `text` makes each text, which is also added to `texts`. `whole` is the schema
+    in which references are looked up. A schema may contain itself, so filling stops at MAX_DEPTH and at MAX_VALUES."""
 
     def __init__(self, whole: Mapping[str, Any], text: Callable[[], str]) -> None:
         self.texts: list[str] = []
@@ -416,8 +415,8 @@ class _Arguments:
         self._left = MAX_VALUES
 
     def filled(self, name: str, schema: Any, depth: int = 0) -> Any:
-        """Return a value that the schema accepts. An object whose required properties contain no text also gets
-        optional ones: the property with a likely name, or all if no name is likely."""
+        """Return a value that the schema accepts. If the required properties of an object contain no text, optional
+        ones are added: the property with a likely name, or all if no name is likely."""
         schema = self._resolved(schema)
         self._left -= 1
         fixed = not isinstance(schema, Mapping) or {"enum", "const", "default", "format", "pattern"} & schema.keys()
@@ -447,7 +446,7 @@ class _Arguments:
         return _kind(self._resolved(schema))
 
     def _resolved(self, schema: Any) -> Any:
-        """Return what a schema without a `type` refers to: the target of its reference, or the first schema in `anyOf`,
+        """Resolve a schema without a `type`: return the target of its reference, or the first schema in `anyOf`,
         `oneOf` or `allOf` that is not null."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping) or "type" in schema:

@@ -1,7 +1,7 @@
 """Allows sandboxes to use the host paths that tasks name, in a service that a user starts only for these tasks.
 
-The tasks may come from somebody else, and the service runs their programs. So a sandbox gets only the paths that the
-tasks name, without those that no service may allow.
+The tasks may come from somebody else. So a sandbox gets only the paths that they name, without those that no service
+may allow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.spec import TaskSpec, Upload, runtimes_of
 
 def allowing(config: Config, tasks: Iterable[TaskSpec]) -> Config:
     """Return the settings with the tasks' paths allowed, except paths that no service may allow. The data folder must
-    exist. Blocks."""
+    exist. The call blocks."""
 
     def with_allowed(*paths: Path) -> Config:
         return config.model_copy(update={"sandboxes": SandboxesConfig(allow=paths)})
@@ -42,7 +42,7 @@ def uploads(task: TaskSpec) -> bool:
 
 
 def _named(task: TaskSpec) -> Iterator[Path]:
-    """Yield the host paths that a task names, and those that its virtual environment needs."""
+    """Yield the host paths that a task names, and the paths that its virtual environment needs."""
     for runtime, _ in runtimes_of(task):
         yield from (Path(mount.source) for mount in runtime.mounts)
         for root in (runtime.rootfs, runtime.image):

@@ -1,1 +1,1 @@
-"""The demo: a tiny policy, and a task that the policy solves only some of the time."""
+"""The demo: a tiny policy model, and a task that it solves only some of the time."""

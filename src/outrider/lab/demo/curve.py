@@ -1,6 +1,6 @@
-"""Plots reward, group spread, staleness, log-probability gap and idle time over the steps of a training run.
+"""Plots a training run over its steps: reward, group spread, staleness, log-probability gap and idle time.
 
-The module needs matplotlib, an optional dependency, and does not use the service.
+The module needs matplotlib, an optional dependency.
 """
 
 from __future__ import annotations

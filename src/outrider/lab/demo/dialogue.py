@@ -1,8 +1,8 @@
-"""Writes dialogues of the demo task, with which the policy is trained: the prompt, the expected replies of the model,
-and the sandbox's output.
+"""Writes dialogues of the demo task, to train the policy: the prompt, the expected replies of the model, and the
+sandbox's output.
 
-The module does not use the model's weights. Invariant: each piece is encoded separately, as in the service, so the
-training uses the same ids as the service.
+Invariant: each piece of a dialogue is encoded separately, as in the service, so that training and service use the same
+ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLICY = Path(__file__).parent / "policy"
 
 RENDERER = "template:qwen3"
 """Qwen3's format, rendered with the policy's own chat template. The renderer must be named, because the service chooses
-one only for the names of public models, and the demo's policy is not public."""
+a renderer by the names of public models, and the demo's policy is not public."""
 
 END = "<|im_end|>"
 
@@ -36,8 +36,8 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Script:
-    """Writes dialogues. The policy's own template renders the first prompt. Later turns have the format of Qwen3's
-    template."""
+    """Writes dialogues. The policy's own chat template renders the first prompt, and later turns are written in Qwen3's
+    format."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -54,13 +54,13 @@ class Script:
         return f'<tool_call>\n{{"name": "bash", "arguments": {arguments}}}\n</tool_call>{END}'
 
     def result(self, output: str) -> str:
-        """Return the text between the end of a call and the start of the model's next reply. It contains the tool's
+        """Return the text from the end of a tool call to the start of the model's next reply, with the tool's
         output."""
         turn = f"<|im_start|>user\n<tool_response>\n{output}\n</tool_response>{END}\n"
         return f"\n{turn}<|im_start|>assistant\n"
 
     def read(self, episode: Episode, item: str, zone: str) -> list[Piece]:
-        """Return a dialogue in which the model reads the file of `item`, and then answers `zone`."""
+        """Return a dialogue in which the model first reads the file of `item`, and then answers with `zone`."""
         return [
             Piece(self.prompt(episode.question), False),
             Piece(self.call(item), True),
@@ -69,13 +69,13 @@ class Script:
         ]
 
     def guess(self, episode: Episode, zone: str) -> list[Piece]:
-        """Return a dialogue in which the model answers `zone` without reading the file."""
+        """Return a dialogue in which the model answers with `zone` and does not read the file."""
         return [Piece(self.prompt(episode.question), False), Piece(answer_for(zone) + END, True)]
 
 
 def tool_output(episode: Episode, command: str) -> str | None:
-    """Return what the agent's bash tool prints in the episode's sandbox. Only `cat` with the item's name or another
-    alphabetic word is imitated; for any other command, return None."""
+    """Return what the agent's bash tool prints in the episode's sandbox. Only `cat` with a name of letters is imitated.
+    For any other command, returns None."""
     match command.split():
         case ["cat", name] if name == episode.item:
             return file_for(episode.zone).removesuffix("\n")
@@ -86,7 +86,7 @@ def tool_output(episode: Episode, command: str) -> str | None:
 
 
 def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
-    """Return the ids of a dialogue, and for each id whether the model wrote it."""
+    """Return the ids of a dialogue, and a flag for each id: True if the model wrote it."""
     ids: list[int] = []
     spoken: list[bool] = []
     for piece in pieces:

@@ -1,8 +1,7 @@
 """Runs the demo: starts a whole service with the shipped policy in this process, and runs groups of real sessions.
 
-Like a trainer, the module submits sessions, waits for them and reads their samples through the client. It does not
-write to a terminal. Invariant: when `run_demo` returns, the service has ended, and its data have been removed unless
-the caller named the data folder.
+The module uses the client, as a trainer does. Invariant: when `run_demo` returns, the service has ended. Its data have
+been removed, unless the caller named the data folder.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ SAMPLES = 8
 """Number of sessions of one group."""
 
 LANES = LanesConfig(init=8, run=32, eval=8)
-"""The lane `run` has room for all sessions at once, because batching 32 requests gives the embedded engine about 7
-times the throughput."""
+"""The lane `run` lets all sessions run at once, because batching 32 requests gives the embedded engine about 7 times
+the throughput."""
 
 
 async def run_demo(
@@ -41,10 +40,10 @@ async def run_demo(
     begin: Callable[[str], Awaitable[None]] | None = None,
     end: Callable[[RolloutSummary], Awaitable[None]] | None = None,
 ) -> RolloutSummary:
-    """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`.
+    """Run GROUPS x SAMPLES sessions in sandboxes of the kind `runtime`.
 
     - `watch`: called with the groups as they progress.
-    - `data`: the folder of the service's database; None deletes the database afterwards.
+    - `data`: the folder of the service's database. With None, the database is deleted afterwards.
     - `policy`: the model's folder.
     - `begin`: called with the service's URL before the first session.
     - `end`: called with the results before the service ends.

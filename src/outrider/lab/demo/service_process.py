@@ -1,8 +1,8 @@
 """Runs a whole service in a separate process, for a trainer that uses the service by its URL.
 
 Invariant: the service's process has ended when the `with` block of `service_process` ends. It also ends when this
-process is killed, or when the thread that opened the block ends. Ctrl-C in a terminal does not reach the service,
-because the service has its own process group. So the trainer decides when the service ends.
+process is killed, or when the thread that opened the block ends. Ctrl-C in a terminal does not reach it, because it has
+its own process group. So the trainer decides when it ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECONDS_TO_STOP = 60.0
 
 @contextmanager
 def service_process(config: Config, folder: Path) -> Iterator[str]:
-    """Run `outrider serve` with these settings, and yield its URL. The log is written to `folder`.
+    """Run `outrider serve` with these settings, and yield the service's URL. The log is written to `folder`.
 
     Raises ServiceError, with the end of the log, if the service does not start.
     """
@@ -60,8 +60,8 @@ def service_process(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Read the URL from the first line of the service's output. The service writes one more line, which fits into the
-    pipe and so does not block the service."""
+    """Read the URL from the first line of the service's output. The service writes only one more line, which fits into
+    the pipe."""
     assert process.stdout is not None
     give_up_at = time.monotonic() + SECONDS_TO_START
     with selectors.DefaultSelector() as selector:
@@ -76,8 +76,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """Return this process's environment variables, with the settings in `config` in place of this process's own
-    settings."""
+    """Return this process's environment variables, but with the settings in `config` instead of its own settings."""
     written = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     settings = {
         f"{PREFIX}{name.upper()}": json.dumps(value) if isinstance(value, dict | list) else str(value)

@@ -1,8 +1,7 @@
 """Runs demo sessions without a service, to train the shipped policy. It uses the embedded engine's batch and an
 imitated sandbox.
 
-scripts/train_policy.py uses this module, which needs neither HTTP nor the gateway. Invariant: the ids of a session are
-exactly the model's input and sampled ids, in order.
+Invariant: the ids of a session are exactly the model's input ids and sampled ids, in order.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
 class SimulatedSession(msgspec.Struct):
-    """A simulated session. `spoken` has a flag for each id, True if the id was sampled. `logprobs` has one value for
-    each sampled id."""
+    """A simulated session. `spoken` has a flag for each of `ids`: True if the id was sampled. `logprobs` has one value
+    for each sampled id."""
 
     episode: Episode
     ids: list[int]
@@ -44,7 +43,8 @@ ROWS = 128
 
 
 class Simulator:
-    """Runs episodes at temperature 1, at most ROWS concurrently. `model` may be trained between two calls of `run`."""
+    """Runs episodes (instances of the demo task) at temperature 1, at most ROWS at once. `model` may be trained between
+    two calls of `run`."""
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, script: Script, *, seed: int) -> None:
         self._batch: RowBatch[Row] = RowBatch(model.extend, kept=ROWS)
@@ -62,7 +62,7 @@ class Simulator:
             rollouts.append(SimulatedSession(episode, prompt, [False] * len(prompt), [], []))
         waiting = deque(self._ask(rollout) for rollout in rollouts)
         going = dict(zip(waiting, rollouts, strict=True))
-        stale = True  # the first step drops cached values, because the trainer may have changed the weights in place
+        stale = True  # True drops cached values: the trainer may have changed the weights in place
         while going:
             new = [waiting.popleft() for _ in range(min(len(waiting), ROWS - len(self._batch.rows)))]
             for row, chunk in self._batch.step(new, 0, stale=stale):
@@ -89,8 +89,8 @@ class Simulator:
         return Row(self._checker.check(request))
 
     def _answer(self, rollout: SimulatedSession, start: int) -> bool:
-        """Add the turn whose ids begin at `start` to the transcript. If it is a call that the imitated sandbox can run,
-        also add the sandbox's output. Returns False if the session is over."""
+        """Add the reply whose ids begin at `start` to the transcript. If the reply calls a command that the imitated
+        sandbox can run, also add the output. Returns False if the session is over."""
         text = self._tokenizer.decode(rollout.ids[start:]).removesuffix(END)
         command = called_command(text)
         if command is None:

@@ -1,7 +1,7 @@
 """Checks the samples of a demo's sessions, computes totals, and writes the samples and the totals to files.
 
-Only `write_files` does I/O. The check runs no model, because the service's count of drifted tokens already shows
-whether the engine got exactly these ids.
+Only `write_files` does I/O. The check runs no model. The service's count of drifted tokens already shows whether the
+engine got exactly the ids in the samples.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from outrider.trajectory import Sample
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The finished groups of a demo with their samples, the turns of each session by session id, and the demo's
-    duration in seconds."""
+    """A demo's finished groups with their samples, its turns by session id, and its duration in seconds."""
 
     groups: tuple[GroupView, ...]
     turns: dict[str, tuple[TurnView, ...]]
@@ -31,8 +30,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over the finished sessions of one group or of all groups. `mean_reward` and the fields in seconds are means.
-    Sessions without a verdict do not count for `mean_reward`, which is 0.0 if no session has one."""
+    """Totals over the finished sessions of one group or of all groups. `mean_reward` and the fields in seconds are
+    means. `mean_reward` is over the sessions with a verdict, or 0.0 if there are none."""
 
     name: str
     sessions: int
@@ -50,8 +49,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider demo --json`, and the first part of summary.json. `faults` is what the check of the
-    samples found. `samples`, `parquet` and `task` are the paths of the written files."""
+    """The output of `outrider demo --json`, and the first part of summary.json. `faults` lists the problems in the
+    samples. `samples`, `parquet` and `task` are the paths of the written files."""
 
     sessions: int
     completed: int
@@ -93,15 +92,15 @@ def tally(name: str, sessions: Iterable[SessionView]) -> Tally:
 
 
 def tallies(groups: Iterable[GroupView]) -> list[Tally]:
-    """Return a tally for each group, followed by one for all groups together."""
+    """Return the totals of each group, followed by the totals of all groups."""
     groups = list(groups)
     each = [tally(group.labels.get("item", group.id), group.sessions) for group in groups]
     return [*each, tally("total", (session for group in groups for session in group.sessions))]
 
 
 def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults: Sequence[str]) -> Summary:
-    """Write samples.jsonl, samples.parquet (only if pyarrow is installed), summary.json, and task.toml, which is a task
-    for `outrider run`. Raises InvalidField."""
+    """Write samples.jsonl, samples.parquet (only if pyarrow is installed), summary.json, and task.toml, a task for
+    `outrider run`. Raises InvalidField."""
     jsonl = folder / "samples.jsonl"
     _write_samples(rollouts, jsonl, SampleFormat.JSONL)
     parquet: Path | None = folder / "samples.parquet"
@@ -134,7 +133,7 @@ def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults:
 
 
 def best_session(rollouts: RolloutSummary) -> SessionView:
-    """Return the session to print: one with the highest reward, and among these the first with the most turns."""
+    """Return the session to print: of the sessions with the highest reward, the first with the most turns."""
 
     def merit(session: SessionView) -> tuple[float, int]:
         if session.result is None:
@@ -157,8 +156,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def sample_faults(rollouts: RolloutSummary, tokenizer: Tokenizer) -> list[str]:
-    """Return what is wrong with the samples, as texts. The check decodes the trained ids: each trained text must be the
-    text of a sampled turn."""
+    """Return the problems in the samples, as texts. The check decodes the ids that are trained on. Each decoded text
+    must be the text of a sampled turn."""
     found: list[str] = []
     for group in rollouts.groups:
         trained: dict[str, int] = {session.id: 0 for session in group.sessions}
@@ -185,7 +184,7 @@ def _one_sample_faults(sample: Sample, turns: Sequence[TurnView], tokenizer: Tok
         yield f"{name}: not every id that trains has a log-probability and a version"
         return
     sampled = {turn.sampled for turn in turns}
-    # The trained tokens of a turn are contiguous.
+    # The ids of a turn that are trained on are contiguous.
     for start, end in sample.trained:
         if (text := tokenizer.decode(sample.ids[start:end].tolist())) not in sampled:
             yield f"{name}: {text!r} is trained on, but is the text of no turn"

@@ -1,4 +1,4 @@
-"""The demo's task: find the zone of an item by reading the file with the item's name.
+"""The demo's task: find the zone of an item by reading the file that has the item's name.
 
 Invariant: the zone is drawn at random for each episode and is only in the sandbox. So an agent must read the right
 file; a guess is right 1 time in 16.
@@ -31,7 +31,7 @@ ZONES = (
 PHRASINGS = ("Where is {item}?", "Please find {item}.", "In which zone is {item}?")
 
 TURNS = 4
-"""Maximum model calls of a session. Two are enough; with the others, a policy can recover from reading a wrong file."""
+"""Maximum model calls of a session. Two are enough. More calls allow a policy to recover from reading a wrong file."""
 
 MAX_TOKENS = 48
 
@@ -56,7 +56,7 @@ options = { item = "maple", zone = "jade" }
 temperature = 1.0
 max_tokens = 48
 """
-"""One episode as a task file for `outrider run`. docs/quickstart.md shows the same file."""
+"""A task file for `outrider run` with one episode. docs/quickstart.md shows the same file."""
 
 
 class Episode(msgspec.Struct, frozen=True):
@@ -68,7 +68,8 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 def make_task(source: int | random.Random) -> Episode:
-    """Draw an episode. The same seed always gives the same episode. A generator gives a new episode at each call."""
+    """Draw an episode. From a seed, this always gives the same episode; from a random generator, a new one at each
+    call."""
     rng = random.Random(source) if isinstance(source, int) else source
     item = rng.choice(ITEMS)
     return Episode(item, rng.choice(ZONES), rng.choice(PHRASINGS).format(item=item))
@@ -85,7 +86,7 @@ def file_for(zone: str) -> str:
 
 
 def answer_for(zone: str) -> str:
-    """Return the right answer."""
+    """Return the answer that names this zone."""
     return f"It is in {zone}."
 
 

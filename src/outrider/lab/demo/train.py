@@ -1,8 +1,7 @@
-"""Trains the demo's policy on its task. The service runs in a separate process, and TRL's GRPO trainer in this one;
-they communicate over HTTP.
+"""Trains the demo's policy on its task. The service runs in a separate process, and TRL's GRPO trainer in this one.
+They communicate over HTTP.
 
-The module trains with `trainers.trl`, as any user of TRL would, and does not write to a terminal. Invariant: when
-`train` returns, the service has ended, and only the trained weights are left on disk.
+Invariant: when `train` returns, the service has ended, and only the trained weights are left on disk.
 """
 
 from __future__ import annotations
@@ -40,25 +39,25 @@ from outrider.trainers.weight_publishing import PolicyWeights
 GROUPS, SAMPLES = 8, 8
 """Number of groups in a training step, and number of sessions in a group."""
 INFLIGHT = 8
-"""Maximum number of concurrent groups. This is enough to fill the run lane, but no more than one batch needs, because
-further groups would be too old for the next batch."""
+"""Maximum number of concurrent groups. They fill the run lane (the slots for running agents). More groups would be too
+old for the next batch."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
-"""The learning rate at the beginning and at the end. At 1e-3, a policy may unlearn the syntax of tool calls within one
+"""The learning rates at the beginning and at the end. At 1e-3, a policy may forget the syntax of tool calls within one
 or two steps, and then never gets a reward again."""
 MAX_STEPS = 48
 """Maximum number of training steps. With a time limit instead, a busy machine would end the training too early."""
 PASSES = 2
 """Optimizer steps over each batch."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4
-"""Settings of a first training, in which the model learns to guess without reading the file: the number of batches, the
-dialogues per batch, and the learning rate."""
+"""Settings of a short first training, in which the model learns to guess without reading the file: the number of
+batches, the dialogues per batch, and the learning rate."""
 SOLVED, SOLVED_STEPS = 0.93, 3
-"""Training ends when the mean reward of the last SOLVED_STEPS steps is at least SOLVED. The mean also includes groups
-that were not trained on."""
+"""Training ends when the mean reward of the last SOLVED_STEPS steps is at least SOLVED. Groups that were not trained on
+also count for this mean."""
 EPISODES = 128
-"""Number of episodes for measuring the reward before and after the training. They are not trained on, and each has one
-session."""
+"""Number of episodes with which the reward is measured before and after the training. They are not trained on, and each
+has one session."""
 LANES = LanesConfig(init=8, run=48, eval=8)
 SLOTS = 48
 """Number of sequences that the engine processes at once: one for each running agent."""
@@ -66,12 +65,12 @@ STARTS_BELOW, ENDS_ABOVE, LARGEST_GAP = 0.3, 0.85, 1e-4
 
 PAGE = 500
 LOOK_EVERY = 0.25
-"""Seconds between two polls of the run lane."""
+"""Seconds between two polls that count the free slots of the run lane."""
 
 
 class TrainStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A training step. `idle` is the mean fraction of free slots in the run lane since the previous step. `seconds` is
-    the time since the training began."""
+    """A training step. `idle` is the mean fraction of the run lane's slots that were free since the previous step.
+    `seconds` is the time since the training began."""
 
     stats: StepStats
     idle: float
@@ -101,7 +100,7 @@ class SeedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one seed, as printed by `outrider demo --train --json`."""
+    """The results of one seed, in the output of `outrider demo --train --json`."""
 
     seed: int
     first_reward: float
@@ -111,7 +110,7 @@ class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What `outrider demo --train --json` prints. `curve` is the path of the plot, or None without matplotlib.
+    """The output of `outrider demo --train --json`. `curve` is the path of the plot, or None without matplotlib.
     `interrupted` is True if Ctrl-C ended the training early."""
 
     seeds: tuple[SeedLine, ...]
@@ -134,7 +133,7 @@ Watch = Callable[[TrainStep], None]
 
 
 def check_installed() -> None:
-    """Raise InvalidField if a package needed for training is not installed."""
+    """Raise InvalidField if a package that the training needs is not installed."""
     missing = [name for name in ("torch", "trl", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         raise InvalidField(
@@ -147,10 +146,11 @@ def check_installed() -> None:
 def train(
     seed: int, policy: Path, runtime: str, out: Path, watch: Watch, stop: Callable[[], bool] = lambda: False
 ) -> SeedRun:
-    """Train the policy in the folder `policy`, with sandboxes of kind `runtime`, and write the trained policy to `out`.
+    """Train the policy in the folder `policy`, with sandboxes of the kind `runtime`, and write the trained policy to
+    `out`.
 
-    Calls `watch` after each step. If `stop()` is True after a step, the training ends and the trained policy is not
-    evaluated. If it is True before the first step, nothing is written to `out`. Raises the service's errors, and
+    Calls `watch` after each step. If `stop()` then returns True, the training ends and the trained policy is not
+    evaluated. If it returns True before the first step, nothing is written to `out`. Raises the service's errors, and
     InvalidField for a policy that cannot be trained.
     """
     began = time.monotonic()
@@ -225,15 +225,15 @@ def summary(runs: Sequence[SeedRun], curve: Path | None, *, interrupted: bool = 
 
 
 def _undertrained(policy: Path, seed: int) -> Any:
-    """Return the policy's model after a short training that makes it guess more often. This leaves more to learn for
-    the reinforcement learning, and gives each seed different weights to start with."""
+    """Return the policy's model after a short training that makes it guess more often. Then the reinforcement learning
+    has more to improve, and each seed starts with different weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # Several threads would busy-wait for each other on shared cores, and leave no core for the engine.
+    # Several torch threads would busy-wait for each other on shared cores, and leave no core for the engine.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     script, tokenizer = Script.load(policy), Tokenizer.load(policy)
@@ -301,7 +301,7 @@ def _train(
         max_steps=MAX_STEPS * PASSES,
         num_iterations=PASSES,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",  # constant only for TRL: `Steps` changes the learning rate
+        lr_scheduler_type="constant",  # TRL keeps it constant; `Steps` changes it
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -337,12 +337,12 @@ def _train(
         trainer.remove_callback(PrinterCallback)
         began = time.monotonic()
         trainer.train()
-        rollouts.publish(trainer)  # the final measurement and `out` need the weights of the last step
+        rollouts.publish(trainer)  # the final evaluation and `out` need the weights of the last step
     return steps
 
 
 class LaneWatch:
-    """Polls the run lane, and computes the fraction of its slots that are free."""
+    """Polls the run lane (the slots for running agents), and computes the fraction of free slots."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -358,7 +358,7 @@ class LaneWatch:
                 look.cancel()
 
     def idle(self) -> float:
-        """Return the mean fraction of free slots since the last call."""
+        """Return the mean fraction of slots that were free since the last call."""
         free, self._free = self._free, []
         return fmean(free) if free else 0.0
 

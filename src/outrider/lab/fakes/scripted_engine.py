@@ -1,8 +1,8 @@
 """An engine that replies from a script, for tests, dry runs and benchmarks.
 
-The engine samples nothing. It implements everything that engines must support: stops, limits, context overflow,
-pausing, aborting and versions. For tests it can also fail or stall at a chosen token, and records its requests.
-Invariant: token `id` at context position `p` always has the log-probability `scripted_logprob(p, id)`.
+It implements all that engines must support: stops, limits, context overflow, pausing, aborting and versions. For tests,
+it can also fail or stall at a chosen token, and records its requests. Invariant: token `id` at context position `p`
+always has the log-probability `scripted_logprob(p, id)`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 TAIL_TOKENS = 1024
-"""Number of tokens at the end of a prompt in which `ScriptedReply.when` is searched for."""
+"""Number of tokens at the end of a prompt that are searched for `ScriptedReply.when`."""
 
 REMEMBERED_REQUESTS = 1024
 REMEMBERED_SESSIONS = 20_000
-"""Maximum number of sessions whose position in the script is stored. Least recently used sessions are removed. A limit
-is needed because an engine is not told when a session ends."""
+"""Maximum number of sessions whose position in the script is stored. The least recently used are removed. A limit is
+needed because an engine is not told when a session ends."""
 
 FAILURES: dict[str, type[EngineError]] = {
     "unavailable": EngineUnavailable,
@@ -50,8 +50,8 @@ FAILURES: dict[str, type[EngineError]] = {
 def scripted_logprob(position: int, token_id: int) -> float:
     """Return a number in [-4, 0) that depends on the token and the position, and is exact in float32 and in JSON.
 
-    `position` counts from the start of the context (prompt and output). So a training row can be checked without other
-    data.
+    `position` counts from the start of the context (prompt and output). So a training row can be checked by its ids
+    alone.
     """
     return -((position * 2654435761 + int(token_id) * 40503) % 4096 + 1) / 1024
 
@@ -59,7 +59,7 @@ def scripted_logprob(position: int, token_id: int) -> float:
 class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One reply of the script: `reply` (text that may contain special tokens) or token `ids`.
 
-    - `when`: use this reply for every prompt whose last part contains this text. The replies without `when` are used in
+    - `when`: use this reply for every prompt whose end contains this text. The replies without `when` are used in
       order, separately for each session.
     - `fail`, `after`: raise this error after `after` tokens, unless the request's token limit is lower.
     - `stall`: wait after this many tokens, until `release` is called.
@@ -74,8 +74,8 @@ class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine's options. Each session gets the `replies` without `when` in order, and the last one is repeated.
-    `chunk_tokens` is the number of tokens per chunk."""
+    """The engine's options. `chunk_tokens` is the number of tokens per chunk. Each session gets the `replies` without
+    `when` in order, and the last of them is repeated."""
 
     replies: list[str | ScriptedReply] = []
     chunk_tokens: int = 1
@@ -84,8 +84,8 @@ class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """A whole generation: its tokens, its end, and the token after which it stalls. Either `finish` or `failure` is
-    set. `script` is the reply in the script that the plan was made from, with its ids."""
+    """A whole generation as planned: its tokens, its end, and the token after which it stalls. Either `finish` or
+    `failure` is set. `script` is the scripted reply from which the plan was made, with its ids."""
 
     ids: list[int]
     finish: FinishReason | None
@@ -98,24 +98,23 @@ class _Plan(msgspec.Struct, frozen=True):
 class ScriptedEngine:
     """An `Engine` with a script. It also implements `TokenizesText`, `SetsVersion` and `LoadsWeights`.
 
-    If a pause aborts a reply, the session may send another request with the same prompt followed by the ids it already
-    got. The reply then continues where it stopped. Weights are not read, but their path must exist, and is stored in
-    `weights`.
+    If a pause aborts a reply, the session can request the rest: the new prompt is the old prompt followed by the ids
+    sampled so far. Weights are not read, but their path must exist, and is stored in `weights`.
 
     For tests:
 
     - `requests`: the most recent requests.
     - `aborted`: the request ids of generations that the consumer closed or cancelled. Each of them sets `abort_seen`.
     - `stalled`: set when a generation stalls. `release` ends the stall.
-    - `kill`: makes the engine unavailable, also for running generations, until `revive`.
-    - `hang`: stops every response, including `health`, until `revive`.
+    - `kill`: makes the engine unavailable, also for running generations, until `revive` is called.
+    - `hang`: stops every response, including `health`, until `revive` is called.
     """
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    # not enforced: the author of a script must comply with them
+    # Constraints are not enforced. The author of a script must comply with them.
     constraints = frozenset(ConstraintKind)
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # the engine has no cache, so it never uses outdated values
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # there is no cache, so it is never outdated
 
     def __init__(self, options: EngineOptions) -> None:
         own = read_options(ScriptOptions, options.options)
@@ -203,7 +202,7 @@ class ScriptedEngine:
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def release(self) -> None:
-        """End all current stalls, and skip later ones."""
+        """End all current stalls, and do not stall any later generation."""
         self._released = True
         self._notify()
 
@@ -250,9 +249,9 @@ class ScriptedEngine:
             self._cut.popitem(last=False)
 
     async def _next(self, plan: _Plan, run: _Run) -> Chunk:
-        """Return the next chunk. Waits while the engine is frozen or hangs, or the generation is stalled. An aborted
-        generation ends with an empty chunk. Raises EngineUnavailable if the engine was killed, or the failure in the
-        script."""
+        """Return the next chunk of a generation. Waits while the engine is paused or hangs, or the generation is
+        stalled. An aborted generation ends with an empty chunk. Raises EngineUnavailable if the engine was killed, or
+        the script's error."""
         if run.position:
             await asyncio.sleep(0)
         while (
@@ -279,7 +278,8 @@ class ScriptedEngine:
 
 
 class _Run:
-    """The progress of one generation. `aborts` is the engine's abort count at the start of the generation."""
+    """The progress of one generation. `aborts` is how often the engine had aborted generations when this one
+    started."""
 
     def __init__(self, prompt_length: int, aborts: int) -> None:
         self.position = 0
@@ -291,7 +291,7 @@ class _Run:
     def chunk(
         self, ids: list[int], version: int, finish: FinishReason | None = None, match: int | str | None = None
     ) -> Chunk:
-        """Return the chunk of the next `ids`, sampled by `version`."""
+        """Return a chunk with the next `ids`, sampled by the policy version `version`."""
         start = self._prompt_length + self.position
         logprobs = [scripted_logprob(start + offset, token_id) for offset, token_id in enumerate(ids)]
         if ids and (not self._starts or self._starts[-1][0] != version):
@@ -310,7 +310,7 @@ class _Run:
 
 
 class _Script:
-    """Selects the reply of each request."""
+    """Selects the scripted reply to each request."""
 
     def __init__(self, replies: list[str | ScriptedReply], tokenizer: Tokenizer | None) -> None:
         entries = [ScriptedReply(reply=entry) if isinstance(entry, str) else entry for entry in replies]
@@ -323,7 +323,7 @@ class _Script:
         self._turns: OrderedDict[str, int] = OrderedDict()
 
     def next(self, request: GenerateRequest) -> tuple[ScriptedReply, list[int]]:
-        """Return the reply to a request. Raises EngineRejected if the script has none."""
+        """Return the reply to a request. Raises EngineRejected if the script has no reply for it."""
         if self._rules and self._tokenizer is not None:
             tail = self._tokenizer.decode(request.input_ids[-TAIL_TOKENS:].tolist())
             for when, rule, ids in self._rules:

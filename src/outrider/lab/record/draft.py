@@ -1,7 +1,7 @@
 """Drafts a task that runs a recorded program again, in a sandbox.
 
-Only `place_of` does I/O: it looks at files. Invariants: the draft is a valid task; until somebody writes a check, its
-evaluator ends every session with an error, so that no session gets an unearned reward.
+Only `place_of` does I/O: it looks at files. Invariants: the draft is a valid task. The evaluator ends every session
+with an error until somebody writes a check, so that no session gets an unearned reward.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ from outrider.harnesses.missing_program import SYSTEM
 
 INSTRUCTION = "{instruction}"
 FED = ("sh", "-c", 'printf %s "$OUTRIDER_INSTRUCTION" | "$0" "$@"')
-"""The first words of a command that passes the instruction to a program as standard input. The program's own command
-follows them."""
+"""The beginning of a command that passes the instruction to a program as standard input. The program's own command
+follows."""
 LONGEST_PATH = 4096
 MAX_LINKS = 40
 """Maximum length of a chain of symbolic links, the same as in Linux."""
 WRITTEN_BYTES = 1 << 16
-"""Maximum size in bytes of a file that a prepare step of the draft writes."""
+"""Maximum size in bytes of a file that the draft writes in a prepare step."""
 MODULES = "node_modules"
 UNCHECKED = "echo 'the task has no check yet' >&2; exit 2"
 
 
 _INTERPRETER = re.compile(r"(?:python|pypy|node|bun|deno|ruby|perl|bash|dash|sh|zsh)[\d.]*")
-"""Matches the names of interpreters. The first argument of an interpreter that names a file is the script that it
-runs."""
+"""Matches the names of interpreters. An interpreter's first argument that names a file is the script."""
 _ENV_SHEBANG = re.compile(rb"#! ?/usr/bin/env (?:-S +)?([\w.-]+)")
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A command, and the files that a sandbox needs to run it.
 
-    - `words`: the command in a form that is valid in a sandbox.
+    - `words`: the command and its arguments, in a form that is valid in a sandbox.
     - `venv`: the program's virtual environment on the host.
     - `mounts`: folders and files of the host to mount.
     - `written`: the texts of files that a prepare step writes, by path relative to the working directory.
@@ -54,9 +53,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about a recorded run. `place` is its command. The command, `env` and `files` may contain
-    placeholders. `stdin` is True if the program read the instruction from standard input. `calls`, `dialects` and
-    `streamed` describe its model calls."""
+    """What is known about a recorded run, for drafting a task. `place` is its command. The command, `env` and `files`
+    may contain placeholders. `stdin` is True if the program read the instruction from standard input. `calls`,
+    `dialects` and `streamed` describe its model calls."""
 
     place: Place
     instruction: str
@@ -77,9 +76,9 @@ class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
 def place_of(words: Sequence[str], search: str | None) -> Place:
     """Return the command in `words` with the files that it needs. `search` is the PATH. Reads links and files.
 
-    An argument that is a file or `--name=FILE` becomes an absolute path, and the file is mounted. A small text file
-    with a relative path below the working directory is the program's input instead: a prepare step writes it. A script
-    after an interpreter is always mounted, because it is the program itself.
+    If an argument is a file or `--name=FILE`, it becomes an absolute path, and the file is mounted. A relative path to
+    a small text file below the working directory does not change. This file is the program's input, and a prepare step
+    writes it. An interpreter's script is always mounted.
     """
     found = shutil.which(words[0], path=search)
     if found is None:
@@ -120,8 +119,8 @@ def place_of(words: Sequence[str], search: str | None) -> Place:
 
 def _environment_of(program: Path) -> tuple[Path | None, Path]:
     """Return the virtual environment that has the program in its `bin`, and the program's path there. Links are
-    followed, because pipx and uv put links to such programs into ~/.local/bin. Without an environment, return None and
-    the program unchanged."""
+    followed, because pipx and uv put links to such programs into ~/.local/bin. Without an environment, returns None and
+    the same program."""
     for place in _links(program):
         above = place.parent.parent
         if place.parent.name == "bin" and (above / "pyvenv.cfg").is_file():
@@ -139,8 +138,8 @@ def _links(file: Path) -> Iterator[Path]:
 
 
 def _named_by_env(script: Path, search: str | None) -> Path | None:
-    """Return the interpreter that a script names in a first line `#!/usr/bin/env INTERPRETER`; None if a sandbox has it
-    anyway."""
+    """Return the interpreter that a script names in a first line `#!/usr/bin/env INTERPRETER`. Returns None if every
+    sandbox has this interpreter."""
     with script.open("rb") as file:
         named = _ENV_SHEBANG.match(file.read(LONGEST_PATH))
     found = shutil.which(named[1].decode(), path=search) if named else None
@@ -148,8 +147,7 @@ def _named_by_env(script: Path, search: str | None) -> Path | None:
 
 
 def _work(text: str) -> str | None:
-    """Return the text of a small file whose path is relative and stays below the working directory; None for any other
-    file."""
+    """Return the text of a small file with a relative path below the working directory; None for any other file."""
     path = Path(text)
     if path.is_absolute() or ".." in path.parts or path.stat().st_size > WRITTEN_BYTES:
         return None
@@ -160,7 +158,7 @@ def _work(text: str) -> str | None:
 
 
 def _shown(file: Path) -> Iterator[Path]:
-    """Yield what to mount for a program or script, and for each link that leads to it. This is usually the folder
+    """Yield the paths to mount for a program or script, and for each link that leads to it. Usually this is the folder
     around the file: /opt/tool for /opt/tool/bin/tool. For a file in an npm package it is the whole folder node_modules.
     In a folder with many unrelated files, such as /tmp, it is only the file."""
     for place in _links(file):
@@ -178,9 +176,9 @@ def _of_system(path: Path) -> bool:
 
 
 def with_instruction(words: Sequence[str], user_texts: Iterable[str]) -> tuple[tuple[str, ...], str | None]:
-    """Replace the instruction among the words with {instruction}. The instruction is the text that the program sent to
-    its model as a user message. Returns the words and this text, or None if no word contains it. In `--name=TEXT`, only
-    TEXT is replaced."""
+    """Replace the instruction in the command's words with {instruction}. The instruction is a text that the program
+    sent to its model as a user message. Returns the new words and this text, or None if there is no such text. In
+    `--name=TEXT`, only TEXT is replaced."""
     sent = [text.strip() for text in user_texts]
     best: tuple[tuple[bool, bool, int], int, str] | None = None
     for index, word in enumerate(words[1:], 1):

@@ -1,7 +1,7 @@
 """Runs a program by hand and records its model calls. A service in this process serves the calls with a scripted model
-or a real engine. The program is the agent of an external session.
+or a real engine.
 
-Invariant: when `record` returns, the service has ended and its data have been removed; the transcript has every call.
+Invariant: when `record` returns, the service has ended and its data have been removed. The transcript has every call.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ SCRIPT = CertificationRow(
     steps=(ScriptedStep(text="I will look.", actions=(ModelAction(command="echo hello"),)), ScriptedStep(text="Done.")),
     check="true",
 )
-"""The replies of the scripted model. The program does not run in a sandbox, so the tool call must change nothing."""
+"""The scripted model's replies. The program does not run in a sandbox, so the tool call must change nothing."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
     """A program to run. `command`, `env` and the texts of `files` may contain placeholders.
 
-    - `stdin`: the program reads the instruction from standard input. Otherwise its standard input is the terminal.
+    - `stdin`: True if the program reads the instruction from standard input. Otherwise its standard input is the
+      terminal.
     - `files`: texts by path below HOME. They are written into a new folder, which becomes the program's HOME. Without
       files, the program gets the user's HOME.
     """
@@ -70,7 +71,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a recorded run. `dialects` are the dialects of the successful model calls. `refused` has the
-    number of failed calls, by method, path, status and reason."""
+    number of failed calls by method, path, status and reason."""
 
     exit_code: int
     calls: int
@@ -83,9 +84,9 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
 async def record(
     program: Program, transcript: IO[str], *, settings: Config | None = None, stdout: IO[str] | None = None
 ) -> RecordedRun:
-    """Run the program until it ends, and write its model calls to `transcript`. The engines of `settings` reply;
-    without `settings`, a scripted model replies. The program's output goes to `stdout`, by default to that of this
-    process. Raises InvalidField for a program that cannot be run."""
+    """Run the program until it ends, and write its model calls to `transcript`. The engines of `settings` reply, or a
+    scripted model without `settings`. The program's output goes to `stdout`, by default that of this process. Raises
+    InvalidField for a program that cannot be run."""
     with tempfile.TemporaryDirectory(prefix="outrider-record-") as folder:
         data = Path(folder) / "data"
         scripted = Config(model=ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name=MODEL))
@@ -127,7 +128,7 @@ async def _sent(word: str) -> bool:
 
 
 async def _run(program: Program, session: ExternalSession, url: str, home: Path, stdout: IO[str] | None) -> int:
-    """Run the program and return its exit code, or -N after signal N. Ctrl-C stops only the program; this process
+    """Run the program and return its exit code, or -N if signal N ended it. Ctrl-C stops only the program; this process
     ignores it."""
     endpoint = ModelEndpoint(base_url=f"{url}/s/{session.key}", api_key=session.key, model=session.model)
     words = {
@@ -143,8 +144,8 @@ async def _run(program: Program, session: ExternalSession, url: str, home: Path,
         await asyncio.to_thread(_write, home, program.files, words)
         env["HOME"] = str(home)
     try:
-        # A shell makes the pipe for standard input, as in the drafted task. asyncio may use a socket instead, from
-        # which some programs do not read.
+        # A shell makes the pipe for standard input, as in the drafted task. asyncio may use a socket, from which some
+        # programs do not read.
         process = await asyncio.create_subprocess_exec(
             *(FED if program.stdin else ()), *command, env=env, stdout=stdout
         )
@@ -173,8 +174,8 @@ def _write(home: Path, files: Mapping[str, str], words: Mapping[str, str]) -> No
 
 
 def files_below(folder: Path, *, most: int = 64, most_bytes: int = 1 << 20) -> dict[str, str]:
-    """Return the texts of the files below a folder, by relative path. Blocks. Raises InvalidField for files that a task
-    cannot have: too many, too large, or not text."""
+    """Return the texts of the files below a folder, by relative path. The call blocks. Raises InvalidField for files
+    that a task cannot have: too many, too large, or not text."""
     found: dict[str, str] = {}
     for place, _, names in os.walk(folder):
         for name in sorted(names):

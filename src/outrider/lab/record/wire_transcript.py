@@ -1,8 +1,7 @@
-"""An ASGI application that passes each call on to the model gateway, and writes its request and reply to a file as one
-line of JSON.
+"""An ASGI application that forwards each call to the model gateway. It writes the request and the reply to a file, as
+one line of JSON.
 
-The module does not depend on a dialect. Invariants: the program gets the gateway's reply unchanged and without delay;
-no line contains a secret.
+Invariants: the program gets the gateway's reply unchanged and without delay; no line contains a secret.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from outrider.redaction import HIDDEN, redacted
 from outrider.wire.http_server import Receive, Scope, Send
 
 KEPT_BYTES = 1 << 24
-"""Maximum bytes of a body in the transcript. For a longer body, only its size is written."""
+"""Maximum bytes of a body in the transcript. Of a longer body, only the size is written."""
 
 SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "x-goog-api-key", "api-key"})
 _SECRET_NAME = re.compile(r"^(?:[\w-]*[_-])?(?:api[_-]?key|password|passwd|secret|access[_-]?token)$", re.IGNORECASE)
@@ -30,7 +29,7 @@ DATA = "data:"
 
 
 class WireTranscript:
-    """Passes calls on to `gateway` and writes them to `file`.
+    """Forwards calls to `gateway` and writes them to `file`.
 
     - `secrets`: texts that no line may contain.
     - `user_texts`: the texts of the user's messages, from the first request that has any.
@@ -107,8 +106,8 @@ class _Body:
             self._data += data
 
     def read(self, *, events: bool) -> Any:
-        """Return the body: a list of the data of its events if `events` is True, else JSON, or text if it is not
-        JSON."""
+        """Return the body as JSON, or as text if it is not JSON. If `events` is True, returns a list with the data of
+        each server-sent event."""
         if self._size > KEPT_BYTES:
             return {"omitted_bytes": self._size}
         text = bytes(self._data).decode("utf-8", errors="replace")
@@ -118,7 +117,7 @@ class _Body:
 
 
 def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
-    """Return a JSON value with secrets hidden: `secrets`, Outrider's keys, and strings in fields such as `password` or
+    """Return a JSON value without secrets: `secrets`, Outrider's keys, and strings in fields such as `password` or
     `api_key`."""
     secrets = tuple(secrets)
     if isinstance(value, str):
@@ -136,8 +135,8 @@ def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
 
 
 def _refusal(line: Mapping[str, Any]) -> str:
-    """Return one line with the method, path, status and reason of a failed call. The path does not contain the
-    session's key."""
+    """Describe a failed call in one line: its method, path, status and reason. The path does not contain the session's
+    key."""
     path = _ENDPOINT.sub("", line["path"])
     error = line["reply"].get("error") if isinstance(line["reply"], Mapping) else None
     reason = error.get("message") if isinstance(error, Mapping) else error

@@ -1,8 +1,7 @@
-"""The fake E2B server: starts sandboxes from templates, keeps their time limits and metadata, and forwards requests to
-their `envd`, the daemon in each sandbox.
+"""The fake E2B server. It starts sandboxes from templates, and keeps their time limits and metadata. It forwards
+requests to `envd`, the daemon in each sandbox.
 
-The server implements the paths, names and status codes that E2B's own SDK uses, so the SDK works with it. Invariant:
-when `serving_e2b` ends, no sandbox is left.
+E2B's own SDK works with the server. Invariant: when `serving_e2b` ends, no sandbox is left.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ MAX_BODY = 256 << 20
 ENVD_PATHS = ("/health", "/files", "/process.Process/", "/filesystem.Filesystem/")
 
 Fault = Callable[[web.Request, Callable[[], Awaitable[web.StreamResponse]]], Awaitable[web.StreamResponse]]
-"""A test's function that replies to a request instead of the server. Its second argument makes the server's own
-reply."""
+"""A test's function that replies to a request. It can call its second argument for the server's own reply."""
 
 
 @dataclass
@@ -68,8 +66,8 @@ class FakeE2B:
 
     - `room`: the maximum number of sandboxes.
     - `page`: the maximum number of sandboxes in a page of `GET /v2/sandboxes`.
-    - `faults`: functions that reply to the next requests, by method and path, with `ID` in place of ids. Each is used
-      once.
+    - `faults`: functions that reply to the next requests, by method and path, with `ID` in place of ids. Each function
+      is used once.
     - `requests`: the methods and paths of all requests except those to `envd`, with `ID` in place of ids.
     - `made`: the number of sandboxes created so far.
     """
@@ -216,7 +214,7 @@ def refusal(status: int, message: str, headers: Mapping[str, str] = {}) -> web.R
 
 @asynccontextmanager
 async def serving_e2b(server: FakeE2B, port: int = 0) -> AsyncIterator[FakeE2B]:
-    """Serve on a port of 127.0.0.1 within the block. `server.url` is set to the address."""
+    """Serve on a port of 127.0.0.1 within the block, and set `server.url` to the address."""
     app = web.Application(client_max_size=MAX_BODY)
     app.router.add_route("*", "/{path:.*}", server.handle)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)

@@ -1,4 +1,4 @@
-"""The server's side of the Connect protocol with JSON. A body is one message or a stream of frames."""
+"""The server's side of the RPC protocol Connect, with JSON. A body is one message or a stream of frames."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def last_frame(fault: ConnectFault | None = None) -> bytes:
 
 
 def messages(data: bytes) -> list[dict[str, Any]]:
-    """Parse all messages of a stream. Raises ConnectFault."""
+    """Parse all messages of a stream. Raises ConnectFault for a broken stream."""
     found: list[dict[str, Any]] = []
     while data:
         if len(data) < 5 or len(data) < 5 + (size := struct.unpack(">I", data[1:5])[0]) or data[0] & 1:
@@ -53,7 +53,7 @@ def messages(data: bytes) -> list[dict[str, Any]]:
 
 
 def read(data: bytes) -> dict[str, Any]:
-    """Parse one message. Raises ConnectFault."""
+    """Parse one message. Raises ConnectFault if it is not a JSON object."""
     try:
         message = json.loads(data or b"{}")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Imitates `envd`, the daemon in each E2B sandbox, which has an API for processes and files."""
+"""Imitates `envd`, the daemon in each E2B sandbox. Its API starts processes and transfers files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE_CALLS = {"Stat": "stat", "ListDir": "list", "MakeDir": "make", "Move": "mov
 
 
 class RunningProcess:
-    """A process, and the queues of the streams that receive its events."""
+    """A process, and a queue for each stream that receives the process's events."""
 
     def __init__(self, process: Process, config: dict[str, Any], tag: str | None) -> None:
         self.process = process
@@ -39,7 +39,7 @@ class RunningProcess:
 
 
 class FakeEnvd:
-    """The API of `envd` for one machine. `reply` handles every request."""
+    """The API of `envd` for one sandbox (`machine`). `reply` handles every request."""
 
     def __init__(self, machine: Machine, env: dict[str, str]) -> None:
         self._machine = machine
@@ -228,5 +228,5 @@ async def _write_events(answer: web.StreamResponse, queue: asyncio.Queue[dict[st
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path of a path relative to the user's home folder."""
+    """Return the absolute form of a path that may be relative to the user's home folder."""
     return os.path.normpath(os.path.join("/home/user", path))

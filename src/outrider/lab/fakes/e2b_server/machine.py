@@ -1,7 +1,7 @@
 """One sandbox of the fake E2B server: a set of Linux namespaces with its own root folder.
 
-The programs are the host's own, read-only. All other folders are empty, writable, and in memory. There are no resource
-limits. Invariant: when `stop` returns, no process of the sandbox is alive.
+The programs in it are the host's own, read-only. All other folders are empty, writable, and in memory. Resources are
+not limited. Invariant: when `stop` returns, no process of the sandbox is alive.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ cd /
 echo ready
 exec sleep infinity
 """
-"""Shell script that builds the root folder of a sandbox, and then keeps the namespaces alive."""
+"""Shell script that builds the root folder of a sandbox, and then sleeps to keep the namespaces alive."""
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/root",
@@ -119,7 +119,7 @@ except OSError as error:
 if reply is not None:
     print(json.dumps(reply))
 """
-"""Python program that carries out one file operation. It runs inside the sandbox, so no symbolic link can lead
+"""Python program that carries out one file operation. It runs inside the sandbox, so that no symbolic link leads
 outside."""
 
 
@@ -152,8 +152,8 @@ class Machine:
         return cls(holder, child_of(holder.pid))
 
     async def stop(self) -> None:
-        """Kill all processes of the sandbox. When the first process of a pid namespace ends, the kernel kills all
-        others."""
+        """Kill all processes of the sandbox. When the first process of its pid namespace ends, the kernel kills the
+        rest."""
         await end(self._holder)
         for process in list(self.processes.values()):
             await end(process)
@@ -169,8 +169,8 @@ class Machine:
         return process
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a process that `run` has started. `pid` is the id of `nsenter`; its child gets the
-        signal."""
+        """Send a signal to a process that `run` has started. `pid` is the id of the program `nsenter`, whose child gets
+        the signal."""
         try:
             (inside,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except (OSError, ValueError):
@@ -178,7 +178,7 @@ class Machine:
         kill(int(inside), number)
 
     async def file(self, op: str, path: str, data: bytes = b"", **more: Any) -> bytes:
-        """Carry out the file operation `op`. Raises FileFault."""
+        """Carry out the file operation `op` in the sandbox. Raises FileFault."""
         process = await self.run(["python3", "-I", "-c", FILES, json.dumps({"op": op, "path": path, **more})], {}, "/")
         out, complaint = await process.communicate(data)
         self.processes.pop(process.pid, None)

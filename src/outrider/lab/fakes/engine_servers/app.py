@@ -1,7 +1,6 @@
-"""Turns an engine into an ASGI application, and serves an ASGI application over HTTP.
+"""Turns an engine into an ASGI application, and serves ASGI applications over HTTP.
 
-The module does not depend on the routes of vLLM and SGLang. Invariant: an EngineError that a route raises becomes an
-error in the format of the server's protocol.
+Invariant: if a route raises EngineError, the client gets an error in the format of the server's protocol.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PROTOCOLS: dict[EngineProtocol, Callable[[Engine, ServeSettings], Served]] = {
 }
 DEFAULT_SETTINGS = ServeSettings()
 TURNS_OF_ACCEPT = 4
-"""Number of event loop iterations after which asyncio has created the transport of an accepted connection."""
+"""Number of event loop iterations that asyncio needs to create the transport of an accepted connection."""
 
 
 def engine_app(
@@ -66,7 +65,7 @@ async def serving(
     """Serve the application in this event loop during the block. Yields the base URL. Port 0 selects a free port.
     `websockets` is the maximum size in bytes of a WebSocket message; 0 disables WebSockets.
 
-    At the end of the block, connections that are still open are broken off.
+    At the end, open connections are closed at once.
     """
     config = server_settings(app, websockets=websockets)
     config.load()
@@ -86,9 +85,9 @@ async def serving(
 
 
 async def _stop(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Shut the server down as uvicorn does, but without waiting: open connections are broken off."""
-    # When asyncio closes a server, it loses connections that are accepted but have no transport yet. A few loop
-    # iterations give them one.
+    """Shut the server down as uvicorn does, but without waiting: open connections are closed at once."""
+    # When asyncio closes a server, it loses accepted connections that have no transport yet. They get one after a few
+    # loop iterations.
     asyncio.get_running_loop().remove_reader(listener)
     for _ in range(TURNS_OF_ACCEPT):
         await asyncio.sleep(0)

@@ -1,7 +1,6 @@
-"""The HTTP needed to serve an engine, on plain ASGI: one call gets one response or one event stream.
+"""The part of HTTP that is needed to serve an engine, on plain ASGI: one call gets one response or one event stream.
 
-The module does not depend on an engine's protocol. Invariant: when the client of a generation disconnects, the
-generation is cancelled.
+Invariant: when the client of a generation disconnects, the generation is cancelled.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of an engine's server. Most imitate a version or a command-line option of the real server.
+    """The settings of a fake engine server. Most imitate a version or a command-line option of the real server.
 
     - `tokenizer`: enables texts in replies and the route `/tokenize`.
     - `model`: the name under which the model is served.
@@ -48,7 +47,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     For vLLM:
 
     - `generate_route`: False refuses `/inference/v1/generate`, as without `--enable-scale-out`.
-    - `text_token_ids`: writes that route's log-probabilities as vLLM did up to 0.31.
+    - `text_token_ids`: writes the log-probabilities of the generate route as vLLM did up to 0.31.
     - `labels`: False omits the version label of the weights and the version spans, as in 0.26.
     - `cached_token_counts`: False omits the counts of cached tokens, as without `--enable-prompt-tokens-details`.
     - `finishes_aborted`: False omits the finish reason of generations that a pause aborted, as 0.26 often does.
@@ -58,7 +57,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     For SGLang:
 
-    - `incremental`: streams only new content, as with `--incremental-streaming-output`.
+    - `incremental`: each event of a stream has only new content, as with `--incremental-streaming-output`.
     - `spans`: reports `weight_versions`, as since 0.5.19.
     - `images`: the image processor's settings, for a model that reads images. Needs Pillow and `tokenizer`.
     - `keeps_ids`: False tokenizes the text of a prompt with images again, as before 0.5.15 and with
@@ -99,7 +98,7 @@ class AskedSampling(msgspec.Struct, kw_only=True):
 
 
 class ServerDied(Exception):
-    """Raised for a request that makes the real server exit."""
+    """Raised for a request that would make the real server exit."""
 
 
 class HttpCall:
@@ -148,16 +147,16 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": body})
 
     async def cut(self) -> None:
-        """Break the connection off: the response has fewer bytes than its headers announce, or its stream has no end
-        event."""
+        """Close the connection before the response is complete: it has fewer bytes than its headers announce, or the
+        stream has no end event."""
         if not self.streaming:
             headers = [*JSON_HEADERS, (b"content-length", b"1")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            # The server sends the headers only with the first piece of the body, so an empty piece follows.
+            # uvicorn sends the headers only with the first piece of the body, so an empty piece follows.
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
 
     async def event(self, content: Any) -> None:
-        """Send one event of a stream; the first event starts the stream."""
+        """Send one event of a stream. The first event also starts the response."""
         if not self.streaming:
             self.streaming = True
             await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
@@ -165,16 +164,16 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        """End the stream with `[DONE]`, as the engines do."""
+        """End the stream with `[DONE]`, as vLLM and SGLang do."""
         await self._send({"type": "http.response.body", "body": DONE})
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which responds to the call. If the client disconnects first, the work is cancelled."""
+        """Run `work`, which responds to the call. Cancel it if the client disconnects first."""
         await while_connected(self._scope, work)
 
 
 Routes = dict[tuple[str, str], Callable[[HttpCall], Awaitable[None]]]
-"""Handlers by (method, path)."""
+"""Maps (method, path) to the handler of a route."""
 
 NOT_FOUND = {"detail": "Not Found"}
 """The response of both vLLM and SGLang to an unknown route."""
@@ -185,14 +184,14 @@ class _Tokenize(msgspec.Struct):
 
 
 class Served:
-    """One engine behind the protocol of vLLM or SGLang. `routes` are the routes that only this protocol has; those of
-    both protocols are added. `dead` is True after a request that makes the real server exit. Every connection is then
-    broken off."""
+    """An engine that is served in the protocol of vLLM or SGLang. `routes` are this protocol's own routes, to which the
+    shared routes are added. After a request that would make the real server exit, `dead` is True, and every connection
+    is closed."""
 
     owner = ""
     """The `owned_by` of the served model."""
     tokenizer_length: int | None = None
-    """The `max_model_len` in the response of `/tokenize`; None means the context length of the model."""
+    """The `max_model_len` in the response of `/tokenize`. None stands for the context length of the model."""
 
     def __init__(self, engine: Engine, settings: ServeSettings, routes: Routes) -> None:
         self.engine = engine
@@ -226,7 +225,7 @@ class Served:
         constraint: Constraint | None,
         **sampling: Any,
     ) -> GenerateRequest:
-        """Return the request for the engine. `sampling` has the parameters that vLLM and SGLang name differently.
+        """Return the request for the engine. `sampling` has the parameters whose names differ between vLLM and SGLang.
         Raises EngineRejected if the engine cannot enforce the constraint."""
         if constraint is not None and not (
             isinstance(self.engine, TakesConstraints) and constraint.kind in self.engine.constraints
@@ -252,13 +251,13 @@ class Served:
         )
 
     async def set_version(self, label: str) -> None:
-        """Set the engine's version to that of `label`. Raises EngineRejected if the engine does not support this."""
+        """Set the engine's version to that of `label`. Raises EngineRejected if it cannot be set."""
         if not isinstance(self.engine, SetsVersion):
             raise EngineRejected("this engine's version cannot be set")
         await self.engine.set_version(version_of(label))
 
     def loader(self) -> LoadsWeights:
-        """Return the engine. Raises EngineRejected if the engine cannot load weights."""
+        """Return the engine for loading weights. Raises EngineRejected if it cannot load weights."""
         if not isinstance(self.engine, LoadsWeights):
             raise EngineRejected("this engine's weights cannot be loaded")
         return self.engine

@@ -1,5 +1,5 @@
-"""A fake prefix cache. It stores which ids are cached, their salt and the version of their weights, but not the
-attention keys and values.
+"""A fake prefix cache. For cached ids, it stores their salt and the version of the weights, but no attention keys and
+values.
 
 Invariant: a hit on ids that were computed with other weights is counted in `stale`.
 """
@@ -14,8 +14,8 @@ BLOCK = 4
 
 class PrefixCache:
     """The cache for `ServeSettings.prefix_cache`. The argument `weights` of its methods is the version of the weights.
-    `hits` counts the tokens found, and `stale` those of them that were computed with other weights. `salts` has the
-    salt of every lookup."""
+    `hits` counts the tokens found. `stale` counts the found tokens that were computed with other weights. `salts` has
+    the salt of every lookup."""
 
     def __init__(self) -> None:
         self.hits = 0

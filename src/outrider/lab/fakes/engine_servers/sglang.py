@@ -4,7 +4,7 @@ The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), i
 
 - A request that makes the real server exit also ends this server.
 - Requests that arrive during a pause wait for its end. If the pause had the mode `abort`, they then get status 499.
-- The error of a streamed request is an event of the stream.
+- The error of a streamed request is sent as an event of the stream.
 
 `with_images` handles images as the source code of SGLang 0.5.23 does for models of the Qwen-VL families.
 """
@@ -133,13 +133,13 @@ class ServedSGLang(Served):
         """The tasks of the requests that a real scheduler would have: admitted generations, and health checks."""
 
     def error_body(self, message: str, status: int) -> Any:
-        """Return the body of an error reply, which does not contain the status. Errors within a stream have another
+        """Return the body of an error reply. It does not contain the status. Errors within a stream have another
         format."""
         return {"error": {"message": message}}
 
     async def _health(self, call: HttpCall) -> None:
-        """Report the health. The real server samples a token for a health check, so during a pause this server waits up
-        to HEALTH_SECONDS for the end of the pause."""
+        """Report the engine's health. The real server samples a token for a health check. So during a pause, this
+        server waits up to HEALTH_SECONDS for the end of the pause."""
         self.health_checks += 1
         if self._paused is not None:
             with self._tracked():
@@ -152,7 +152,7 @@ class ServedSGLang(Served):
         try:
             body = msgspec.json.decode(content, type=_Generate)
         except msgspec.ValidationError:
-            # SGLang 0.5.17 does not check names and types, so its handler crashes on wrong ones.
+            # SGLang 0.5.17 does not check names and types, so its handler crashes on wrong names or types.
             await call.answer_text(500, "Internal Server Error")
             return
         except msgspec.DecodeError as error:
@@ -177,7 +177,7 @@ class ServedSGLang(Served):
         except EngineError as error:
             await self._refuse(call, error.message, error.http_status, body)
             return
-        except IndexError:  # the real handler also crashes here, which breaks the connection off
+        except IndexError:  # the real handler also crashes here, which closes the connection
             await call.cut()
             return
         except asyncio.CancelledError:
@@ -199,8 +199,8 @@ class ServedSGLang(Served):
         await call.end()
 
     async def _held(self) -> bool:
-        """Wait while the server is paused. Returns True if the request must then be aborted, because the pause had the
-        mode `abort`."""
+        """Wait while the server is paused. Returns True if the request must be aborted after the pause, because the
+        pause had the mode `abort`."""
         aborted = False
         while self._paused is not None:
             aborted = aborted or self._paused == "abort"
@@ -217,7 +217,7 @@ class ServedSGLang(Served):
             self._in_flight.discard(task)
 
     def _die(self) -> NoReturn:
-        """End the server, for a request that makes the real server exit. Raises ServerDied."""
+        """End the server, because the request would make the real server exit. Raises ServerDied."""
         self.dead = True
         for task in self._in_flight - {asyncio.current_task()}:
             task.cancel()
@@ -329,8 +329,8 @@ class ServedSGLang(Served):
         loader = self.loader()
         if body.abort_all_requests:
             await self.engine.pause("abort")
-        # An in-place pause leaves requests in the scheduler. The real server asserts that the scheduler has none before
-        # it flushes the cache, so it exits here.
+        # The pause `in_place` leaves requests in the scheduler. The real server exits here, because it asserts that the
+        # scheduler has no requests when it flushes the cache.
         if body.flush_cache and self._paused == "in_place" and self._in_flight:
             self._die()
         try:
@@ -347,7 +347,7 @@ class ServedSGLang(Served):
 
 
 class _SGLangWriter:
-    """Writes one response. Each event of a stream repeats the content of all earlier events, unless the server streams
+    """Writes one response. Each event of a stream also repeats all earlier content, unless the server streams
     incrementally."""
 
     def __init__(self, request: GenerateRequest, settings: ServeSettings, cached: int | None, body: _Generate) -> None:
@@ -367,7 +367,7 @@ class _SGLangWriter:
 
     def event(self, chunk: Chunk, version: int) -> dict[str, Any] | None:
         """Return the next event. The first token is sent at once. After that, returns None until `stream_interval`
-        tokens are unsent. `version` is the version of the server's current weights."""
+        tokens have not been sent yet. `version` is the current version of the server's weights."""
         if not self._cumulative and self._sent == len(self.sampled):
             self._ids, self._entries, self._text = [], [], ""
         self.sampled += chunk.ids
@@ -389,7 +389,7 @@ class _SGLangWriter:
             "completion_tokens": count,
             "weight_version": label_of(version),
         }
-        if not waited:  # the real server omits both counts for a request that was aborted before it began
+        if not waited:  # the real server omits both counts if the request was aborted before it began
             cached = chunk.cached_tokens if self._cached is None else self._cached
             meta |= {"prompt_tokens": len(self._request.input_ids), "cached_tokens": cached or 0}
         if self._logprobs:
@@ -403,8 +403,9 @@ class _SGLangWriter:
 def with_images(
     ids: list[int], image_data: list[str], settings: ServeSettings
 ) -> tuple[list[int], tuple[RequestImage, ...]]:
-    """Return the ids and the images of a prompt. Each placeholder id is repeated as often as its image has tokens.
-    Raises IndexError if there are more placeholders than images. If there are fewer, the last images are ignored."""
+    """Return the ids and the images of a prompt. Each image's placeholder id is repeated once for each token of the
+    image. Raises IndexError if there are more placeholders than images. If there are fewer, the last images are
+    ignored."""
     assert settings.images is not None
     assert settings.tokenizer is not None
     placeholder = settings.tokenizer.convert_tokens_to_ids(PLACEHOLDER)
@@ -426,8 +427,8 @@ def with_images(
 
 
 def _pixels(text: str, settings: ImageSettings) -> Pixels:
-    """Return the patches of an image in base64 or in a data URL. The real server also accepts files and URLs. Raises
-    EngineRejected."""
+    """Return the patches of an image that is sent in base64 or as a data URL. The real server also accepts files and
+    URLs. Raises EngineRejected."""
     try:
         data = base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
         return pixels_of(data, settings)

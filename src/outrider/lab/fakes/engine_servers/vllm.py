@@ -1,4 +1,4 @@
-"""An engine behind vLLM's HTTP protocol: generate with token ids, completions with ids, and the control routes.
+"""An engine behind vLLM's HTTP protocol: generation from token ids, completions from ids, and the control routes.
 
 The responses have the format of vLLM 0.32 on a GPU (tests/golden/real_engines). With some settings they have the format
 of vLLM 0.26, which writes ids as text and does not label the weights. There are no chat routes, because this server
@@ -41,7 +41,7 @@ class _StructuredOutputs(msgspec.Struct):
     structural_tag: str | None = None
 
     def constraint(self) -> Constraint:
-        """Return the requested constraint. Raises EngineRejected unless the request has exactly one."""
+        """Return the requested constraint. Raises EngineRejected unless there is exactly one."""
         forms = {
             ConstraintKind.JSON_SCHEMA: None if self.json is None else msgspec.json.encode(self.json).decode(),
             ConstraintKind.JSON_OBJECT: "" if self.json_object else None,
@@ -164,7 +164,8 @@ class ServedVLLM(Served):
         await call.while_connected(self._respond(call, request, reply, body))
 
     async def _render(self, call: HttpCall) -> None:
-        """Answer with a fixed reply that only shows which type of pixel values the model takes. Nothing is rendered."""
+        """Answer with a fixed reply, and render nothing. The reply only shows which type of pixel values the model
+        takes."""
         await call.read(dict)
         item = {"pixel_values": {"data": [self.settings.pixel_form, [0, 0], b""]}}
         encoded = base64.b64encode(msgspec.msgpack.encode(item)).decode()
@@ -208,7 +209,7 @@ class ServedVLLM(Served):
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    # read the version only now, because a pause may have delayed the request
+                    # the version is read only now, because a pause may have delayed the request
                     if cache and weights < 0:
                         weights = (await self.engine.health()).version
                         reply.cached_tokens = cache.look(salt, prompt, weights)
@@ -255,8 +256,8 @@ class ServedVLLM(Served):
         await call.answer(200, {"success": True, "new_version": label})
 
     async def _collective_rpc(self, call: HttpCall) -> None:
-        """Load weights, as the workers' method `reload_weights` does. Clients set the version label with a separate
-        request."""
+        """Load weights, as the method `reload_weights` of vLLM's workers does. Clients set the version label with a
+        separate request."""
         path = (await call.read(_Reload)).kwargs.weights_path
         loader = self.loader()
         try:
@@ -274,7 +275,7 @@ class ServedVLLM(Served):
 
 
 class _VLLMWriter:
-    """Writes one response, as events or as a whole. `choices` writes the parts whose format depends on the route."""
+    """Writes one response, as events or as a whole. `choices` writes the part whose format depends on the route."""
 
     def __init__(
         self, request: GenerateRequest, choices: _TokenChoices | _CompletionChoices, settings: ServeSettings
@@ -317,7 +318,7 @@ class _VLLMWriter:
 
 
 class _TokenChoices:
-    """The format of the generate route."""
+    """The response format of the generate route."""
 
     def __init__(self, request_id: str, settings: ServeSettings, echo: _Generate | None) -> None:
         self._echo = echo
@@ -359,7 +360,7 @@ class _TokenChoices:
 
 
 class _CompletionChoices:
-    """The format of the completions route."""
+    """The response format of the completions route."""
 
     def __init__(self, asked: _Completion, settings: ServeSettings) -> None:
         self._asked = asked

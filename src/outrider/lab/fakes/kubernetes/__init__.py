@@ -1,2 +1,2 @@
-"""A Kubernetes cluster for tests: an API server with the part of the API that sandboxes use, and a machine that runs
-the containers of pods in Linux namespaces."""
+"""A fake Kubernetes cluster for tests: an API server with the part of the API that sandboxes use, and a machine that
+runs pods' containers in Linux namespaces."""

@@ -1,8 +1,7 @@
-"""A Kubernetes API server for tests. It has the part of the API that sandboxes use: pods, commands in pods, watches,
-daemon sets, and the errors of a busy or strict cluster.
+"""A fake Kubernetes API server for tests. It has the part of the API that sandboxes use: pods, commands in pods,
+watches, daemon sets, and the errors of a busy or strict cluster.
 
-Pods run on a `FakeMachine`. Invariant: the official Python client can read every response, because it has the form of a
-real API server's response.
+Pods run on a `FakeMachine`. Invariant: the official Python client can read every response.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from outrider.lab.fakes.kubernetes.machine import FakeImage, FakeMachine, now
 
 NODE = "fake-node"
 NAMESPACE = "rl"
-"""The namespace in the kubeconfig."""
+"""The namespace that the kubeconfig selects."""
 HISTORY = 1000
-"""Number of changes that are kept. A watch can start only from a kept change."""
+"""Number of past changes that the server keeps. A watch can start only from one of them."""
 PODS = "/api/v1/namespaces/{namespace}/pods"
 DAEMON_SETS = "/apis/apps/v1/namespaces/{namespace}/daemonsets"
 
@@ -53,8 +52,8 @@ class ApiFailure(Exception):
 
 
 Fault = Callable[[web.Request], Any]
-"""A test's function that is called with each request. It can raise, wait, or return a response instead of the server's
-own. If it returns None, the server handles the request."""
+"""A test's function that the server calls with each request. It can raise, wait, or return its own response. If it
+returns None, the server handles the request."""
 
 
 @dataclass
@@ -63,10 +62,10 @@ class ClusterRules:
 
     - `token`: the only accepted token.
     - `role`: the rules of the account's Role in `NAMESPACE`, as in Kubernetes. None allows everything.
-    - `denied`: more verbs on pods to forbid, such as `create` or `create pods/exec`.
+    - `denied`: further verbs on pods that are forbidden, such as `create` or `create pods/exec`.
     - `quota`: the maximum number of pods.
     - `room`: the maximum number of pods that are scheduled on the machine. Further pods stay pending.
-    - `faults`: called in order for each request.
+    - `faults`: functions that are called in order for each request.
     """
 
     token: str | None = None
@@ -114,8 +113,8 @@ class FakeApiServer:
         return app
 
     def forget_changes(self) -> None:
-        """Forget all changes, as a real server does after some minutes. Watches that start from an older version then
-        fail with status 410."""
+        """Drop all past changes, as a real server does after some minutes. A watch that starts from an older version
+        then fails with status 410."""
         self.changes.clear()
         self._forgotten = self._version
         self._note()
@@ -197,7 +196,7 @@ class FakeApiServer:
         return web.json_response(pod, status=201)
 
     def schedule(self) -> None:
-        """Start waiting pods on the machine, while there is room."""
+        """Start pending pods on the machine while it has room."""
         for pod in list(self.pods.values()):
             if "nodeName" in pod["spec"]:
                 continue
@@ -346,7 +345,8 @@ class FakeApiServer:
 
 @dataclass(frozen=True)
 class ApiAction:
-    """What a request does, in the terms of RBAC: API group, namespace, resource and verb."""
+    """What a request does, in the terms of Kubernetes' access control (RBAC): API group, namespace, resource and
+    verb."""
 
     group: str
     namespace: str
@@ -354,7 +354,7 @@ class ApiAction:
     verb: str
 
     def allowed_by(self, rule: Mapping[str, Sequence[str]]) -> bool:
-        """Return True if the rule, which belongs to a Role in NAMESPACE, allows the action."""
+        """Return True if the action is allowed by this rule of a Role in NAMESPACE."""
         named = self.group in rule["apiGroups"] and self.resource in rule["resources"] and self.verb in rule["verbs"]
         return named and self.namespace == NAMESPACE
 
@@ -363,7 +363,7 @@ VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 
 def actions_of(request: web.Request) -> list[ApiAction]:
-    """Return the actions that an account must be allowed to do for a request. There are none for `/version`."""
+    """Return the actions for which an account needs permission to make the request. `/version` needs none."""
     match request.path.strip("/").split("/"):
         case ["api", _, *rest]:
             group = ""
@@ -403,7 +403,7 @@ def selector_of(text: str) -> Callable[[Mapping[str, str]], bool]:
 
 @asynccontextmanager
 async def fake_cluster(images: Mapping[str, FakeImage]) -> AsyncIterator[FakeApiServer]:
-    """Serve the API of a cluster with one machine on a port of 127.0.0.1. All pods end with the block."""
+    """Serve the API of a cluster with one machine on a port of 127.0.0.1. At the end of the block, all pods end."""
     async with FakeMachine(images) as machine:
         server = FakeApiServer(machine)
         runner = web.AppRunner(server.app(), shutdown_timeout=1.0)

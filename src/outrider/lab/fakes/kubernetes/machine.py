@@ -1,8 +1,7 @@
-"""The machine of a test cluster. It runs containers as root, as processes in Linux namespaces.
+"""The machine of a fake cluster. It runs containers as root, as processes in Linux namespaces.
 
 An image is a folder. A container's only network is its own loopback device. Resources are not limited, and capabilities
-are not dropped. Invariant: after the `async with` block of `FakeMachine`, none of its processes is alive, and its
-folder is removed.
+are not dropped. Invariant: after the `async with` block of `FakeMachine`, its processes and its folder are gone.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from aiohttp import WSMsgType, web
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 PIECE = 1 << 15
 CLOSE_CHANNEL = 255
-"""The channel on which version 5 of the protocol closes another channel."""
+"""Messages on this channel close other channels, in version 5 of the exec protocol."""
 ENTER = """
 set -e
 ip link set lo up
@@ -48,7 +47,7 @@ exec chroot {as_user} {base}/root {command}
 
 @dataclass(frozen=True)
 class FakeImage:
-    """An image: its root folder, its environment variables, and the host folders that are visible in it at the same
+    """An image: its root folder, its environment variables, and host folders that are visible in it at the same
     paths."""
 
     root: Path
@@ -72,7 +71,7 @@ def now() -> str:
 
 
 class FakeMachine:
-    """Runs the containers of pods. `images` are the images by name. Use it as `async with FakeMachine(images) as
+    """Runs the containers of pods. `images` maps names to images. Use it as `async with FakeMachine(images) as
     machine`."""
 
     def __init__(self, images: Mapping[str, FakeImage]) -> None:
@@ -102,7 +101,7 @@ class FakeMachine:
         self._tasks[uid] = self.tasks.create_task(self._run(uid, pod, report), name=f"pod {uid}")
 
     async def kill(self, uid: str) -> None:
-        """Kill all processes of a pod, and wait until they have ended. Idempotent."""
+        """Kill all processes of a pod, and wait until they have ended. A second call does nothing."""
         task = self._tasks.pop(uid, None)
         if task is not None:
             task.cancel()
@@ -196,7 +195,7 @@ class FakeMachine:
         try:
             yield Container(process, await first_inside(process), env, user, group)
         finally:
-            # The container's first process loses its parent-death signal if it switches to a user other than root, so
+            # The container's first process loses its parent-death signal if it switches to a user other than root. So
             # it is killed by its id.
             with contextlib.suppress(OSError, IndexError):
                 os.kill(child_of(process.pid), signal.SIGKILL)
@@ -205,7 +204,7 @@ class FakeMachine:
             await process.wait()
 
     async def exec(self, uid: str, request: web.Request) -> web.WebSocketResponse:
-        """Run a command in a pod's container, with its standard streams on a WebSocket, as a real node does."""
+        """Run a command in a pod's container, as a real node does. A WebSocket carries its standard streams."""
         container = self._running.get(uid)
         if container is None:
             raise web.HTTPInternalServerError(text="container not found")
@@ -254,8 +253,8 @@ class FakeMachine:
         return answer
 
     async def cut(self, status: Mapping[str, Any] | None = None) -> None:
-        """Break the connections to all commands, as a dying server does. If `status` is given, first send it as the end
-        of each command."""
+        """Close the connections of all commands, as a dying server does. If `status` is given, first send it to each
+        client as the end of the command."""
         for answer, request in list(self.sockets.items()):
             if status is not None:
                 with contextlib.suppress(ConnectionError):
@@ -271,7 +270,7 @@ async def forward(stream: asyncio.StreamReader, socket: web.WebSocketResponse, c
 
 
 async def feed(socket: web.WebSocketResponse, stdin: asyncio.StreamWriter) -> None:
-    """Pass the messages of channel 0 on to a command, until the connection or this channel is closed."""
+    """Write the messages of channel 0 (standard input) to a command, until the connection or this channel is closed."""
     try:
         async for message in socket:
             # The official Python client sends strings as text messages, not as binary messages.
@@ -324,8 +323,8 @@ async def tail(process: asyncio.subprocess.Process) -> str:
 
 
 async def first_inside(process: asyncio.subprocess.Process) -> int:
-    """Wait until the first process of the new pid namespace has the container's root folder. Returns the host's id of
-    this process, or 0 if `process` ends first."""
+    """Wait until the first process of the new pid namespace has the container's root folder. Returns this process's id
+    on the host, or 0 if `process` ends first."""
     while process.returncode is None:
         with contextlib.suppress(OSError, IndexError):
             if (pid := child_with_own_root(process.pid)) is not None:
@@ -335,12 +334,12 @@ async def first_inside(process: asyncio.subprocess.Process) -> int:
 
 
 def child_with_own_root(pid: int) -> int | None:
-    """Return the first child of a process; None if the child still has the host's root folder. Raises OSError,
-    IndexError."""
+    """Return the id of a process's first child, or None while the child has the host's root folder. Raises OSError or
+    IndexError if there is no child."""
     child = child_of(pid)
     return child if os.readlink(f"/proc/{child}/root") != "/" else None
 
 
 def child_of(pid: int) -> int:
-    """Return the first child of a process. Raises OSError, IndexError."""
+    """Return the id of a process's first child. Raises OSError or IndexError if there is no child."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

@@ -1,4 +1,4 @@
-"""The files of a sandbox in memory. Patterns match in the same way as in real sandboxes.
+"""The files of a sandbox in memory. Patterns match the same paths as in real sandboxes.
 
 Files have no owners and no modes, and there are no links. Modes in a patch are ignored, and a patch that makes a
 symbolic link is refused. Invariant: every file's folder exists, and no path is both a file and a folder.
@@ -18,8 +18,8 @@ from outrider.sandbox.runtimes.base import GIT_APPLY, GIT_ENVIRONMENT, PatchConf
 
 
 class MemoryFiles:
-    """Files and folders by absolute, normalized path. Methods raise the same OSErrors as the system calls they
-    imitate."""
+    """Files and folders by absolute, normalized path. A method raises the same OSErrors as the system call that it
+    imitates."""
 
     def __init__(self) -> None:
         self._data: dict[str, bytes] = {}
@@ -39,7 +39,7 @@ class MemoryFiles:
         return self._data[path]
 
     def write(self, path: str, data: bytes, *, append: bool = False) -> None:
-        """Write a file, or append to a file. The file's folder must exist."""
+        """Write a file, or append to it. Its folder must exist."""
         if path in self._folders:
             raise os_error(errno.EISDIR, path)
         if posixpath.dirname(path) not in self._folders:
@@ -69,7 +69,7 @@ class MemoryFiles:
             self._folders.discard(name)
 
     def glob(self, cwd: str, pattern: str) -> list[str]:
-        """Return the matching paths, as defined by `Runtime.glob`."""
+        """Return the paths that match the pattern, as `Runtime.glob` defines it."""
         root = "/" if pattern.startswith("/") else cwd
         parts = [part for part in pattern.split("/") if part]
         lead = "/" if pattern.startswith("/") else ""
@@ -81,8 +81,8 @@ class MemoryFiles:
         return sorted(f"{lead}{name}{end}" for name in names if fits(parts, name.split("/")))
 
     def patch(self, folder: str, text: bytes) -> None:
-        """Apply a diff to the files below a folder, as defined by `Runtime.patch`. The files are written to a temporary
-        folder of the host, patched there by git, and read back. Blocks. Raises PatchConflict."""
+        """Apply a diff to the files below a folder, as `Runtime.patch` defines it. The files are written to a temporary
+        folder of the host, patched there by git, and read back. The call blocks. Raises PatchConflict."""
         with tempfile.TemporaryDirectory(prefix="outrider-patch-") as host:
             for path in self.below(folder):
                 place = Path(host, posixpath.relpath(path, folder))
@@ -107,7 +107,7 @@ class MemoryFiles:
 
 
 def os_error(number: int, path: str) -> OSError:
-    """Return the OSError for an error number. Python chooses the subclass."""
+    """Return the OSError for an error number, in the subclass that Python chooses."""
     return OSError(number, os.strerror(number), path)
 
 

@@ -1,9 +1,8 @@
 """The runtime `memory`: files in memory, a very small shell, and failures on demand.
 
-The runtime starts no process except git for patches, and uses the disk only for uploads, patches and archives. So tests
-and benchmarks can run thousands of sessions, and users can import it for their own tests. It passes the contract tests
-of the real runtimes, except those that need Python or IPython. Invariant: a MemoryLedger, if given, counts one start
-and one stop for each sandbox that has started.
+The runtime starts no process except git for patches. So tests and benchmarks can run thousands of sessions. It passes
+the contract tests of the real runtimes, except those that need Python or IPython. Invariant: if there is a
+MemoryLedger, it counts one start and one stop for each sandbox that has started.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from outrider.sandbox.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
 
 FAIL_VARIABLE = "OUTRIDER_FAKE_FAIL"
-"""Name of a variable in the spec's `env`. It lists the operations that are made to fail, separated by commas: start,
+"""Name of a variable in the spec's `env`. Its value lists the operations that must fail, separated by commas: start,
 exec, shell, read, write."""
 
 
@@ -57,7 +56,7 @@ class MemoryLedger:
 
 
 class MemoryRuntime:
-    """A sandbox in memory. If a sandbox is stopped several times, the ledger counts only the first stop."""
+    """A sandbox in memory. The ledger counts only the first stop of a sandbox."""
 
     ledger: ClassVar[MemoryLedger | None] = None
     shows_mounts: ClassVar[bool] = False
@@ -99,7 +98,7 @@ class MemoryRuntime:
         if self._state != "new":
             raise RuntimeFailure("a sandbox starts once")
         if "start" in self._failing:
-            self._state = "stopped"  # the ledger counts neither a start nor a stop for it
+            self._state = "stopped"  # so the ledger counts neither a start nor a stop
             raise RuntimeFailure("the sandbox failed to start, as it was told to")
         self._state = "running"
         if self.ledger is not None:
@@ -139,7 +138,7 @@ class MemoryRuntime:
                     timed_out = True
                 note_exit(code)
         else:
-            code = 127  # the exit code of real sandboxes for a missing working directory
+            code = 127  # real sandboxes have this exit code for a missing working directory
             shell.err += f"{shell.cwd}: No such file or directory\n".encode()
         return ExecResult(
             exit_code=code,
@@ -151,7 +150,7 @@ class MemoryRuntime:
 
     async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
         """Return the result of `work`. Raises RuntimeFailure if the sandbox is stopped first. A real command is killed
-        together with its sandbox, so the caller must not wait for the end of a `sleep`."""
+        together with its sandbox, so a caller must not have to wait for a `sleep`."""
         async with asyncio.TaskGroup() as group:
             job = group.create_task(work)
             ended = group.create_task(self._ended.wait())
@@ -198,12 +197,13 @@ class MemoryRuntime:
             if entry.folder:
                 self._files.make_folder(path)
             else:
-                # Read the file that `entries` found behind the link, because the link may have been replaced since.
+                # Read the file that `entries` found behind the link. The link may have been replaced since.
                 plain = entry.path if entry.link is None else entry.path.parent / entry.link
                 self._put(path, await asyncio.to_thread(plain_bytes, Path(posixpath.normpath(plain))))
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        """Write an archive of the paths. `alone` has no effect, because no command here outlives its call."""
+        """Write an archive of the paths. `alone` has no effect: it would kill other processes first, but there are
+        none."""
         self.check("read")
         sink = io.BytesIO()
         with tarfile.open(fileobj=sink, mode="w") as archive:
@@ -230,7 +230,7 @@ class MemoryRuntime:
         await self.snapshot(["/"], target)
 
     def check(self, operation: str) -> None:
-        """Raise RuntimeFailure if the sandbox is not running, or if `operation` is configured to fail."""
+        """Raise RuntimeFailure if the sandbox is not running, or if `operation` must fail (FAIL_VARIABLE)."""
         if self._state != "running":
             raise RuntimeFailure("the sandbox does not run")
         if operation in self._failing:
@@ -247,7 +247,7 @@ class MemoryRuntime:
             raise RuntimeFailure(f"cannot write {path}: {error!r}") from error
 
     def _unpack(self, source: Path, roots: Sequence[str]) -> None:
-        """Write the archive's files and folders that are at or below one of `roots`. Blocks."""
+        """Write the archive's files and folders that are at or below one of `roots`. The call blocks."""
         try:
             with tarfile.open(source) as archive:
                 for member in archive:
@@ -263,7 +263,7 @@ class MemoryRuntime:
 
 
 class MemoryBash:
-    """The shell that `open_shell` returns: a MemoryShell that keeps its state between inputs."""
+    """The shell that `open_shell` returns. It keeps the state of its MemoryShell between inputs."""
 
     def __init__(self, runtime: MemoryRuntime, shell: MemoryShell) -> None:
         self._runtime = runtime
@@ -293,7 +293,7 @@ class MemoryBash:
 
 
 def truncated(data: bytearray) -> bytes:
-    """Return at most MAX_OUTPUT bytes of output. In longer output, a note replaces the middle."""
+    """Return at most MAX_OUTPUT bytes of output. In longer output, a note replaces the bytes in the middle."""
     half = MAX_OUTPUT // 2
     cut = len(data) - 2 * half
     return bytes(data) if cut <= 0 else bytes(data[:half]) + b"\n[... %d bytes cut ...]\n" % cut + bytes(data[-half:])

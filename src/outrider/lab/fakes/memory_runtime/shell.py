@@ -1,9 +1,8 @@
 """A very small shell over files in memory. It has only the commands that tests and scripted agents use.
 
-The shell uses neither processes nor the host, and only `sleep` waits. It supports quotes, `$NAME`, `$?`, assignments,
-output redirections, `;`, `&&` and `||`. Other features of bash (pipes, substitutions, loops) are syntax errors, so that
-no test passes only because the shell misread a command. Invariant: an unsupported command gives an exit code and an
-error message, as in bash, never an exception.
+The shell supports quotes, `$NAME`, `$?`, assignments, output redirections, `;`, `&&` and `||`. Other features of bash
+(pipes, substitutions, loops) are syntax errors, so that no test passes only because the shell misread a command.
+Invariant: an unsupported command results in an exit code and an error message, as in bash, never in an exception.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Output(NamedTuple):
 
 
 class Simple(NamedTuple):
-    """One command before expansion. `connector` is the operator before it: `;`, `&&` or `||`. `redirects` are pairs of
-    an operator and its target, "" for an operator without a target such as 2>&1."""
+    """One command before expansion. `connector` is the operator before it: `;`, `&&` or `||`. `redirects` has pairs of
+    an operator and its target. The target is "" for an operator without one, such as 2>&1."""
 
     connector: str
     words: list[str]
@@ -46,7 +45,7 @@ class Simple(NamedTuple):
 
 
 class ShellExit(Exception):
-    """Raised when the command `exit` is called with `code`."""
+    """Raised by the command `exit`. `code` is its exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -54,8 +53,8 @@ class ShellExit(Exception):
 
 
 class MemoryShell:
-    """The state of a shell: its variables, working directory and output. If `merged` is True, `out` and `err` are the
-    same buffer. `ended` is True after the command `exit`."""
+    """The state of a shell: its variables, working directory and output. With `merged`, `out` and `err` are the same
+    buffer. `ended` is True after the command `exit`."""
 
     def __init__(self, files: MemoryFiles, env: Mapping[str, str], cwd: str, *, merged: bool) -> None:
         self.files = files
@@ -113,14 +112,14 @@ class MemoryShell:
 
         out = ""
         for single, double, escaped, plain in PIECE.findall(word):
-            # The text is split at backslashes, so that "\$X" is not expanded.
+            # The text in double quotes is split at escaped characters, so that "\$X" is not expanded.
             parts = re.split(r'\\(["\\$`])', double)
             out += single + "".join(part if at % 2 else value(part) for at, part in enumerate(parts))
             out += escaped + value(plain)
         return out
 
     def _redirected(self, simple: Simple, result: Output) -> Output:
-        """Apply the redirections to the two streams, from left to right."""
+        """Apply the redirections to standard output and standard error, from left to right."""
         places = ["1", "2"]
         for operator, word in simple.redirects:
             source = 1 if operator.startswith("2") else 0
@@ -173,7 +172,7 @@ class MemoryShell:
                     for name in args or ["-"]:
                         try:
                             out += stdin if name == "-" else self.files.read(self._path(name))
-                        except OSError as error:  # like `cat`, go on with the next file
+                        except OSError as error:  # `cat` also goes on with the next file
                             err += f"cat: {name}: {error.strerror}\n"
                     return Output(int(bool(err)), out, err.encode())
                 case "mkdir":
@@ -239,7 +238,7 @@ def parse(text: str) -> list[Simple]:
     current = Simple(";", [], [])
     operator = ""
     """The redirection operator whose target is the next word."""
-    text += "\n;"  # an operator at the end completes the last command
+    text += "\n;"  # completes the last command
     at = 0
     while at < len(text):
         token = TOKEN.match(text, at)
