@@ -77,6 +77,8 @@ ALSO = {
     "tools that never work": {"cache misses"},
 }
 """Consequences of the fault, and that the scripted engine keeps no prefixes."""
+LATER = {"tools that never work": {"missing programs"}}
+"""Consequences that only the timelines show, which are stored a moment after the sessions' ends."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -87,7 +89,8 @@ async def test_a_fault_of_a_real_run_is_found(cli: Cli, tmp_path: Path, name: st
         found = await client.diagnosis(labels={"run": "tuesday"})
         seen = await cli("diagnose", "run=tuesday", "--url", url)
     [finding] = [finding for finding in found.findings if finding.rule == name]
-    assert {finding.rule for finding in found.findings} == {name} | ALSO.get(name, set())
+    rules = {finding.rule for finding in found.findings}
+    assert rules - LATER.get(name, set()) == {name} | ALSO.get(name, set())
     assert finding.subject == SUBJECTS.get(name, "")
     assert set(finding.sessions) <= {session.id for session in done.sessions}
     assert len(finding.sessions) == 5
