@@ -1,7 +1,7 @@
-"""The external graders that the operator names. `grader_calls.py` calls them.
+"""The external graders that the operator configures. `grader_calls.py` calls them.
 
-A task names a grader, and never gives an address. So a task can make the service call only the operator's hosts, and
-only with their keys. The settings name the environment variables that have the keys.
+A task gives the name of a grader, never an address. So a task can make the service call only hosts of the operator's
+choice, with the keys meant for them. The settings name the environment variables with the keys.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from outrider.errors import InvalidField
 
 PAUSES = RetryPolicy(first=0.5, longest=10.0, attempts=4)
 CACHED = 4096
-"""Maximum number of judges' replies cached in a process."""
+"""Maximum number of replies of judges that a process caches."""
 
 
 class Endpoints:
-    """The graders of one process: those in the settings by name, the names of the `frozen` models, and a cache of
-    judges' replies. `pauses` defines the waits between the attempts of one call. `load` has the number of current calls
-    by address."""
+    """The external graders of one process, and a cache of judges' replies.
+
+    graders: the graders in the settings.
+    frozen: the names of the models that the service offers but never trains.
+    pauses: defines the waits between the attempts of one call.
+    load: the number of calls in flight, by address."""
 
     def __init__(
         self, graders: Sequence[GraderConfig] = (), frozen: Sequence[str] = (), *, pauses: RetryPolicy = PAUSES
@@ -39,7 +42,7 @@ class Endpoints:
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
 
     def grader(self, name: str, *, field: str) -> GraderConfig:
-        """Return the grader with this name. Raises InvalidField for an unknown name, with a hint that lists the known
+        """Return the grader with this name. If there is none, raises InvalidField with a hint that lists the known
         names."""
         if name not in self._graders:
             known = ", ".join(sorted(self._graders)) or "none"
@@ -49,7 +52,7 @@ class Endpoints:
         return self._graders[name]
 
     def check_frozen(self, name: str, *, field: str) -> None:
-        """Raise InvalidField for an unknown frozen model."""
+        """Raise InvalidField if the service has no frozen model with this name."""
         if name not in self._frozen:
             known = ", ".join(sorted(self._frozen)) or "none"
             raise InvalidField(
@@ -57,8 +60,8 @@ class Endpoints:
             )
 
     def mark(self, *texts: str) -> str:
-        """Return a delimiter word that the authors of `texts` cannot guess. This object returns the same word for the
-        same texts."""
+        """Return a delimiter that the authors of `texts` cannot guess. The same object returns the same delimiter for
+        the same texts."""
         return hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()[:12]
 
     def cached(self, key: bytes) -> Any:

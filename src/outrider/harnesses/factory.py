@@ -141,7 +141,7 @@ def _make_agent(spec: HarnessSpec) -> Agent:
         raise
     except ValidationError as error:
         raise first_fault(error, below=f"{FIELD}.options") from error
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # code of users may raise anything
         message = f"{spec.agent!r} refuses its options: {type(error).__name__}: {error}"
         raise InvalidField(message, field=f"{FIELD}.options") from error
     takes: frozenset[str] = getattr(agent, "takes", frozenset())
