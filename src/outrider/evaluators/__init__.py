@@ -1,1 +1,1 @@
-"""Evaluators grade sessions: each evaluator turns the outcome of a session into a verdict, or raises."""
+"""Evaluators: each turns the outcome of a session into a verdict, or raises."""

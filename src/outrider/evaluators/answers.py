@@ -1,4 +1,4 @@
-"""Finds the answer of an agent: in its last reply, or in a file of the sandbox.
+"""Finds an agent's answer: in its last reply, or in a file of the sandbox.
 
 Invariant: `last_words` returns at most MAX_ANSWER characters. `last_reply` has no such limit.
 """
@@ -17,8 +17,7 @@ from outrider.evaluators.checks.math_text import MAX_JOINED, NAME, joins
 from outrider.messages import Role
 
 MAX_ANSWER = 32_768
-"""Maximum length of an answer. For a reply, this counts characters, and only the end is kept. For a file, it counts
-bytes."""
+"""Maximum length of an answer: characters at the end of a reply, or bytes of a file."""
 PROBE_SECONDS = 30.0
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*\d")
@@ -26,7 +25,7 @@ MAX_AFTER = 60
 
 
 class NoAnswer(Exception):
-    """The agent gave no answer, so the reward is 0. The message of the exception says why."""
+    """The agent gave no answer, so the reward is 0. The message says why."""
 
 
 def last_reply(outcome: Outcome) -> str:
@@ -39,10 +38,9 @@ def last_reply(outcome: Outcome) -> str:
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
-    """Return the agent's answer without surrounding whitespace. If `file` is given, the answer is the content of this
-    file in the sandbox. Otherwise, the answer is what a Python agent returned or, if that is blank, the last reply that
-    is not blank. Only the last MAX_ANSWER characters of a reply are used. Raises NoAnswer, and RuntimeFailure if the
-    sandbox is broken."""
+    """Return the agent's answer without surrounding whitespace: the content of `file` in the sandbox or, if `file` is
+    None, what a Python agent returned. If that is blank, return the last reply that is not blank, cut to its last
+    MAX_ANSWER characters. Raises NoAnswer, and RuntimeFailure if the sandbox is broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
         # Only Python agents return an answer. Other agents are programs, and their `harness.answer` is their whole
@@ -58,8 +56,7 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # Either this file cannot be read, or the whole sandbox is broken. If the sandbox is broken, this command
-            # raises.
+            # The file cannot be read, or the whole sandbox is broken. If it is broken, this command raises.
             await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():
@@ -71,8 +68,8 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 
 def marked_answer(reply: str) -> str | None:
     r"""Return the answer that is marked in a reply, or None. A mark is `<answer>…</answer>` or, in a reply without such
-    tags, a LaTeX box (`\boxed{…}` or `\fbox{…}`). The last mark counts. Several marks are one answer if only a comma,
-    `and`, `or` or the name of a variable is between them. Their contents are then joined by commas."""
+    tags, a LaTeX box (`\boxed{…}` or `\fbox{…}`). The last mark counts. If only a comma, `and`, `or` or the name of a
+    variable is between marks, their contents are joined by commas."""
     tags = _joined(reply, _tags(reply))
     return tags if tags is not None else _joined(reply, _boxes(reply))
 
@@ -105,8 +102,8 @@ def _tags(reply: str) -> Iterator[_Mark]:
 def _boxes(reply: str) -> Iterator[_Mark]:
     r"""Yield the LaTeX boxes of a reply, the last one first. Of nested boxes, only the inner one is yielded.
 
-    A box command without a brace is skipped, unless a digit follows. In `\boxed 5`, TeX boxes the 5, so this box is the
-    last one, and the boxes before it are not yielded."""
+    A box command without a brace is skipped, unless a digit follows. In `\boxed 5`, TeX boxes the 5, so boxes before
+    this one do not count."""
     before = stop = len(reply)
     while (before := max(reply.rfind("\\boxed", 0, before), reply.rfind("\\fbox", 0, before))) >= 0:
         brace = BOX.match(reply, before)

@@ -22,7 +22,7 @@ from outrider.spec import Resources, TaskSpec
 from outrider.trajectory import GradedTurn, Verdict
 
 OffTheClock = Callable[[], AbstractAsyncContextManager[None]]
-"""Type of `Outcome.off_the_clock`: a function whose context manager pauses the evaluation's time limit."""
+"""Type of `Outcome.off_the_clock`, which pauses a time limit."""
 
 
 class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +34,8 @@ class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallFrozen(Protocol):
-    """Calls the frozen model named `model`. A frozen model is one that the service offers but never trains. The call is
-    not part of the agent's conversation. Raises EngineError, ContextOverflow or RequestError."""
+    """Calls the frozen model named `model`: one that the service offers but never trains. The call is not part of the
+    agent's conversation. Raises EngineError, ContextOverflow or RequestError."""
 
     async def __call__(
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
@@ -77,20 +77,20 @@ class NothingKept:
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a session, which an evaluator grades.
 
-    transcript: the main conversation, including the last reply. Side conversations of the agent are left out.
+    transcript: the main conversation, including the last reply. Side conversations are left out.
     turns: the number of model calls.
     calls: the model calls, in the order in which they ended.
     runtime: the sandbox to grade, or a `NothingKept` if the session is graded again and no files were kept.
     folders: paths of the session's folders in the agent's sandbox. A new sandbox does not have these folders.
     patch: the agent's change to a repository as `git diff` prints it, or None if the task does not ask for a diff.
-    beside: opens another sandbox for the duration of an `async with` block. It has the task's runtime spec, or the
-        evaluator's own. It is prepared, untouched by agents and unreachable from programs in `runtime`, and reserves no
-        resources. `beside(resources)` gives it other limits. Raises RuntimeFailure.
+    beside: opens another sandbox during an `async with` block, with the runtime spec of the task or of the evaluator.
+        It is prepared, untouched by agents and unreachable from `runtime`, and reserves no resources.
+        `beside(resources)` gives it other limits. Raises RuntimeFailure.
     host: holds the objects that all evaluators of a node share, such as processes that check answers.
-    bucket: the tenant and the label for which the session is queued (see store/queue.py). Checks of answers also wait
-        in queues. There, tenants take turns, and so do the buckets of each tenant.
-    off_the_clock: opens a block for a long wait in these queues. During the block, the evaluation's time limit does not
-        run, and the evaluation does not count as one of the concurrent evaluations.
+    bucket: the tenant and the label for which the session is queued (see store/queue.py). In queues of checks, tenants
+        take turns, and so do the buckets of each tenant.
+    off_the_clock: opens a block for a long wait in these queues. The evaluation's time limit does not run in the block,
+        and other evaluations may take its place.
     log: adds the output of a grader to the log of this grading, which is kept as an artifact.
     """
 
@@ -127,7 +127,7 @@ class DecidesEarly(Protocol):
     """An evaluator that can grade some outcomes without a sandbox."""
 
     def decide(self, outcome: Outcome) -> Verdict | None:
-        """Return the verdict that `evaluate` would return, or None if only a sandbox can tell. This method must not use
+        """Return the verdict that `evaluate` would return, or None if that needs a sandbox. This method must not use
         `outcome.runtime`. The caller sets `outcome.patch`, which is empty if the agent changed nothing. Raises
         EvaluatorError."""
         ...
@@ -138,6 +138,5 @@ class ChecksSpec(Protocol):
     """An evaluator whose spec needs checks that are too slow for the constructor."""
 
     async def check_spec(self, host: Host) -> None:
-        """Check the spec when a task is submitted. The service calls this once, with its own `host`. Raises
-        InvalidField."""
+        """Check the spec. The service calls this once, when the task is submitted. Raises InvalidField."""
         ...

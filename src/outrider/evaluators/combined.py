@@ -25,7 +25,7 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 MAX_REASON = 2000
-"""Maximum characters of each part's reason that the combined reason quotes."""
+"""Maximum characters of each part's reason in the combined reason."""
 RUN_PROGRAMS = ("code", "swebench")
 """Kinds of evaluators that run a program. A slow program gets reward 0 from them, not an error."""
 
@@ -127,8 +127,8 @@ def _parts(
 
 
 async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[str, Verdict]:
-    """Return the parts' verdicts by name. An EvaluatorError or a ValueError of a part is raised as an EvaluatorError
-    that names the part. Any other exception is raised unchanged."""
+    """Return the parts' verdicts by name. Raises EvaluatorError with the name of the failed part. Other exceptions,
+    except ValueError, are raised unchanged."""
     verdicts = {}
     for name, part in parts.items():
         with _errors_of(name):
@@ -145,7 +145,7 @@ def _outcome_for(part: EvaluatorPart, outcome: Outcome) -> Outcome:
 
 @contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Raise an EvaluatorError or a ValueError of a part as an EvaluatorError that names the part."""
+    """Add the name of the part to an EvaluatorError. A ValueError becomes an EvaluatorError."""
     try:
         yield
     except (EvaluatorError, ValueError) as error:

@@ -2,8 +2,8 @@
 exit code is the grade.
 
 Invariant: only the exit codes 0 and 1 are grades. If the command crashes, is killed or cannot write a valid verdict,
-that is an error and never a reward. To detect a failed write, this module first fills the file with blanks: opening a
-file for writing empties it, so blanks that remain mean that no program tried to write.
+that is an error, never a reward. To detect a failed write, the file is first filled with blanks: opening it for writing
+would empty it, so blanks that remain mean that no program tried to write.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FULL = "the sandbox's disk may be full: see disk_mb of task.runtime.resources"
 HINT = "exit 0 or 1, or write a number or a JSON object with 'reward' to $OUTRIDER_VERDICT"
 OTHER_CODE = "if this code means no, as that of grep for a missing file, end the command with `|| exit 1`"
 NOT_STARTED = 126
-"""The smallest of the exit codes with which bash reports that a program could not be started or was killed."""
+"""The smallest exit code with which bash reports that a program could not be started or was killed."""
 CLEANUP_SECONDS = 30.0
 VERDICT_VARIABLE, TURNS_VARIABLE = "OUTRIDER_VERDICT", "OUTRIDER_TURNS"
 UNWRITTEN = b" " * 31 + b"\n"
@@ -39,9 +39,9 @@ them."""
 class CommandEvaluator:
     """Runs the spec's `run` with `bash -c` in the working directory.
 
-    The variable OUTRIDER_VERDICT names a new file outside this directory. The command may write a number to the file,
-    or a JSON object with the fields of a Verdict. If the command mentions OUTRIDER_TURNS, this variable names a file
-    with one JSON object per model call, which has the fields of a GradedTurn."""
+    The variable OUTRIDER_VERDICT names a new file outside this directory. The command may write a number to it, or a
+    JSON object with the fields of a Verdict. If the command mentions OUTRIDER_TURNS, this variable names a file with a
+    JSON object for each model call, with the fields of a GradedTurn."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         if spec.path is not None or spec.options:
@@ -82,8 +82,8 @@ class CommandEvaluator:
                 await runtime.exec(["rm", "-f", *files], seconds=CLEANUP_SECONDS)
 
     async def _verdict(self, runtime: Runtime, path: str, result: ExecResult) -> Verdict:
-        """Return the verdict that the command wrote or, if it wrote nothing, the verdict that its exit code means.
-        Raises EvaluatorError if there is no valid verdict."""
+        """Return the verdict that the command wrote, or the verdict of its exit code if it wrote nothing. Raises
+        EvaluatorError if there is no valid verdict."""
         try:
             written = await runtime.read(path, limit=MAX_VERDICT)
         except FileNotFoundError as error:

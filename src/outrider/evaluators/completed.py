@@ -13,7 +13,7 @@ from outrider.trajectory import Verdict
 
 
 class CompletedOptions(Spec):
-    """The options of kind `completed`: there are none."""
+    """Kind `completed` has no options."""
 
 
 class CompletedEvaluator:

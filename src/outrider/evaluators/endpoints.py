@@ -1,7 +1,7 @@
 """The external graders that the operator configures. `grader_calls.py` calls them.
 
-A task gives the name of a grader, never an address. So a task can make the service call only hosts of the operator's
-choice, with the keys meant for them. The settings name the environment variables with the keys.
+A task names a grader, and never gives an address. So it can make the service call only the operator's hosts, with the
+keys meant for them. The settings name the environment variables with the keys.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Endpoints:
     """The external graders of one process, and a cache of judges' replies.
 
     graders: the graders in the settings.
-    frozen: the names of the models that the service offers but never trains.
-    pauses: defines the waits between the attempts of one call.
+    frozen: the names of the models that are never trained.
+    pauses: the waits between the attempts of one call.
     load: the number of calls in flight, by address."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Endpoints:
         return self._graders[name]
 
     def check_frozen(self, name: str, *, field: str) -> None:
-        """Raise InvalidField if the service has no frozen model with this name."""
+        """Raise InvalidField if there is no frozen model with this name."""
         if name not in self._frozen:
             known = ", ".join(sorted(self._frozen)) or "none"
             raise InvalidField(

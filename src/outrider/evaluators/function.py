@@ -29,8 +29,8 @@ class CallableEvaluator:
     it runs in a thread.
 
     The function returns a finite number, a mapping with `reward` and other fields of a Verdict, or a Verdict. An
-    OutriderError that it raises is passed on unchanged. Any other exception becomes an EvaluatorError with the end of
-    the traceback.
+    OutriderError from it is raised unchanged. Any other exception becomes an EvaluatorError with the end of the
+    traceback.
     """
 
     def __init__(self, spec: EvaluatorSpec) -> None:
@@ -76,7 +76,7 @@ class CallableEvaluator:
 
 
 def _of_user(error: Exception) -> TracebackType | None:
-    """Return the traceback of an error, starting at the first frame outside this module."""
+    """Return the error's traceback without the first frames, which belong to this module."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -22,14 +22,13 @@ from outrider.redaction import redacted
 
 MAX_ANSWER = 4 << 20
 TRANSIENT = frozenset({502, 503, 504})
-"""HTTP statuses that mean that the grader cannot be reached at the moment. Often a proxy in front of it sends them."""
+"""HTTP statuses of a grader that cannot be reached, often sent by a proxy."""
 MAX_SAID = 2000
 """Maximum characters of a grader's reply that an error message quotes."""
 
 
 class Refused(EvaluatorError):
-    """A grader replied with an HTTP status that is neither 2xx nor transient. `status` is this status, and `log_tail`
-    is the text of the reply."""
+    """A grader replied with a `status` that is neither 2xx nor transient. `log_tail` is the text of the reply."""
 
     status = 0
 
@@ -106,8 +105,8 @@ async def post(
 
 
 def variable(name: str | None, grader: str) -> str | None:
-    """Return the value of the environment variable `name`, without surrounding whitespace. `grader` is the name of the
-    grader, for messages. Raises EvaluatorError if the variable is not set."""
+    """Return the value of the environment variable `name`, without surrounding whitespace. Raises EvaluatorError if it
+    is not set; the message names the `grader`."""
     if name is None:
         return None
     if not (value := (environment(name) or "").strip()):  # a value that was read from a file may end with a newline

@@ -1,10 +1,10 @@
 """The evaluator of Harbor tasks: runs the task's test.sh in the sandbox and reads the rewards that test.sh writes.
 
-The tests are among the evaluator's options, which agents cannot read. The rules are those of Harbor:
+The tests are in the evaluator's options, which agents cannot read. The rules are Harbor's:
 
 - After the agent has ended, old rewards are removed and the tests are written.
 - The exit code of test.sh does not matter.
-- reward.json takes precedence over reward.txt. If neither file exists, that is an error.
+- reward.json takes precedence over reward.txt. If neither exists, that is an error.
 
 Invariant: every reward is a finite number.
 """
@@ -57,10 +57,10 @@ class HarborOptions(Spec):
     """Options of kind `harbor`.
 
     tests: the test files, in the form of the prepare step `write`.
-    alone: true to remove everything from /tests before the test files are written.
+    alone: true to empty /tests before the test files are written.
     env: environment variables of test.sh.
-    without: files to remove from folders that are carried from the agent's sandbox.
-    mean: true if the reward is the mean of all values in reward.json, limited to the range from 0 to 1."""
+    without: files to remove from carried folders.
+    mean: true if the reward is the mean of all values, limited to the range from 0 to 1."""
 
     tests: Annotated[list[Write], Field(max_length=2048)] = Field(default_factory=list)
     alone: bool = False
@@ -70,8 +70,8 @@ class HarborOptions(Spec):
 
 
 class HarborEvaluator:
-    """Runs test.sh (see `HarborOptions`). All values that it writes become metrics of the verdict. The reward is the
-    value named "reward" or the only value or, with the option `mean`, the mean of all values."""
+    """Runs test.sh (see `HarborOptions`). All values that it writes are metrics. The reward is the value "reward" or
+    the only value or, with the option `mean`, the mean of all values."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(HarborOptions, spec)
@@ -134,15 +134,14 @@ async def failure(runtime: Runtime, done: ExecResult, message: str) -> Evaluator
 
 
 async def output(runtime: Runtime, done: ExecResult) -> str:
-    """Return the end of test.sh's output, followed by the end of the output of `done`, the command that ran it."""
+    """Return the end of test.sh's output, followed by the log tail of `done`, the command that ran it."""
     told = await runtime.exec(TAIL, seconds=STEP_SECONDS)
     return "\n".join(filter(None, (told.log_tail() if told.exit_code == 0 else "", done.log_tail())))
 
 
 async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> None:
-    """Remove the paths in a folder that match a pattern. A pattern must match the end of a path, and `*` also
-    matches slashes, as in tar. Does nothing if the folder cannot be entered. Raises EvaluatorError if a path cannot
-    be removed."""
+    """Remove the paths below a folder whose ends match a pattern. `*` also matches slashes, as in tar. Does nothing if
+    the folder cannot be entered. Raises EvaluatorError if a path cannot be removed."""
     words = [word for pattern in patterns for word in ("-o", "-path", f"*/{pattern.rstrip('/')}")][1:]
     found = shlex.join(["find", ".", "-mindepth", "1", "-depth", "(", *words, ")", "-exec", "rm", "-rf", "{}", "+"])
     done = await runtime.exec(f"cd {shlex.quote(folder)} 2> /dev/null || exit 0; {found}", seconds=STEP_SECONDS)
@@ -151,7 +150,7 @@ async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> N
 
 
 def parse_json(text: bytes) -> dict[str, float]:
-    """Return the values in reward.json by name. Raises ValueError for any other content."""
+    """Return the values in reward.json by name. Raises ValueError for other content."""
     try:
         values = json.loads(text)
     except RecursionError as error:
@@ -162,13 +161,12 @@ def parse_json(text: bytes) -> dict[str, float]:
 
 
 def parse_text(text: bytes) -> dict[str, float]:
-    """Return the number in reward.txt under the name `reward`. Raises ValueError for any other content."""
+    """Return the number in reward.txt, under the name `reward`. Raises ValueError."""
     return {REWARD: number(float(text.decode()), REWARD)}
 
 
 def number(value: Any, name: str) -> float:
-    """Return the value as a finite float. True and False count as 1 and 0, as in Harbor. Raises ValueError for other
-    values."""
+    """Return the value as a finite float. True and False count as 1 and 0, as in Harbor. Raises ValueError."""
     return finite(int(value) if isinstance(value, bool) else value, repr(name))
 
 

@@ -1,5 +1,5 @@
 """The evaluator `http`: sends the conversation to a grading service of the operator. The request has Outrider's own
-format, that of NeMo Gym's `POST /verify`, or one of the formats of ProRL Agent's reward servers.
+format, that of NeMo Gym's `POST /verify`, or a format of ProRL Agent's reward servers.
 
 The sandbox is not used. Invariants: only a finite reward in a reply with a 2xx status is a grade; a retry sends the
 same body with the same id.
@@ -30,7 +30,7 @@ from outrider.spec import EvaluatorSpec, Name, Seconds, Spec
 from outrider.trajectory import Verdict
 
 CONTRACT = 1
-"""Version of Outrider's own format of requests and replies."""
+"""Version of Outrider's own request and reply format."""
 
 
 class HttpOptions(Spec):
@@ -39,7 +39,7 @@ class HttpOptions(Spec):
     grader: the name of a grader in the setting `graders`.
     contract: the format of the request and the reply.
     data: the task's own data. Outrider's format sends it as the field `options`. For NeMo Gym, it is the row, whose
-        fields become fields of the body. For ProRL's reward servers, it has exactly the fields in REWARD_ROUTES.
+        fields begin the body. For ProRL's reward servers, it has the fields in REWARD_ROUTES.
     call_seconds: time limit of one call.
     """
 
@@ -60,8 +60,8 @@ class RewardRoute(NamedTuple):
     """A route of ProRL's reward servers.
 
     path: the path of the URL.
-    answer: the field of the request's body for the agent's last reply.
-    data: the other fields of the body. The option `data` must have them."""
+    answer: the field of the body for the agent's last reply.
+    data: the other fields of the body, which the option `data` must have."""
 
     path: str
     answer: str
@@ -130,8 +130,8 @@ class HttpEvaluator:
 
 
 def graded(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from a reply in Outrider's own format. If the reply has `version`, the version of the grader, the
-    verdict's reason shows it. Raises ValueError."""
+    """Read a verdict from a reply in Outrider's own format. The field `version`, the grader's own version, becomes part
+    of the verdict's reason. Raises ValueError."""
     fields = dict(answer)
     version = fields.pop("version", None)
     verdict = read_verdict(fields)
@@ -154,8 +154,8 @@ def verified(answer: dict[str, Any]) -> Verdict:
 
 
 def scored(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from a reply of ProRL's reward servers. Raises ValueError if it has no number: it then has no
-    score, which is not the same as a score of 0."""
+    """Read a verdict from a reply of ProRL's reward servers. Raises ValueError if it has no number, because that is not
+    a score of 0."""
     score = answer.get("score")
     if isinstance(score, list) and score:
         score = score[0]
@@ -167,11 +167,11 @@ def scored(answer: dict[str, Any]) -> Verdict:
 
 
 def verify_request(row: dict[str, Any], said: Sequence[Message], number: str) -> dict[str, Any]:
-    """Return the body of NeMo Gym's `POST /verify`: the fields of the row and two more.
+    """Return the body of NeMo Gym's `POST /verify`: the row's fields and two more.
 
     responses_create_params: the messages before the model's first reply, unless the row has this field.
-    response: the rest of the conversation, as an object of OpenAI's Responses API. Its id comes from `number`, the id
-        of the evaluation."""
+    response: the rest of the conversation, as an object of OpenAI's Responses API. `number` is the id of the
+        evaluation."""
     first = next((at for at, message in enumerate(said) if message.role is Role.ASSISTANT), len(said))
     asked = [{"role": message.role.value, "content": message.content} for message in said[:first]]
     output: list[dict[str, Any]] = []

@@ -41,8 +41,8 @@ class MathOptions(Spec):
     """Options of kind `math`.
 
     gold: the right answer, or a list of accepted answers.
-    answer_file: the file to which the agent writes its answer. By default, the last reply has the answer.
-    relative_tolerance: the greatest accepted difference from the number in the gold answer, divided by this number. By
+    answer_file: the file to which the agent writes its answer. By default, the last reply is used.
+    relative_tolerance: the greatest accepted difference from the gold answer's number, divided by this number. By
         default, numbers must be equal.
     seconds: maximum processor time of a check."""
 

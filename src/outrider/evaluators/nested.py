@@ -26,8 +26,8 @@ Specs = Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=32)]
 class WeightedOptions(Spec):
     """Options of kind `weighted`.
 
-    parts: evaluators by name. Each is written like `task.evaluator`, but without `seconds`, `carry` and `runtime`.
-    weights: the weights of the parts by name. The default weight is 1."""
+    parts: evaluators by name, each like `task.evaluator` without `seconds`, `carry` and `runtime`.
+    weights: the weight of each part. The default is 1."""
 
     parts: Specs
     weights: dict[str, Number] = Field(default_factory=dict)
@@ -36,8 +36,8 @@ class WeightedOptions(Spec):
 class AllOptions(Spec):
     """Options of kind `all`.
 
-    parts: evaluators by name, as in kind `weighted`.
-    passed: the lowest rewards with which the parts pass, by name. The default is 1."""
+    parts: as in kind `weighted`.
+    passed: the lowest reward with which each part passes. The default is 1."""
 
     parts: Specs
     passed: dict[str, Number] = Field(default_factory=dict)
@@ -47,8 +47,8 @@ KINDS: dict[str, type[WeightedOptions] | type[AllOptions]] = {"weighted": Weight
 
 
 def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[EvaluatorSpec, str]]:
-    """Yield the spec, and then all specs nested in it, each with the path of its field in the task. Raises InvalidField
-    if one of them is invalid."""
+    """Yield the spec and all specs nested in it, each with the path of its field. Raises InvalidField for an invalid
+    spec."""
     yield spec, field
     if spec.kind in KINDS:
         with renamed_field(FIELD, field):
@@ -59,7 +59,7 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
 
 
 def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> EvaluatorSpec:
-    """Return the spec of a part, with the fields in WHOLE taken from the combining evaluator's spec, `whole`. Raises
+    """Return the spec of a part. It takes the fields in WHOLE from `whole`, the combining evaluator's spec. Raises
     InvalidField with a path that begins with `field`."""
     for name in WHOLE:
         if name in given:

@@ -2,8 +2,7 @@
 entry's data set.
 
 reasoning-gym runs in other processes (see `checks/pool.py`). Invariants: a scorer that evaluates answers as Python gets
-only plain expressions; if the scorer of a data set is known to reward wrong answers, a task with this data set is
-refused.
+only plain expressions; a data set whose scorer is known to reward wrong answers is refused.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ CHECKS = partial(Checks, library=LIBRARY)
 class ReasoningOptions(Spec):
     """Options of kind `reasoning-gym`.
 
-    entry: an entry of a reasoning-gym data set, with `question`, `answer` and `metadata`.
-    answer_file: the file to which the agent writes its answer. By default, the last reply has the answer.
-    seconds: maximum processor time of a check."""
+    entry: an entry of a data set, with `question`, `answer` and `metadata`.
+    answer_file, seconds: as in kind `math`."""
 
     entry: dict[str, Any]
     answer_file: SandboxPath | None = None

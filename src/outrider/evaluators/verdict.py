@@ -24,9 +24,8 @@ MAX_REWARD = 1e15
 
 
 def read_verdict(value: Any) -> Verdict:
-    """Return the verdict that `value` represents: a number, a mapping with `reward` and other fields of a Verdict, or a
-    Verdict. The keys of `turns` and `rows` are indexes, and may be strings, as in JSON. Raises ValueError for anything
-    else.
+    """Return the verdict in `value`: a number, a mapping with `reward` and other fields of a Verdict, or a Verdict. The
+    keys of `turns` and `rows` are indexes, and may be strings, as in JSON. Raises ValueError for anything else.
     """
     if isinstance(value, Verdict):
         value = msgspec.structs.asdict(value)
@@ -61,7 +60,7 @@ def check_indexes(verdict: Verdict, calls: Collection[GradedTurn]) -> None:
 
 
 def parse_verdict(text: bytes) -> Verdict:
-    """Read a verdict from JSON text. Raises ValueError for any other text."""
+    """Read a verdict from JSON text. Raises ValueError."""
     if not text.strip():
         raise ValueError("the verdict is empty")
     try:
@@ -93,8 +92,8 @@ def _reward(value: Any, what: str) -> float:
 
 
 def finite(value: Any, what: str) -> float:
-    """Return the value as a finite float. Raises ValueError if it is anything else. `what` is the name of the value in
-    the error message."""
+    """Return the value as a finite float. Raises ValueError for anything else. `what` names the value in the
+    message."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{what} must be a number, not {type(value).__name__}")
     try:

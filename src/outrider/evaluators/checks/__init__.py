@@ -2,8 +2,8 @@
 calculate.
 
 - `math_check.py`, `reasoning_check.py` and `swebench_check.py` define the checks.
-- `math_text.py`, `math_units.py` and `math_reading.py` turn the text of a math answer into a value.
-  `math_comparison.py` compares two values.
-- `zygote.py` is the process from which checks are forked. `confinement.py` restricts this process and its forks.
-- `pool.py` runs in the service or on a node, and sends checks to the zygote.
+- `math_text.py`, `math_units.py` and `math_reading.py` turn a math answer into a value. `math_comparison.py` compares
+  two values.
+- `zygote.py` is the process from which checks are forked. `confinement.py` restricts it and its forks.
+- `pool.py` sends checks to the zygote, from the service or from a node.
 """

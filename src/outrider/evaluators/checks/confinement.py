@@ -28,8 +28,8 @@ from outrider.sandbox.runtimes.guest.isolation.seccomp import (
 SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OPENS = {"x86_64": {2: SECOND, 257: THIRD}, "aarch64": {56: THIRD}}
-"""For each machine architecture, the numbers of the system calls `open` and `openat`. Each number maps to the position
-of the argument with the flags."""
+"""By machine architecture: the numbers of the system calls `open` and `openat`, each with the position of the argument
+that holds the flags."""
 CALCULATION = {
     "x86_64": (
         *(0, 1, 3, 4, 5, 6, 8),  # read, write, close, stat, fstat, lstat, lseek
@@ -44,11 +44,11 @@ CALCULATION = {
         *(172, 93, 160, 165, 179, 178, 98, 123, 61, 128, 113, 114, 94, 79, 78, 48, 99, 278, 291, 293),
     ),
 }
-"""For each machine architecture, the numbers of the system calls that Python needs to calculate and to import modules.
-All other calls fail. The comments apply to x86_64; aarch64 has the same calls, as far as they exist there."""
+"""By machine architecture: the numbers of the system calls that Python needs to calculate and to import. All other
+calls fail. The list for aarch64 has the same calls, if they exist there."""
 SETITIMER = {"x86_64": 38, "aarch64": 103}
-"""For each machine architecture, the number of the system call `setitimer`. CALCULATION does not contain it, because a
-check could use it to extend its own limit of processor time."""
+"""By machine architecture: the number of the system call `setitimer`. CALCULATION does not contain it, because a check
+could use it to extend its own limit of processor time."""
 
 
 def confine_zygote() -> None:
@@ -68,7 +68,7 @@ def confine_zygote() -> None:
 
 def confine_check(seconds: float, memory: int) -> None:
     """Restrict this process, which runs one check, to calculating. `seconds` limits its processor time, and `memory`
-    its address space in bytes. When the time is used up, the kernel kills the process with SIGPROF."""
+    its address space in bytes. When the time is up, the kernel kills it with SIGPROF."""
     whole = int(seconds) + 2  # RLIMIT_CPU counts whole seconds, and kills a process that ignores SIGPROF
     for limit, value in (
         (resource.RLIMIT_AS, memory),
@@ -82,8 +82,8 @@ def confine_check(seconds: float, memory: int) -> None:
 
 
 def calculation(machine: str, *more: int) -> bytes:
-    """Return the seccomp filter of a check. It permits the system calls in CALCULATION and the numbers in `more`.
-    Raises KeyError if CALCULATION does not have the machine."""
+    """Return the seccomp filter of a check. It permits the system calls in CALCULATION and in `more`. Raises KeyError
+    for a machine that is not in CALCULATION."""
     steps = [
         step(LOAD, seccomp.AT_MACHINE),
         step(EQUAL, seccomp.MACHINES[machine], 1, 0),

@@ -19,7 +19,7 @@ from outrider.evaluators.checks.math_units import read_unit
 UNIT_AFTER = re.compile(
     r"[\s$]*(?:\\[)\]])?\s*(?:\\(?:text|mathrm)\s*\{)?\s*([a-zA-Z°%][a-zA-Z/^\d ]{0,30}?)\s*(?:[}.,;$\n]|$)"
 )
-"""Matches the text after a LaTeX box if this text begins with a word that may be a unit."""
+"""Matches the text after a LaTeX box if it begins with a word that may be a unit."""
 WRITTEN = re.compile(
     r"""\\(?:operatorname\*?\s*\{\s*)?
         (?: (?:i{1,3}|o|small)nt | sum | prod | lim | gcd | lcm | max | min | [dt]?binom | choose | det ) (?![a-zA-Z])
@@ -73,13 +73,13 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     - `golds`: the gold answers.
     - `answer`: the answer. Without it, only the gold answers are checked.
     - `whole`: true if `answer` is only the answer, false if it is a reply that contains the answer.
-    - `after`: the text that followed the answer. It may begin with the answer's unit.
+    - `after`: the text after the answer, which may begin with a unit.
     - `relative_tolerance`: the greatest relative difference of equal numbers, or None.
 
     With `answer`, the result has `found`, the text of the answer, and `equal`, the equal gold answer or None.
-    `calculates` is true if the answer is an unevaluated calculation but no gold answer is. Otherwise, an answer could
-    just repeat the integral in the question. Without `answer`, the result has `unusable`, the index of the first
-    unusable gold answer or None, and `why`, the reason."""
+    `calculates` is true if the answer is an unevaluated calculation but no gold answer is: it may just repeat the
+    integral in the question. Without `answer`, the result has `unusable`, the index of the first unusable gold answer
+    or None, and `why`, the reason."""
     golds = [(gold, read(gold)) for gold in request["golds"]]
     tolerance = request.get("relative_tolerance")
     if "answer" not in request:
@@ -124,7 +124,7 @@ def _readable(text: str) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Return True if the text has letters or digits, and no signs of a formula."""
+    """Return True if the text is made of words, not of a formula."""
     return re.search(r"[^\W_]", plain_words(text)) is not None and not re.search(r"[\\^_=<>+*/{}]", clean(text))
 
 
@@ -146,7 +146,7 @@ def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> boo
         if isinstance(value, Several) and isinstance(given, Quantity | Several):
             return compare.same(value, read(answer, merge=False))
     except Exception:
-        # sympy can raise any exception. The agent's answer must be the cause, because each gold answer was compared
-        # with itself when the task was submitted.
+        # sympy can raise any exception. The agent's answer is the cause, because each gold answer was compared with
+        # itself at submission.
         return False
     return False

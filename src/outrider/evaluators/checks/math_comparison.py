@@ -47,15 +47,15 @@ CHOSEN = re.compile(
     re.DOTALL,
 )
 OTHER_LETTER = re.compile(r"\b(?:or|and)\b|\([A-J]\)|^\W*[A-J]\W*$|^\s*[,;/&|]")
-"""Matches the text after the letter of a choice if this text names another letter, as in `A or B` and `A, C`."""
+"""Matches the text after the letter of a choice if it names another letter, as in `A or B`."""
 CONSTANTS = ("C", "c", "K", "k")
 
 
 class Comparison:
     """Compares a gold answer with an answer.
 
-    tolerance: the greatest relative difference of two equal numbers, or None if numbers must be exactly equal.
-    seed: the seed for the random points at which expressions are compared."""
+    tolerance: the greatest relative difference of two equal numbers, or None if they must be exactly equal.
+    seed: the seed of the random points at which expressions are compared."""
 
     def __init__(self, tolerance: float | None, seed: str) -> None:
         self._tolerance = None if tolerance is None else sympy.Rational(str(tolerance))
@@ -181,7 +181,7 @@ class Comparison:
         return True
 
     def _distinct(self, items: tuple[Value, ...], whole: Value) -> tuple[Value, ...]:
-        """Return `items`, without repetitions if the value `whole` is a set."""
+        """Return `items`, without repetitions if `whole` is a set."""
         if not (isinstance(whole, Several) and whole.braces):
             return items
         kept: list[Value] = []
@@ -274,8 +274,8 @@ class Comparison:
             return False
 
     def _vanishes(self, difference: Expr, symbols: list[Symbol], scale: Expr) -> bool:
-        """Return True if the expression `difference` is 0 at POINTS random points. The seed of the random generator is
-        the gold answer, so an agent cannot predict the points."""
+        """Return True if `difference` is 0 at POINTS random points. The seed is the gold answer, so an agent cannot
+        predict the points."""
         agreed = 0
         for attempt in range(TRIES):
             sign = -1 if attempt % 2 else 1
@@ -313,8 +313,8 @@ class Comparison:
 
 
 def chosen(gold: str, answer: str) -> bool | None:
-    """Return whether the answer chooses the same letter of a multiple-choice question as the gold answer. Returns None
-    if the gold answer is not a single letter."""
+    """Return whether the answer chooses the letter of the gold answer in a multiple-choice question, or None if the
+    gold answer is not a single letter."""
     letter = CHOICE.fullmatch(gold)
     if letter is None:
         return None
@@ -329,8 +329,7 @@ def _in_base_units(value: Expr, unit: Unit) -> Expr:
 
 
 def _pieces(points: Set) -> list[sympy.Interval] | None:
-    """Return the intervals of which a set consists, in ascending order. Returns None if some parts of the set are not
-    intervals."""
+    """Return the intervals of a set in ascending order, or None if some parts of it are not intervals."""
     parts = points.args if isinstance(points, sympy.Union) else (points,)
     if not all(isinstance(part, sympy.Interval) for part in parts):
         return None
@@ -338,7 +337,7 @@ def _pieces(points: Set) -> list[sympy.Interval] | None:
 
 
 def _constant_renamed(gold: Expr, answer: Expr) -> Expr:
-    """Return the answer with its constant of integration renamed as in the gold answer, for example from `K` to `C`."""
+    """Return the answer with its constant of integration renamed as in the gold answer."""
     ours, theirs = (
         [term for term in expr.as_ordered_terms() if isinstance(term, Symbol) and term.name in CONSTANTS]
         for expr in (gold, answer)

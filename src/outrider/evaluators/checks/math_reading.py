@@ -2,8 +2,8 @@
 matrix.
 
 math-verify's parser reads expressions. This module reads what surrounds them: units, bases, brackets, relations and
-words. Invariant: no part of a text is ignored. If a text is not fully understood, its value is `Words`, which equal
-only the same words.
+words. Invariant: no part of a text is ignored. A text that is not fully understood becomes `Words`, which equal only
+the same words.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Quantity:
     """A number or an expression.
 
     unit: the unit of measure.
-    noun: the words for the counted things, such as `apples` in `3 apples`.
-    rounded: the rounded decimal after the number, such as `0.33` in `1/3 ≈ 0.33`."""
+    noun: the words for counted things: `apples` in `3 apples`.
+    rounded: the rounded decimal after the number: `0.33` in `1/3 ≈ 0.33`."""
 
     value: Expr
     unit: Unit | None = None
@@ -57,8 +57,7 @@ class Based:
 
 @dataclass(frozen=True)
 class Clock:
-    """A time of day. `minutes` counts from midnight. `half` is `a` for a.m., `p` for p.m., or None if the text does not
-    tell."""
+    """A time of day. `minutes` counts from midnight. `half` is `a` (a.m.), `p` (p.m.), or None if unknown."""
 
     minutes: int
     half: str | None
@@ -71,7 +70,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Residue:
-    r"""A residue class, such as `x \equiv 3 \pmod 7`. Here, `written` is 3, `modulus` is 7 and `name` is `x`."""
+    r"""A residue class. In `x \equiv 3 \pmod 7`, `written` is 3, `modulus` is 7 and `name` is `x`."""
 
     written: Expr
     modulus: Expr
@@ -88,7 +87,7 @@ class Several:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Values in a fixed order, such as a point or a vector. `bracket` is `(`, `[`, or `|` for a column vector."""
+    """Values in a fixed order, such as a point. `bracket` is `(`, `[`, or `|` for a column vector."""
 
     items: tuple[Value, ...]
     bracket: str
@@ -133,7 +132,7 @@ class System:
 
 @dataclass(frozen=True)
 class Equation:
-    """The equation `side` = 0, for example `x - y - 1` = 0 for the text `x = y + 1`."""
+    """The equation `side` = 0. Both sides of the text's equation are in `side`."""
 
     side: Expr
 
@@ -143,7 +142,7 @@ Value = (
     | Halfspace | Assigned | System | Equation
 )  # fmt: skip
 CUP, CAP, MINUS, SIGN = "\N{UNION}", "\N{INTERSECTION}", "\N{SET MINUS}", "\N{LESS-THAN EQUAL TO OR GREATER-THAN}"
-"""Single characters that replace LaTeX commands, so that a text can be split at them."""
+"""Characters that replace LaTeX commands, so that a text can be split at them."""
 MAX_PARTS = 64
 MAX_DEPTH = 12
 COUNTED = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -190,13 +189,12 @@ NAME = re.compile(
 """Matches the left side of an assignment: a variable, a sum of variables, a function with its argument, a segment, an
 angle, or words."""
 COMPOUND = re.compile(r'(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)\s*(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)$')
-"""Matches a quantity that is given in two units, such as `6 hours 30 minutes`."""
+"""Matches a quantity in two units, such as `6 hours 30 minutes`."""
 RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+)|(\d*)\.(\d+)|(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})$"
 )
 UNREAD = ('"', "°", "%", "!!", "...", "\\ldots")
-"""A text with one of these signs is not read as an expression. The signs stand for words, units, omissions and double
-factorials."""
+"""Signs that an expression cannot contain. They belong to words, units, omissions and double factorials."""
 SPELLING = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
@@ -212,7 +210,7 @@ OPERATORS = {"<": sympy.Lt, ">": sympy.Gt, "\\le": sympy.Le, "\\ge": sympy.Ge, "
 def read(text: str, *, merge: bool = True, letters: bool = False) -> Value:
     """Return the value of the text of an answer.
 
-    merge: whether commas may group digits. If false, `100,200` is always two numbers.
+    merge: whether commas may group digits. If false, `100,200` is two numbers.
     letters: whether a letter directly after a number is a unit, as in `3m`."""
     text = clean(text)
     if not merge:
@@ -252,7 +250,7 @@ def _parsed(text: str) -> Expr:
     if any(sign in text for sign in UNREAD) or _sides(text)[1]:
         raise Unreadable(text)
     if re.search(rf"(?<![\\a-zA-Z])(?!{FUNCTIONS})[a-zA-Z]{{4,}}", text):
-        raise Unreadable(text)  # the text has a word, which is not a product of variables
+        raise Unreadable(text)  # a word is not a product of variables
     text = re.sub(r"\\log_\s*(\w)\s+", r"\\log_{\1} ", text)
     text = re.sub(rf"(?<![\\a-zA-Z])({FUNCTIONS})(?![a-zA-Z])", r"\\\1 ", text).replace("\\infinity", "\\infty")
     text = re.sub(r"\\(exp|sin|cos|tan|ln|log)\s+\(", r"\\\1(", text)
@@ -298,7 +296,7 @@ def _repeating(found: re.Match[str]) -> str:
 
 def _mixed(found: re.Match[str]) -> str:
     whole, above, below = found.groups()
-    # Without braces, as in `\frac37`, each of the two parts is one digit.
+    # Without braces, as in `\frac37`, each part is one digit.
     if found.re.pattern.find("frac") >= 0 and "{" not in found[0]:
         digits = above + below
         above, below, rest = digits[0], digits[1:2], digits[2:]
@@ -323,7 +321,7 @@ class _Reader:
         self._parts = 0
 
     def whole(self, text: str, depth: int) -> Value:
-        """Read the text of a whole answer, which may be a list of answers."""
+        """Read a whole answer, which may be a list of answers."""
         self._parts += 1
         if depth > MAX_DEPTH or self._parts > MAX_PARTS or not text:
             return Words(text)
@@ -335,7 +333,7 @@ class _Reader:
         return self._joined([self.item(part, depth + 1) for part in self._repeat_name(parts)], joint, text)
 
     def _repeat_name(self, parts: list[str]) -> list[str]:
-        """Repeat the name before each value of a list. For example, `x = 1, 2` becomes `x = 1, x = 2`."""
+        """Repeat the name before each value of a list: `x = 1, 2` becomes `x = 1, x = 2`."""
         found = re.match(r"(.*?)=(?!.*=)", parts[0])
         if found and NAME.match(found[1].strip()) and not any(RELATION.search(part) for part in parts[1:]):
             return [parts[0], *(f"{found[1]}={part}" for part in parts[1:])]
@@ -365,7 +363,7 @@ class _Reader:
         return Several(tuple(items))
 
     def item(self, text: str, depth: int) -> Value:
-        """Read the text of one answer, which is not a list of answers."""
+        """Read a single answer of a list."""
         self._parts += 1
         text = text.strip()
         if depth > MAX_DEPTH or self._parts > MAX_PARTS or not text:
@@ -439,7 +437,7 @@ class _Reader:
             return None
 
     def _combined(self, text: str, depth: int) -> Value | None:
-        """Read a text that combines sets by union, intersection or difference. Returns None for any other text."""
+        """Read a union, an intersection or a difference of sets."""
         if not re.search(r"\\(?:cup|cap|setminus|backslash|bigcup)(?![a-zA-Z])", text) or RELATION.search(text):
             return None
         marked = re.sub(r"\\(?:big)?cup(?![a-zA-Z])", CUP, re.sub(r"\\(?:big)?cap(?![a-zA-Z])", CAP, text))
@@ -498,7 +496,7 @@ class _Reader:
 
     def _equal(self, text: str, sides: list[str], signs: list[str], depth: int) -> Value:
         """Read a text with equal signs, such as `x = 1 + 2 = 3`. If the first side is a name, the text assigns a value
-        to it. The same applies to the second side if there are only two."""
+        to it. So does the second of two sides."""
         name = _name(sides[0])
         if name is None and len(sides) == 2 and _name(sides[1]) is not None:
             sides.reverse()
@@ -597,7 +595,7 @@ class _Reader:
         return Coordinates(tuple(row[0] for row in rows), "|") if len(rows[0]) == 1 else Grid(rows)
 
     def _scaled(self, factor: Expr, value: Value | None, text: str) -> Value:
-        """Return the product of a number and a vector or a matrix."""
+        """Multiply a vector or a matrix by a number."""
 
         def times(row: tuple[Value, ...]) -> tuple[Value, ...]:
             return tuple(replace(one, value=factor * one.value) if isinstance(one, Quantity) else one for one in row)
@@ -704,8 +702,8 @@ def _number_in_words(text: str) -> Expr | None:
 
 
 def _sides(text: str) -> tuple[list[str], list[str]]:
-    r"""Split the text at its relation signs, such as `=` and `\in`, outside of brackets. Returns the sides, and the
-    signs between them."""
+    r"""Split the text at relation signs, such as `=` and `\in`, outside of brackets. Returns the sides and the
+    signs."""
     signs: list[str] = []
 
     def mark(found: re.Match[str]) -> str:
@@ -715,7 +713,7 @@ def _sides(text: str) -> tuple[list[str], list[str]]:
     marked = RELATION.sub(mark, text)
     sides = [side.strip() for side in split(marked, SIGN)]
     if len(sides) != len(signs) + 1:
-        return [text], []  # a relation sign is within brackets, so the text is one side
+        return [text], []  # a relation sign is within brackets
     return sides, signs
 
 
@@ -734,8 +732,7 @@ def _expressions(sides: list[str]) -> Iterator[Expr]:
 
 
 def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
-    """Return the value of numbers that are joined by signs such as `=`. Returns None if the numbers differ by more than
-    rounding.
+    """Return the value of numbers that are joined by signs such as `=`, or None if they differ by more than rounding.
 
     After `=`, a number may be rounded only if it is not an integer and the first number has no finite decimal form. So
     `1/3 = 0.33` has a value, but `7.01 = 7` and `0.334 = 0.33` do not."""
@@ -768,8 +765,8 @@ def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
 
 
 def _total(parts: list[Value]) -> Quantity | None:
-    """Return the sum of two quantities, as in `6 hours 30 minutes`. Returns None unless both have the same dimensions
-    and the first has the greater unit."""
+    """Return the sum of two quantities, as in `6 hours 30 minutes`, or None unless they have the same dimensions and
+    the first has the greater unit."""
     match parts:
         case [Quantity(value=great, unit=Unit() as unit), Quantity(value=small, unit=Unit() as less)]:
             if unit.dimensions == less.dimensions and unit.factor > less.factor:
@@ -779,7 +776,7 @@ def _total(parts: list[Value]) -> Quantity | None:
 
 
 def _decimals(value: Expr) -> int | None:
-    """Return the number of decimal places of a number, or 2 if it has fewer. Returns None if the decimals never end."""
+    """Return the number of decimal places of a number, but at least 2. Returns None if the decimals never end."""
     if not isinstance(value, sympy.Rational):
         return None
     return next((digits for digits in range(2, 30) if 10**digits % value.q == 0), None)
@@ -841,7 +838,7 @@ as_region = _as_region
 
 
 def _tails(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each way to split the text into a number and a unit after it. The longest unit comes first."""
+    """Yield each split of the text into a number and a unit after it. The longest unit comes first."""
     for found in re.finditer(
         r"""(?<=[\d)}!\]"])(?=\s*["a-zA-Z°%€£¢Ω\\µ])|(?<=[a-zA-Z])(?=\s+["a-zA-Z°%]|["°%])""", text
     ):
@@ -855,8 +852,7 @@ def _inline_degrees(text: str) -> str:
 
 
 def _basis_vector(text: str) -> list[Expr] | None:
-    """Return the components of a vector that is written with the unit vectors **i**, **j** and **k**. Returns None for
-    any other text."""
+    """Return the components of a vector that is written with the unit vectors **i**, **j** and **k**."""
     if not re.search(r"\{\s*[ijk]\s*\}|\\(?:hat|vec)\s*\{?\s*\\?[ijk]", text) or re.search(r"[=<>]", text):
         return None
     marked = re.sub(r"(?:\\(?:hat|vec)\s*)?\{\s*\\?([ijk])(?:math)?\s*\}", r" v_\1 ", text)

@@ -2,8 +2,8 @@ r"""Rewrites the LaTeX of an answer in one plain spelling, splits texts outside 
 reply.
 
 After `clean`, the words of `\text{...}` are in double quotes, `°` is a degree, `%` is a percent sign, and relations
-have their shortest names (`\le`, `\ne`). Invariant: `clean` keeps the meaning of a text. A text whose meaning is
-unclear stays as it is, and later cannot be read as a value.
+have their shortest names (`\le`, `\ne`). Invariant: `clean` keeps the meaning of a text. A text with an unclear meaning
+stays unchanged, and cannot be read as a value later.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMMANDS = {
     "lbrack": "[", "rbrack": "]", "colon": ":", "textdollar": "\\$", "dollar": "\\$", "euro": "€", "pounds": "£",
     "dots": "\\ldots ", "cdots": "\\ldots ", "imath": "i", "percent": "%",
 }  # fmt: skip
-"""Maps the name of a LaTeX command to the spelling that replaces it."""
+"""Maps a LaTeX command to the spelling that replaces it."""
 COMMAND = re.compile(r"\\([a-zA-Z]+)")
 FONTS = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|boxed|fbox|framebox|underline|ensuremath)\s*\{")
 WORDS = re.compile(
@@ -122,8 +122,8 @@ def clean(text: str) -> str:
 
 
 def _without_condition(found: re.Match[str]) -> str:
-    """Return the matched text without its condition, such as "for all x". If the condition's variable does not occur in
-    the text before it, return the whole match."""
+    """Remove a condition such as "for all x". If its variable does not occur in the text before it, return the whole
+    match."""
     text, name = found[1], found[2] or found[3] or found[4]
     return text if re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])|(?<=\d){name}\b", text) else found[0]
 
@@ -138,8 +138,8 @@ def _words(found: re.Match[str]) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    r"""Remove the signs that delimit mathematics in LaTeX, such as `$` and `\(`. A lone `$` before a digit stands for
-    dollars and stays."""
+    r"""Remove the signs that delimit mathematics, such as `$` and `\(`. A lone `$` before a digit means dollars and
+    stays."""
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
     bare = re.findall(r"(?<!\\)\$", text)
     if len(bare) == 1 and re.search(r"(?<!\\)\$\s*[\d.]", text):
@@ -202,8 +202,8 @@ def alternatives(text: str) -> tuple[list[str], str]:
 
 
 def _merge_outside(text: str) -> Callable[[re.Match[str]], str]:
-    """Return a replacement function that removes the commas from a number like `1,000`. It leaves a number in brackets
-    as it is, because `(1,000)` may be a point."""
+    """Return a replacement function that removes the commas from a number, unless it is in brackets: `(1,000)` may be a
+    point."""
     depths, depth = [], 0
     for sign in text:
         depth += (sign in "([") - (sign in ")]")
@@ -223,7 +223,7 @@ SHORT_REPLY = 40
 HOPE = re.compile(r"(?i:\s*I hope it is correct.*$)", re.DOTALL)
 SENTENCE = re.compile(r"(?:\.|!|\?)(?=\s|$|\*)|\n")
 EXPLAINED = re.compile(r",?\s+(?:since|because|which is|as (?:required|desired|shown|claimed))\b.*$", re.DOTALL)
-"""Matches the explanation after an answer, such as `, because ...` in `42, because ...`."""
+"""Matches the explanation after an answer: `42, because ...`."""
 UNSURE = re.compile(
     r"(?:n['\u2019]t|\b(?:not|or|nor|than|least|most|exceeds?)|[<>≤≥])[\s$*]+-?[\d.,]+\W*$|^[\s$*]*\d+%\d",
     re.IGNORECASE,
@@ -236,8 +236,8 @@ NAME = re.compile(r"([a-zA-Z])\s*=\s*$")
 
 
 def candidates(reply: str) -> list[str]:
-    """Return the parts of a reply that may be the answer, the likeliest first. The reply has neither `<answer>` tags
-    nor LaTeX boxes."""
+    """Return the parts of a reply that may be the answer, the likeliest first, if it has neither `<answer>` tags nor
+    LaTeX boxes."""
     reply = HOPE.sub("", reply.strip())
     found = []
     said = [match.end() for match in SAID.finditer(reply)]
@@ -271,7 +271,7 @@ def candidates(reply: str) -> list[str]:
 
 
 def unsure(sentence: str) -> bool:
-    """Return True if the last number of the sentence is not its answer, as in `at least 42`."""
+    """Return True if the last number of the sentence is not an answer: `at least 42`."""
     return UNSURE.search(sentence) is not None
 
 

@@ -1,4 +1,4 @@
-"""Units of measure. A unit has a factor, which converts it to base units, and the exponents of its dimensions.
+"""Units of measure. A unit has a factor to base units, and the exponents of its dimensions.
 
 Invariants: two units with the same `dimensions` convert into each other by their factors; a word that is not a unit
 never gets dimensions.
@@ -67,8 +67,8 @@ METRIC = {
     ("G", "gauss"): _unit("1/10000", kg=1, s=-2, A=-1),
     ("B", "byte"): _unit(8, bit=1),
 }
-"""Units that take prefixes. The first name is a symbol and takes short prefixes, as in `km`. The other names take long
-prefixes, as in `kilometer`."""
+"""Units that take prefixes. The first name is a symbol and takes short prefixes (`km`). The other names take long
+prefixes (`kilometer`)."""
 OTHERS = {
     ("in", "inch", "inches"): _unit("0.0254", m=1),
     ("ft", "foot", "feet"): _unit("0.3048", m=1),
@@ -153,8 +153,7 @@ SHARE = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
 def read_unit(text: str) -> Unit | None:
-    """Return the unit that the text names, such as `km/h`, `square feet` or `m s^{-2}`. Returns None if any part of the
-    text is not a unit."""
+    """Return the unit that the whole text names, such as `km/h`, `square feet` or `m s^{-2}`, or None."""
     text = SHARE.sub(r"\1/\2", text.replace('"', " ")).replace("\\mu", "µ").replace("μ", "µ").replace("\\Omega", "Ω")
     text = re.sub(r"\\cdot|\\times|\*|\.(?=\s|$)|\b(?:of angle|old)\b", " ", re.sub(r"\bper\b", "/", text)).replace(
         "{}", ""

@@ -42,8 +42,8 @@ of this time."""
 SLOW_NICER = 5
 """Niceness added to slow checks, so that quick checks and the service run first."""
 SUBMITTED_AT_ONCE = 2
-"""Maximum concurrent checks of tasks that are being submitted, in each of the two queues. With a maximum of 1, one long
-check would block all others."""
+"""Maximum concurrent checks of tasks that are being submitted, in each queue. With a maximum of 1, one long check would
+block all others."""
 MAX_MEMORY = 512 << 20
 """Maximum bytes of memory of a check. The memory of the loaded library does not count."""
 MAX_ANSWER = 1 << 20
@@ -62,8 +62,8 @@ for name in ("outrider", "outrider.evaluators", "outrider.sandbox", "outrider.sa
 from outrider.evaluators.checks.zygote import main
 main(module)
 """
-"""The program of the zygote, the process from which checks are forked. It replaces the parent packages by empty
-modules, because the real ones import many modules that checks do not need."""
+"""The program of the zygote, the process from which checks are forked. Empty modules replace the parent packages,
+because the real ones import many modules that checks do not need."""
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     checks: str
 
     def require(self) -> None:
-        """Raise InvalidField if the library is not installed. This method does not import the library."""
+        """Raise InvalidField if the library is not installed. This does not import it."""
         if any(importlib.util.find_spec(package) is None for package in self.packages):
             raise InvalidField(
                 f"this evaluator needs {self.distribution}",
@@ -89,15 +89,15 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def __str__(self) -> str:
-        """Return the name and version of the library, for the reasons of verdicts."""
+        """Return the name and version of the library, for verdicts."""
         return f"{self.distribution} {installed_version(self.distribution)}"
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a check.
 
-    answer: the object that the check returned, or None if the text cannot be checked.
-    fault: why the text cannot be checked.
+    answer: what the check returned, or None if the text cannot be checked.
+    fault: why it cannot be checked.
     seconds: the processor time of the check."""
 
     answer: dict[str, Any] | None
@@ -106,8 +106,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lines:
-    """Two queues of checks. A check starts in the queue `quick`, and moves to `slow` if it exceeds QUICK_SECONDS. Each
-    queue runs at most `at_once` checks at a time. `nicer` is the niceness added to checks in `quick`."""
+    """Two queues of checks. A check starts in `quick`, and moves to `slow` if it exceeds QUICK_SECONDS. Each queue runs
+    at most `at_once` checks at a time. `nicer` is the niceness added to checks in `quick`."""
 
     def __init__(self, at_once: int, *, nicer: int) -> None:
         self.quick = Turns(at_once)
@@ -131,9 +131,8 @@ async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks
 
 
 class Checks:
-    """Runs the checks of one library. A node has one such object: `await host.part(partial(Checks, library=...))`. The
-    first check starts the zygote, the process from which checks are forked. If the zygote exits, the next check starts
-    another one."""
+    """Runs the checks of one library, once per node: `await host.part(partial(Checks, library=...))`. The first check
+    starts the zygote, the process from which checks are forked. If it exits, the next check starts another one."""
 
     def __init__(self, host: Host, *, library: Library) -> None:
         self._mark = f"{host.folder.name}/"
@@ -173,7 +172,7 @@ class Checks:
         async with lines.quick.take(tenant_of(bucket), bucket):
             checked = await self._run(body, quick, nicer=lines.nicer)
         if checked is None and quick < seconds:
-            # The check starts over in the slow queue, because it may be hanging and would then block the quick queue.
+            # The check starts over in the slow queue, because a hanging check would block the quick one.
             async with AsyncExitStack() as held:
                 async with off_the_clock():
                     await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
@@ -182,7 +181,7 @@ class Checks:
         return checked or CheckResult(answer=None, fault=fault, seconds=seconds)
 
     async def _run(self, body: bytes, seconds: float, *, nicer: int) -> CheckResult | None:
-        """Run a check in a process. Returns None if the check used up `seconds` of processor time."""
+        """Run a check in a process. Returns None if it exceeded `seconds`."""
         child, control = self._zygote or await self._spawn()
         try:
             said = await self._exchange(control, body, LIMITS.pack(seconds, MAX_MEMORY, nicer))
@@ -211,8 +210,7 @@ class Checks:
             raise EvaluatorError(f"the check of an answer ended with status {ended.status} and no result") from error
 
     async def _exchange(self, control: socket.socket, body: bytes, limits: bytes) -> bytes:
-        """Send a new check to the zygote. Returns all bytes that arrive on the check's own connection. Raises
-        OSError."""
+        """Send a new check to the zygote. Returns all bytes from the check's own connection. Raises OSError."""
         with connection() as (ours, theirs):
             while True:
                 try:
@@ -239,8 +237,8 @@ class Checks:
             root = str(Path(__file__).parents[3])
             paths = [path for path in sys.path if os.path.isabs(path)]
             command = [sys.executable, "-I", "-S", "-c", BOOT, root, self._library.checks, *paths]
-            # The last two variables keep numerical libraries from starting threads. The zygote must have no threads,
-            # because it forks.
+            # The last two variables keep numerical libraries from starting threads: the zygote forks, so it must have
+            # none.
             env = {VARIABLE: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             with connection(socket.SOCK_SEQPACKET) as (ours, theirs):
                 child = Child.spawn(command, env, theirs)

@@ -25,10 +25,10 @@ def warm_up() -> None:
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
     """Score the request's `answer` to its `entry`, a row of reasoning-gym. The result has the `score`, or `refused`,
-    the reason why the answer cannot be scored.
+    the reason why there is none.
 
-    If the request has no `answer`, check the entry: its own answer must score 1. The result then has `unusable`, the
-    reason why the entry cannot be used, or None."""
+    If the request has no `answer`, check the entry: its own answer must score 1. The result has `unusable`, the reason
+    why it cannot be used, or None."""
     entry = request["entry"]
     name, gold = entry["metadata"]["source_dataset"], entry["answer"]
     answer = request.get("answer", gold).strip()  # some scorers also strip the answer before they evaluate it
@@ -48,8 +48,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         score = _score(name, answer, entry)
         return {"score": score} if math.isfinite(score) else {"refused": f"it scores {score}"}
     except Exception as error:
-        # A scorer can raise any exception. The agent's answer must be the cause, because the scorer accepted the
-        # entry's own answer when the task was submitted.
+        # A scorer can raise any exception. The agent's answer is the cause, because the scorer accepted the entry's own
+        # answer at submission.
         return {"refused": f"the scorer cannot read it: {type(error).__name__}"}
 
 

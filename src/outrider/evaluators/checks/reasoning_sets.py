@@ -49,8 +49,8 @@ answer that just repeats the question's integral would count as right."""
 
 
 def is_literal(text: str) -> bool:
-    """Return True for a text that is safe for `eval`. Such a text is a literal, possibly with names and operators, or
-    is not a Python expression at all."""
+    """Return True for a text that is safe for `eval`: a literal, possibly with names and operators, or not a Python
+    expression at all."""
     try:
         tree = _tree(text)
     except (SyntaxError, ValueError):
@@ -65,8 +65,8 @@ def is_sum(text: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-    """Return True for a text that is safe for sympy's `parse_expr`: numbers, variables of one letter, pi, operators and
-    FUNCTIONS. The text must be plain Python, because `parse_expr` rewrites any other notation before it evaluates the
+    """Return True for a text that is safe for sympy's `parse_expr`: numbers, variables of one letter, pi, operators
+    and FUNCTIONS. It must be plain Python, because `parse_expr` rewrites any other notation before it evaluates the
     text."""
     return FORMULA_SIGNS.fullmatch(text) is not None and _is_python_of(text, FORMULA)
 
@@ -108,8 +108,8 @@ sets do not evaluate answers."""
 
 
 def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Callable[[str], bool]]]:
-    """Return the texts in the entry that its scorer evaluates as Python. Each is paired with the function that must
-    return True for it."""
+    """Return the texts in the entry that its scorer evaluates as Python. Each is paired with the test that it must
+    pass."""
     match name:
         case "number_sorting":
             return [(str(entry["answer"]), is_literal)]

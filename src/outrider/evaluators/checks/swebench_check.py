@@ -34,7 +34,7 @@ MARKS = (
     *(START, END, EXIT_CODE, constants.APPLY_PATCH_FAIL, constants.RESET_FAILED),
     *(constants.TESTS_ERROR, constants.TESTS_TIMEOUT),
 )
-"""Texts that only the script that runs the tests may print. A test must not print them."""
+"""Texts that only the script around the tests may print."""
 OF_PYTEST = frozenset(
     ("parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2", "parse_log_matplotlib", "parse_log_seaborn")
 )
@@ -47,12 +47,11 @@ LINE_BY_LINE = {
     # These parsers read results of Jest for whole test files.
     **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
     **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
-    # Django prints the first line of a test's docstring in place of its name, and several tests may share this line.
-    # Only names that match this pattern are unique.
+    # Names that do not match are first lines of docstrings, which several Django tests may share.
     "parse_log_django": r"\w+ \([\w.]+\)",
 }
-"""The parsers that handle each line of a log separately, by function name. The value is a pattern for the names that
-belong to exactly one test. With the value "", all names do."""
+"""Parsers that handle each line of a log separately, by function name. The value is a pattern for the names that belong
+to exactly one test; "" stands for all names."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
@@ -82,17 +81,16 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Judge the output of the tests of a row, a task of the data set. If the request has no `log`, check the row
-    instead.
+    """Judge the output of a row's tests. If the request has no `log`, check whether the row is usable instead.
 
     With `log`, the result has these fields:
 
     - `resolved`: true if the row counts as solved.
-    - `fail_to_pass`, `pass_to_pass`: the number of passing tests in each of the row's two lists.
+    - `fail_to_pass`, `pass_to_pass`: how many tests pass in each of the row's two lists.
     - `why`: the reason if some tests do not pass.
 
-    If the request also has `statuses`, the result has only the status of each test in the log. Without `log`, the
-    result has `unusable`, the reason why the row cannot be used or None, and `field`, the option that causes this."""
+    If the request also has `statuses`, the result has only the status of each test in the log. Without `log`, it has
+    `unusable`, the reason why the row is unusable or None, and `field`, the option that causes this."""
     parser = parser_of(request)
     if parser is None:
         field = "log_parser" if request.get("log_parser") else "repo"
@@ -193,8 +191,8 @@ def spec_of(request: dict[str, Any], parser: str) -> Any:
 
 
 def report_of(spec: Any, log: str) -> dict[str, Any]:
-    """Return swebench's report about the log. swebench would read the log from a file, but this process cannot write
-    files. So this function replaces swebench's functions that read the file."""
+    """Return swebench's report about the log. This process cannot write files, so the functions with which swebench
+    would read the log from a file are replaced."""
     prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": ""}
     classify_logs = grading.classify_logs
     grading.open = lambda path: io.StringIO(log, newline=None)
@@ -208,14 +206,14 @@ def report_of(spec: Any, log: str) -> dict[str, Any]:
 
 
 def passing(report: dict[str, Any]) -> dict[str, set[str]]:
-    """Return the passing tests of each of the lists FAIL_TO_PASS and PASS_TO_PASS, by the name of the list."""
+    """Return the passing tests of FAIL_TO_PASS and of PASS_TO_PASS, by the name of the list."""
     status = report.get("tests_status", {})
     return {kind: set(status.get(kind, {}).get("success", ())) for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")}
 
 
 def check_marks(log: str) -> None:
-    """Raise NotBelieved if a test has printed one of the marks with which the script delimits the output of the tests.
-    swebench reads only the text between the first two marks, so a test could hide results behind its own mark."""
+    """Raise NotBelieved if a test has printed one of the marks that delimit the output of the tests. swebench reads
+    only the text between the first two marks, so a test could hide results with its own marks."""
     ends = log.split(END)
     # A script that prints the end mark under `set -x` prints it twice, with only a quote and a newline in between.
     if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):
@@ -232,8 +230,7 @@ def check_log(spec: Any, log: str) -> None:
         return
     text = COLOUR.sub("", log.split(START)[1].split(END)[0])
     parser = grading.PARSER_REGISTRY[spec.log_parser]
-    # The log is parsed line by line to find all statuses of a test. A forged log may list a pass before and after the
-    # true failure.
+    # All statuses of a test count, because a forged log may list a pass before and after the true failure.
     statuses: dict[str, dict[Any, None]] = {}
     for line in dict.fromkeys(text.split("\n")):
         for test, status in parser(line, spec).items():
@@ -281,7 +278,7 @@ def log_of(records: str, key: str) -> str:
             canaries[record["when"], record["canary"]] += 1
         elif "planted" in record:
             # A pytest mark on a whole module (skip, or expected failure) also applies to the test that the plugin
-            # added. In this case, `excused_by` is None.
+            # added. `excused_by` is then None.
             if record["when"] == "call" and (record["planted"] == "passed" or record["excused_by"] is not None):
                 passed.append(record["file"])
         elif "test" in record:

@@ -1,12 +1,12 @@
 """The zygote: the process from which the checks of one library are forked.
 
-The zygote has imported and warmed up the library, so a fork takes milliseconds. Each check runs in its own fork. It
-sees no data of other checks, and can be killed without affecting them. The zygote is started by `python -I -S -c`, with
-one end of a control socket as standard input.
+It has imported and warmed up the library, so a fork takes milliseconds. Each check runs in its own fork, sees no data
+of other checks, and can be killed without affecting them. The zygote is started by `python -I -S -c`, with one end of a
+control socket as standard input.
 
-A request is a message of the format LIMITS on the control socket, with one file descriptor: the connection of the new
-check. The check reads a JSON object from its connection until the end of input, and writes a JSON object. Then the
-zygote adds a last line with the result of `os.wait4`: `{"status", "seconds"}`.
+A request is one message in the format LIMITS on the control socket, with one file descriptor: the connection of the new
+check. The check reads a JSON object from its connection until the end of input, and writes one. Then the zygote adds a
+last line with the result of `os.wait4`: `{"status", "seconds"}`.
 
 Invariants:
 
@@ -47,7 +47,7 @@ PIECE = 1 << 16
 
 
 class CheckForker:
-    """Forks checks, kills a check whose caller has closed its connection, and reports how each check ended."""
+    """Forks checks, kills checks whose caller has closed the connection, and reports how each check ended."""
 
     def __init__(self, control: socket.socket, check: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._control = control
@@ -66,8 +66,8 @@ class CheckForker:
         """Serve requests until the control socket closes."""
         while True:
             ready = dict(self._poll.poll())
-            # The control socket comes last: a new check may get the number of a descriptor that was just closed, for
-            # which `ready` may still have an event.
+            # The control socket comes last: a new check may get the number of a descriptor that was just closed and
+            # still has an event in `ready`.
             asked = ready.pop(self._control.fileno(), 0)
             for fd in ready:
                 if fd in self._ends:
@@ -87,7 +87,7 @@ class CheckForker:
         message, fds, _, _ = socket.recv_fds(self._control, LIMITS.size, 1)
         if not message:
             return False
-        if fds:  # if no file descriptor is free, the kernel drops the connection, and the caller sees that it is closed
+        if fds:  # if no file descriptor is free, the kernel drops the connection, which the caller sees
             end = socket.socket(fileno=fds[0])
             pid = os.fork()
             if pid == 0:
@@ -95,7 +95,7 @@ class CheckForker:
             pidfd = os.pidfd_open(pid)
             self._pids[end.fileno()], self._ends[pidfd] = pid, end
             self._poll.register(pidfd, select.POLLIN)
-            self._poll.register(end, 0)  # with the mask 0, the poll reports only that the connection was closed
+            self._poll.register(end, 0)  # the poll reports only that the connection was closed
         return True
 
     def _ended(self, pidfd: int) -> None:
@@ -139,8 +139,7 @@ class CheckForker:
 
 
 def main(module: str) -> None:
-    """Serve the control socket on file descriptor 0 until it closes. `module` is the name of the module that defines
-    the check."""
+    """Serve the control socket on file descriptor 0 until it closes. `module` names the module with the check."""
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Libraries log texts that they cannot parse; the verdict's reason says so instead.
@@ -152,6 +151,6 @@ def main(module: str) -> None:
     zygote = CheckForker(control, checks.check)
     confine_zygote()
     gc.collect()
-    gc.freeze()  # garbage collection in a fork would write to every shared page, so the kernel would copy it
+    gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
     zygote.serve()
     os._exit(0)  # a normal exit could wait for threads or exit handlers of libraries

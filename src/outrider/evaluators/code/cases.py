@@ -1,4 +1,4 @@
-"""The cases of a `code` task. A case is an input of a program and the expected output. The module is pure.
+"""The cases of a `code` task: inputs of a program and its expected outputs. The module is pure.
 
 Invariant: expected outputs never leave the service. They are compared there as text or as values of built-in types.
 """
@@ -16,8 +16,8 @@ from outrider.spec import Name, SandboxPath, Seconds, Spec, Text
 
 MAX_VALUES = 1 << 22
 MAX_CONTAINERS = 1 << 20
-"""Limits for cases given as text: MAX_VALUES limits the number of values, MAX_CONTAINERS the number of objects and
-lists. A parsed object needs 250 bytes of memory, even if its text has only a few bytes."""
+"""Maximum numbers of values (MAX_VALUES), and of objects and lists (MAX_CONTAINERS), in cases given as text. A parsed
+object needs 250 bytes of memory, even if its text has only a few bytes."""
 
 
 class CodeOptions(Spec):
@@ -69,12 +69,12 @@ class Case(msgspec.Struct, frozen=True):
     accepted: tuple[Any, ...]
 
     def accepts(self, answer: Any) -> bool:
-        """Return True if `answer` is one of the right results. Raises RecursionError for a deeply nested value."""
+        """Return True if `answer` is right. Raises RecursionError for a deeply nested value."""
         return any(answer == right for right in self.accepted)
 
 
 def lines(text: str) -> list[str]:
-    """Return the lines of a program's output. Spaces at the ends of lines and empty lines at the end are removed."""
+    """Return the lines of an output, without spaces at their ends and without empty lines at the end."""
     found = [line.rstrip() for line in text.split("\n")]
     while found and not found[-1]:
         found.pop()
@@ -122,7 +122,7 @@ def cases_of(options: CodeOptions) -> list[Case]:
                     field=f"task.evaluator.options.outputs.{number}",
                     hint="leave the case out, or take reward 'all'",
                 )
-        elif isinstance(given, str):  # LiveCodeBench gives one JSON value per line
+        elif isinstance(given, str):  # LiveCodeBench's format
             try:
                 cases.append(Case([json.loads(line) for line in lines(given)], (json.loads(output),)))
             except (TypeError, ValueError, RecursionError) as error:
@@ -140,8 +140,7 @@ def cases_of(options: CodeOptions) -> list[Case]:
 
 
 def _check_size(texts: list[str]) -> None:
-    """Raise InvalidField if the texts have too many commas (MAX_VALUES) or opening brackets (MAX_CONTAINERS). These are
-    estimates of the numbers of values and of containers."""
+    """Raise InvalidField if the texts have more than MAX_VALUES commas or MAX_CONTAINERS opening brackets."""
     for what, signs, most in (("values", ",", MAX_VALUES), ("objects and lists", "{[", MAX_CONTAINERS)):
         if (count := sum(text.count(sign) for text in texts for sign in signs)) > most:
             raise InvalidField(

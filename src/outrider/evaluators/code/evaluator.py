@@ -47,8 +47,8 @@ QUOTED = 200
 RUN_SECONDS = 0.05
 """Assumed minimum duration of one run of a program, in seconds."""
 LATE_SECONDS = 10.0
-"""Seconds after its time limit at which a program that still runs counts as impossible to stop. For example, a fork
-bomb of thousands of processes leaves the sandbox's own process no processor time to kill it."""
+"""Seconds after its time limit at which a program counts as impossible to stop. For example, a fork bomb of thousands
+of processes leaves the sandbox's own process no processor time to kill it."""
 SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
 """Limits of a sandbox for a program from the last reply. A fork bomb of 64 processes leaves the sandbox's own process
 enough processor time to kill it."""
@@ -62,10 +62,8 @@ class WrongAnswer(Exception):
 
 
 class CodeEvaluator:
-    """Grades a program (see `CodeOptions`).
-
-    The verdict's metrics are `passed` and `cases`, the numbers of passed and of all cases. A hidden check counts as one
-    case, and adds the metric `calls`: the number of times that it called the candidate."""
+    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`, the numbers of passed and
+    of all cases. A hidden check counts as one case, and adds the metric `calls`: how often it called the candidate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
@@ -186,7 +184,7 @@ class CandidateProgram:
 
     @property
     def left(self) -> float:
-        """The seconds that are left for all runs together."""
+        """Seconds left for all runs together."""
         return self._deadline - self._clock()
 
     async def printed(self, text: str) -> list[str]:
@@ -197,7 +195,7 @@ class CandidateProgram:
         return await asyncio.to_thread(lambda: lines(done.stdout.decode("utf-8", "backslashreplace")))
 
     async def called(self, name: str, args: list[Any]) -> Any:
-        """Return the result of the program's function `name`. Tuples in the result become lists."""
+        """Return the result of the program's function `name`. Tuples become lists."""
         answer = await self.asked(name, {"args": encode(args), "kwargs": encode({})})
         if "raised" in answer:
             raise WrongAnswer(": ".join(answer["raised"])[:QUOTED])
@@ -254,8 +252,8 @@ class CandidateProgram:
 
 @asynccontextmanager
 async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
-    """Yield the sandbox in which a program from the last reply runs. This is a new sandbox with small limits, unless
-    the task carries or prepares files. The program may need those files, so it then runs in the outcome's sandbox."""
+    """Yield the sandbox in which a program from the last reply runs: a new one with small limits. If the task carries
+    or prepares files, which the program may need, this is the outcome's sandbox."""
     if outcome.task.evaluator.carry is not None or outcome.task.runtime.prepare:
         yield outcome.runtime
         return
@@ -290,7 +288,7 @@ async def probe(runtime: Runtime, python: str) -> None:
     """Raise EvaluatorError if Python does not work in the sandbox, and RuntimeFailure if the sandbox itself does not
     work.
 
-    If this function returns, that only shows that the sandbox can be used: an agent may have replaced its Python.
+    Success only shows that the sandbox can be used: an agent may have replaced its Python.
     """
     tail, late = "", False
     try:
@@ -313,7 +311,7 @@ async def probe(runtime: Runtime, python: str) -> None:
 
 async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
     """Run one step of the `guest.Checker`, and return the event that it prints. Raises TimeoutError, and EvaluatorError
-    if the output has no event that can be read."""
+    if the output has no readable event."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)

@@ -1,7 +1,7 @@
 """The code that runs in sandboxes: `run_call` calls a candidate's function in one sandbox, and `Checker` runs a hidden
 check in another. The candidate is the program to be graded.
 
-This code needs only Python 3.8 or newer. It is one file, because the service sends its text, and adds a last line that
+The code needs only Python 3.8 or newer. It is one file, because the service sends its text, with a last line that
 starts one of the two parts. Values leave a process only as JSON of built-in types (`encode`, `decode`), so an object
 that claims to equal everything stays in its own process. The candidate may forge the output of `run_call`. Invariant:
 the candidate affects the check only through return values and exceptions.
@@ -20,12 +20,12 @@ import types
 from typing import Any
 
 MARK = "outrider-step:"
-"""Prefix of the lines that the Checker prints. It distinguishes them from what the check prints."""
+"""Prefix of the Checker's lines, which distinguishes them from what the check prints."""
 
 
 def encode(value: Any) -> Any:
-    """Encode a value as JSON. A list stays a list. Any other collection becomes an object with the name of its type as
-    the only key. Raises TypeError for a value that is not of a built-in type, and RecursionError for deep nesting."""
+    """Encode a value as JSON. A list stays a list. Any other collection becomes an object whose only key is the name of
+    its type. Raises TypeError for a value of another type, and RecursionError for deep nesting."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -69,8 +69,8 @@ def decode(coded: Any) -> Any:
 
 
 def whole_program(prompt: str, candidate: str, name: str) -> str:
-    """Join the prompt and the candidate's text. If the candidate defines the function `name`, it follows the prompt,
-    whose imports and helpers it may use. Any other candidate continues the last line of the prompt."""
+    """Join the prompt and the candidate's text. If the candidate defines the function `name`, it follows the prompt and
+    may use its imports and helpers. Any other candidate continues the prompt's last line."""
     try:
         defined = {getattr(one, "name", "") for one in ast.parse(candidate).body}
     except (SyntaxError, ValueError):
@@ -81,14 +81,9 @@ def whole_program(prompt: str, candidate: str, name: str) -> str:
 def run_call() -> None:
     """Read a request from standard input, call the candidate's function, write the result as JSON, and exit.
 
-    The request has these fields:
-
-    - `file`: the path of the candidate.
-    - `prompt`: the text that precedes the candidate.
-    - `name`: the name of the function, which may be a method of a class `Solution`.
-    - `args`, `kwargs`: the encoded arguments.
-
-    The result has `value`, the encoded return value, or `raised`. What the candidate prints goes to standard error.
+    The request has the candidate's `file`, the `prompt` that precedes it, the `name` of the function, and its encoded
+    `args` and `kwargs`. The function may be a method of a class `Solution`. The result has `value`, the encoded return
+    value, or `raised`. What the candidate prints goes to standard error.
     """
     request = json.load(sys.stdin)
     told = os.fdopen(os.dup(1), "w")
@@ -109,7 +104,7 @@ def run_call() -> None:
         answer = {"raised": [type(error).__name__, str(error)[:1000]]}
     told.write(json.dumps(answer))
     told.flush()
-    os._exit(0)  # unlike a normal exit, this does not wait for threads or run exit handlers
+    os._exit(0)  # this waits for no threads and runs no exit handlers
 
 
 class Checker:

@@ -1,9 +1,9 @@
 """The evaluator `judge`: a language model, the judge, compares the agent's answer with a reference, with criteria, or
-with another answer. The judge sees only the agent's last reply, which may have up to `answer_chars` characters.
+with another answer. The judge sees only the agent's last reply, up to `answer_chars` characters.
 
 The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
-service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; the verdict's metrics
-count the tokens of every parsed reply, and its reason quotes the end of every parsed reply.
+service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; the verdict counts
+the tokens of every parsed reply, and quotes its end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 BUSY = TRANSIENT | {429, 500}
-"""HTTP statuses after which a call is repeated. They mean that the model's server is overloaded, or that one of its
-workers has exited."""
+"""HTTP statuses after which a call is repeated: the model's server is overloaded, or one of its workers has exited."""
 OVERFLOWS = ("context_length_exceeded", "maximum context length")
 """Texts with which OpenAI's API and vLLM report, under status 400, that the messages do not fit into the context."""
 QUOTED = 2000
@@ -35,12 +34,11 @@ QUOTED = 2000
 
 
 class TooLong(EvaluatorError):
-    """A question does not fit into the context of the judge's model."""
+    """A question does not fit into the judge's context."""
 
 
 class AnswerTooLong(Exception):
-    """A question does not fit into the judge's context, but would fit without the agent's answer. So the agent is the
-    cause."""
+    """A question fits into the judge's context only without the agent's answer, so the agent is the cause."""
 
 
 class JudgeEvaluator:
@@ -113,8 +111,8 @@ class Judge:
         with an empty answer. Raises EvaluatorError if the judge is unreachable or gives no grades. Raises AnswerTooLong
         if only `without` fits into the judge's context."""
         options, messages = self._options, question.messages
-        # Each of several votes has its own seed, so that replies to the same question can differ. A single vote has no
-        # seed, because some servers do not accept one.
+        # Each vote has its own seed, so that replies to the same question can differ. A single vote has none, because
+        # some servers do not accept seeds.
         seed = number if options.votes > 1 else None
         asked = (options.frozen, self._grader, options.temperature, options.max_tokens, seed, messages)
         key = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()

@@ -1,8 +1,7 @@
-"""The questions to a judging model, and the parser of the grades in its replies. The module is pure.
+"""The questions to a judging model, and the parser of its grades. The module is pure.
 
-A mark is a random word that the authors of judged texts cannot guess. Invariants: each judged text is between two lines
-with the mark; only a line with the mark is a grade, and the last grade counts; placeholders in judged texts are not
-replaced.
+A mark is a word that the authors of judged texts cannot guess. Invariants: each judged text is between two lines with
+the mark; only a line with the mark is a grade, and the last one counts; placeholders in judged texts are not replaced.
 """
 
 from __future__ import annotations
@@ -52,15 +51,15 @@ class JudgeOptions(Spec):
     a frozen model.
 
     by: the kind of question. `reference`: is the answer as right as the `reference`? `rubric`: which of the `criteria`
-        does the answer meet? `pairwise`: is the answer better than the `reference`? A pairwise vote asks twice, once
-        for each order of the two answers.
-    template: replaces the built-in question. The placeholders {instruction}, {reference}, {criteria} and {answer} are
-        filled in. Pairwise questions also have {first} and {second}.
+        does it meet? `pairwise`: is it better than the `reference`? A pairwise vote asks once for each order of the two
+        answers.
+    template: replaces the built-in question. {instruction}, {reference}, {criteria} and {answer} are filled in, and for
+        `pairwise` also {first} and {second}.
     votes: how often each question is asked.
-    combine: how votes become one score. `majority` needs more than half of the votes, `mean` takes their mean.
-    tries: maximum number of attempts of one vote to get a reply with all grades.
+    combine: `majority` needs more than half of the votes, `mean` takes their mean.
+    tries: maximum attempts of one vote to get a reply with all grades.
     call_seconds: time limit of one call.
-    answer_chars: maximum length of an answer. A longer answer gets reward 0 without a call.
+    answer_chars: maximum length of an answer. A longer one gets reward 0 without a call.
     """
 
     grader: Name | None = None
@@ -101,9 +100,9 @@ class Question(msgspec.Struct, frozen=True):
     """One question to a judging model.
 
     again: the message that asks again if a reply lacks a grade.
-    mark: the word that the line of a grade must contain.
-    scores: the score of each grade. For example, the grade `C` (correct) scores 1.
-    names: what is graded. A complete reply has one grade for each name."""
+    mark: the word that marks the lines with grades.
+    scores: the score of each grade, such as 1 for `C` (correct).
+    names: what is graded. A complete reply has a grade for each name."""
 
     messages: tuple[Message, ...]
     again: str
@@ -152,7 +151,7 @@ def question(
     scores: dict[str, float],
     names: tuple[str, ...],
 ) -> Question:
-    """Build a question from the template. `texts` maps a placeholder to the title and the text that replace it."""
+    """Build a question from the template. `texts` maps a placeholder to a title and a text."""
     numbers = [f" {at}" for at in range(1, len(names) + 1)] if options.by == "rubric" else [""]
     grades = "\n".join(" or ".join(f"GRADE {mark}{number}: {grade}" for grade in scores) for number in numbers)
     wanted = "one line of these" if len(numbers) == 1 else f"{len(numbers)} lines of these, one for each criterion"
@@ -176,8 +175,8 @@ def filled_in(template: str, values: Mapping[str, str]) -> str:
 
 
 def combined(scores: list[float], combine: Literal["majority", "mean"], undecided: float) -> float:
-    """Combine the scores of several votes. With `majority`, the result is 1 or 0 if more than half of the votes have
-    this score, otherwise `undecided`. With `mean`, it is the mean."""
+    """Combine the scores of several votes. `majority` gives 1 or 0 if more than half of the votes agree, otherwise
+    `undecided`. `mean` gives the mean."""
     if combine == "mean":
         return sum(scores) / len(scores)
     for score in (1.0, 0.0):

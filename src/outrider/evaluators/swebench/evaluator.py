@@ -49,8 +49,7 @@ SHARE_OF_TIME = 0.75
 
 
 class SwebenchEvaluator:
-    """Gives reward 1 if both swebench's report and pytest's own reports show that all the required tests pass, else
-    0."""
+    """Gives reward 1 if swebench's report and pytest's own reports both show that the required tests pass, else 0."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(SwebenchOptions, spec)
@@ -69,8 +68,7 @@ class SwebenchEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField if swebench has no parser for the task's row of the data set, or if the parser refuses
-        this row."""
+        """Raise InvalidField if swebench has no parser for the task's row, or if the parser refuses it."""
         request = self._options.model_dump(include=ROW)
         checks = await checks_of(host, CHECKS)
         checked = await checks.check(request, seconds=self._options.check_seconds, submitted=True)
@@ -80,8 +78,7 @@ class SwebenchEvaluator:
 
     def decide(self, outcome: Outcome) -> Verdict | None:
         """Return reward 0 if the agent's patch is empty, as swebench's own harness does: without a change, the tests in
-        `fail_to_pass` fail. The verdict lacks the metric `pass_to_pass`, the number of other tests that pass, because
-        no test runs."""
+        `fail_to_pass` fail. The verdict lacks the metric `pass_to_pass`, because no test runs."""
         if outcome.patch != b"" or self._options.test_empty_patch or self._options.expected is not None:
             return None
         metrics = {
@@ -149,8 +146,8 @@ class SwebenchEvaluator:
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
         """Replace the files in the sandbox `runtime` that influence tests by those in the sandbox `untouched`."""
         options, found = self._options, set[str]()
-        # pytest loads a compiled file if this file records the time and size of its source. So an agent could leave its
-        # own code as the compiled form of conftest.py, and restoring conftest.py would not help.
+        # pytest loads a compiled file if it records the time and size of its source. So an agent could leave its own
+        # code as the compiled form of conftest.py, even though conftest.py itself is restored.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:
@@ -274,14 +271,13 @@ def source_text(name: str) -> str:
 
 
 def planted_name() -> str:
-    """Return a random name for the test that the plugin adds to each test module. It looks like other tests' names, so
-    that code under test cannot recognize it."""
+    """Return a random name for the test that the plugin adds to each test module. It looks like other tests' names."""
     return "_".join(("test", *map(secrets.choice, WORDS)))
 
 
 def plugin(path: str, key: str, planted: str, name: str) -> str:
-    """Return the source text of the pytest plugin for one evaluation. The plugin writes its report to the file `path`,
-    and adds a test named `planted` to each test module."""
+    """Return the plugin's source text for one evaluation. The plugin reports to the file `path`, and adds a test named
+    `planted` to each test module."""
     words = ", ".join(map(repr, (path, key, planted, f"-p outrider_{name} ")))
     return (
         f"{source_text('pytest_plugin.py')}\n\nglobals().update(canaries({key!r}))\n"
@@ -290,8 +286,8 @@ def plugin(path: str, key: str, planted: str, name: str) -> str:
 
 
 def finder(new: Collection[str], path: str, key: str, name: str) -> str:
-    """Return the text of `sitecustomize.py` for one evaluation. `new` are the paths of the module files that the agent
-    has added."""
+    """Return the text of `sitecustomize.py` for one evaluation. `new` are the paths of modules that the agent has
+    added."""
     words = ", ".join(map(repr, (sorted(new), path, key, f"-p outrider_{name} ")))
     return f"{source_text('shadow_finder.py')}\n\nstart({words})\n"
 
@@ -306,7 +302,7 @@ def script(options: SwebenchOptions, place: str, name: str) -> str:
             f'export PYTEST_ADDOPTS="-p outrider_{name} ${{PYTEST_ADDOPTS-}}"',
         ]
     for line in (options.eval_script or options.test_command or "").split("\n"):
-        # The lines for the exit code are those that swebench's own harness adds to every script.
+        # Swebench's own harness adds the same lines for the exit code.
         marked = options.eval_script is not None and END_MARK in line
         lines += ["SWEBENCH_TEST_EXIT_CODE=$?"] if marked else []
         lines.append(line)

@@ -1,8 +1,7 @@
 """The options of the evaluator `swebench`, and the paths of a repository that influence its test results. The module is
 pure.
 
-Invariant: options with which every run would pass are refused. For example, the list of tests to be fixed must not be
-empty.
+Invariant: options with which every run would pass are refused, such as an empty list of tests to be fixed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
 MAX_COMMAS = 10 * MAX_TESTS
-"""Maximum number of commas in a row's list of tests if the list is a string. It is higher than MAX_TESTS, because names
+"""Maximum number of commas in a row's tests if they are given as one string. It is higher than MAX_TESTS, because names
 of tests may contain commas."""
 SCRIPT = 1 << 20
 """Maximum characters of `eval_script` or `test_command`."""
@@ -31,8 +30,8 @@ CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
 )
-"""Names of files that influence tests in any folder of the repository. For example, an `entry_points.txt` beside a
-package on Python's path names plugins, which pytest loads."""
+"""Names of files that influence tests in any folder of the repository. An `entry_points.txt` beside a package on
+Python's path names plugins, which pytest loads."""
 GIT = (".git", ".gitattributes")
 """Files that `git` reads if the script calls it. They may name programs that git runs, and contain the original files
 that git restores."""
@@ -48,8 +47,8 @@ TEST_FOLDERS = frozenset(("test", "tests"))
 
 
 def listed(given: Any) -> Any:
-    """Return the tests of a row as a list. Data sets of swebench 4.x give the list as a JSON string. A value that is
-    not a string is returned unchanged. Raises ValueError for an invalid string."""
+    """Return the tests of a row as a list. Data sets of swebench 4.x give a JSON string. Any other value is returned
+    unchanged. Raises ValueError."""
     if not isinstance(given, str):
         return given
     # The commas are counted before parsing, because a list of millions of tests needs gigabytes of memory.
@@ -69,13 +68,13 @@ Script = Annotated[str, StringConstraints(min_length=1, max_length=SCRIPT)]
 class SwebenchOptions(Spec):
     """The options of kind `swebench`: the columns of a row of the data set, under swebench's names in lower case.
 
-    eval_script: a script that applies the test patch, runs the tests and prints markers around their output.
+    eval_script: a script that applies the test patch, runs the tests and prints markers.
     test_command: runs the tests in place of `eval_script`. The evaluator first applies `test_patch`.
-    test_patch: with `eval_script`, this only tells which files and folders have the tests.
+    test_patch: with `eval_script`, used only to find the files and folders of the tests.
     log_parser, repo: the parser of the log (swebench 5.x), or the repository that determines the parser (4.x).
-    pytest: true if the tests run in pytest. By default, this depends on the parser.
-    restored: paths below `folder` to restore to their state before the agent, in addition to the files of the test
-        patch. The default is the result of `restored_paths`.
+    pytest: true if the tests run in pytest. By default, the parser decides.
+    restored: paths below `folder` to restore to their state before the agent, besides the files of the test patch. The
+        default is the result of `restored_paths`.
     expected: the status that each test must have, as in rows of R2E-Gym. The lists of tests then only name the tests.
     test_empty_patch: true to run the tests even if the agent changed nothing. By default, such an agent gets reward 0
         without a run, unless `expected` is set.
@@ -119,8 +118,7 @@ class SwebenchOptions(Spec):
 
 
 def files_of(patch: str) -> set[str]:
-    """Return the paths of files that a diff names, before and after the change. Raises ValueError for an invalid
-    diff."""
+    """Return the paths in a diff, before and after the change. Raises ValueError for an invalid diff."""
     files: set[str] = set()
     lines = iter(patch.split("\n"))
     for line in lines:
@@ -178,9 +176,9 @@ def is_test(path: str) -> bool:
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
     """Return the paths below `folder` to restore, sorted. These are the files of the test patch. Without a test patch,
-    they are the test files in the repository that the names of the row's tests mention.
+    they are the existing test files that the names of the row's tests mention.
 
-    If the option `restored` is given, its paths are added. Otherwise, these paths are added:
+    The paths in the option `restored` are added, if it is given. Otherwise, these are added:
 
     - the test folders of these files
     - `found`, the configuration files in the repository

@@ -30,13 +30,13 @@ LIBRARIES = {
     *getattr(site, "getsitepackages", list)(),
     os.path.dirname(os.path.dirname(pytest.__file__)),
 }
-"""Folders with Python's libraries, which are not code under test."""
+"""Folders of Python's libraries, outside the repository."""
 OF_TESTING = ("pytest", "_pytest", "pluggy", "unittest", "numpy.testing", "pandas.testing", "pandas._testing")
 """Modules whose functions decide whether tests pass. This includes their submodules."""
 BUILTINS = tuple(dir(builtins))
 NAMES_OF_EXCUSES = ("skip", "xfail", "require")
-"""Words in the names of functions and classes with which a test skips itself or expects its own failure, such as
-`pytest.importorskip` and `unittest.SkipTest`."""
+"""Parts of the names with which a test skips itself or expects its own failure, such as `pytest.importorskip` and
+`unittest.SkipTest`."""
 
 
 class ReportFile:
@@ -107,7 +107,7 @@ class Guard:
         self._own = tuple(os.path.dirname(path) + os.sep if package else path for path, package in places if path)
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Remember the content of test files. This happens before pytest imports the first module of their folder."""
+        """Remember the content of test files, before pytest imports the first module of their folder."""
         for found in report.result or ():
             if isinstance(found, pytest.Module):
                 self._texts.setdefault(str(found.fspath), text_of(found))
@@ -172,8 +172,7 @@ class Guard:
 
 
 def parts_of_testing() -> Any:
-    """Return the objects of Python and its libraries that decide whether tests pass. The keys are their modules and
-    names."""
+    """Return the objects of Python and its libraries that decide whether tests pass, by module and name."""
     parts = {("builtins", name): getattr(builtins, name, None) for name in BUILTINS}
     for module, content in list(sys.modules.items()):
         if (module + ".").startswith(tuple(each + "." for each in OF_TESTING)):
@@ -189,8 +188,7 @@ def code_of(value: Any) -> Any:
 
 
 def files_of(value: Any) -> Any:
-    """Return the existing files that contain the code of a value. For a value that is not a function, this is the code
-    of its class."""
+    """Return the existing files with the code of a value. If it is not a function, this is the code of its class."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -215,8 +213,8 @@ def text_of(collector: Any) -> Any:
 
 
 class Watcher:
-    """Adds canaries, which are tests that must fail, and records which file made a test skip itself or expect its
-    failure. Each process that runs tests has a watcher. `planted` is the name of the canary in each test module."""
+    """Adds canaries, which are tests that must fail, and records which file excused a test (skipped it or expected its
+    failure). Each process that runs tests has a watcher. `planted` is the name of the canary in each module."""
 
     def __init__(self, planted: str) -> None:
         self._planted = planted
@@ -292,8 +290,7 @@ def canaries(key: str) -> Any:
 
 
 def must_fail() -> None:
-    """Try assertions that must fail, and fail if all of them do. If one does not fail, return, so that the test
-    passes."""
+    """Try assertions that must fail. If one does not fail, return, so that the test passes. Otherwise, fail."""
     case = unittest.TestCase("assertEqual")
     close: Any = getattr(sys.modules.get("numpy.testing"), "assert_allclose", case.assertEqual)
     checks: Any = (
@@ -314,11 +311,9 @@ def must_fail() -> None:
 
 
 def excused_by(error: Any, item: Any) -> Any:
-    """Return the file of the code that made a test skip itself or expect its failure, or that called such code. Code
-    under test must not excuse its own failure in this way.
-
-    Returns None if only code of tests and of libraries is involved. Test code is trusted only if it uses a name with
-    one of NAMES_OF_EXCUSES."""
+    """Return the file of the code that skipped a test or expected its failure, or that called such code: code under
+    test must not excuse its own failure. Returns None if only code of tests and libraries did so. Test code is trusted
+    only if it uses a name with one of NAMES_OF_EXCUSES."""
     test = os.path.abspath(str(item.fspath))
     while error is not None:
         if isinstance(error, EXCUSES):
@@ -403,8 +398,7 @@ def pytest_load_initial_conftests() -> None:
 
 def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
     """Make this run report to the file `path`. `planted` is the name of the canary in each test module. `option` is the
-    pytest option that loads this plugin. It is removed from the environment, so that nested runs of pytest do not
-    report."""
+    pytest option that loads this plugin. It is removed from the environment, so that nested runs do not report."""
     worker = hasattr(config, "workerinput")
     # With xdist, the first process keeps the variable, because the workers must also read it.
     if worker or getattr(config.option, "dist", "no") == "no":
