@@ -60,9 +60,9 @@ def folders_in(runtime: Runtime) -> SessionFolders:
 
 
 class ModelRefused(RequestError):
-    """A frozen model, which is never trained, refused a call, and the agent is the cause: the session has used up its
-    turns or tokens of this model, or the prompt is too long. If the agent does not catch this error, the session is
-    still graded, as after a program's non-zero exit."""
+    """A frozen model, which is never trained, refused a call because of the agent: the session has used up its turns or
+    tokens of this model, or the prompt is too long. If the agent does not catch this error, the session is still
+    graded, as after a program's non-zero exit."""
 
     code = "model_refused"
     http_status = 429

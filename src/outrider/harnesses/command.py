@@ -46,10 +46,9 @@ FIND_HOME = 'printf %s "$HOME"'
 
 
 class CommandHarness:
-    """Runs the program of a preset.
+    """Runs a preset with its checked `options`.
 
-    options: the values of the preset's options, already checked.
-    env: the variables that the task sets. They override the preset's variables, but never those of the model endpoint.
+    env: the task's own variables. They override the preset's variables, but never those of the model endpoint.
     venv: the path of the virtual environment for the program, or None."""
 
     def __init__(

@@ -305,7 +305,7 @@ def _holding(keys: str | list[str] | None, action: Click | Drag | Move | Press |
 
 def _key(keys: str | list[str]) -> Key:
     """Return the action that presses keys together. `keys` is a list, or a string with "+" between the keys. Raises
-    ValueError for an invalid key."""
+    ValueError."""
     if isinstance(keys, str):
         words = keys.split("+")
         if keys.endswith("+"):  # the last key is "+" itself
@@ -328,5 +328,5 @@ def _given(value: Any, name: str) -> Any:
 
 
 def _checked(kind: Any, **fields: Any) -> Any:
-    """Check the fields of an action of the type `kind`, and return the action. Raises ValueError."""
+    """Return an action of the type `kind` after checking its fields. Raises ValueError."""
     return msgspec.convert(fields, kind)

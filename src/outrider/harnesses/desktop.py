@@ -50,7 +50,7 @@ TREE_BYTES = 64_000
 BUS = "a11y-bus"
 """Name of the accessibility bus's socket, in the folder of the desktop."""
 PYTHON = "/usr/bin/python3"
-"""The Python with Debian's bindings of AT-SPI. There may be another Python in an earlier folder of PATH."""
+"""The Python with Debian's bindings of AT-SPI. PATH may find another Python first."""
 SCRIPT = Path(__file__).with_name("screen_tree.py")
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -117,8 +117,7 @@ class DesktopOptions(Spec):
     width, height: the size of the screen in pixels.
     run: a shell command that opens programs, and ends when they are visible.
     observation: how the model sees the screen.
-    actions: the name of a vendor, or None. The model gets this vendor's computer tool in place of the tools in
-        ACTIONS."""
+    actions: a vendor, or None. The model then gets this vendor's computer tool in place of the tools in ACTIONS."""
 
     width: Annotated[int, Field(ge=64, le=4096)] = 1024
     height: Annotated[int, Field(ge=64, le=4096)] = 768
@@ -158,8 +157,8 @@ class Desktop:
         return tool_names(self._options)
 
     async def open(self) -> None:
-        """Start the screen, its window manager and the programs of the option `run`. If one of them fails, raises
-        HarnessError with its output."""
+        """Start the screen, its window manager and the programs of the option `run`. Raises HarnessError, with the
+        output, if one of them fails."""
         options = self._options
         await self._runtime.write(f"{self._folder}/openbox.xml", WINDOW_MANAGER.encode())
         script = OPEN.format(
@@ -287,6 +286,6 @@ def tool_names(options: DesktopOptions) -> frozenset[str]:
 
 
 def _actions(options: DesktopOptions) -> list[str]:
-    """Return the names of the actions in ACTIONS that the model may call."""
+    """Return the names of the ACTIONS that the model may call."""
     without = {"screenshot": "tree", "tree": "screenshot"}.get(options.observation)
     return [name for name in ACTIONS if name != without]

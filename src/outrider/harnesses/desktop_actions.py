@@ -165,7 +165,7 @@ def _move(x: int, y: int) -> list[str]:
 
 
 def action_tool(name: str) -> ToolSpec:
-    """Return the description of an action in ACTIONS as a tool for the model."""
+    """Return the description of an action in ACTIONS for the model."""
     kind = ACTIONS[name]
     (_,), schemas = msgspec.json.schema_components([kind])
     schema: dict[str, Any] = schemas[kind.__name__]

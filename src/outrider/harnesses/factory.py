@@ -75,17 +75,16 @@ def make_harness(spec: HarnessSpec) -> Harness:
 
 
 def mcp_tool_names(spec: HarnessSpec) -> dict[str, str]:
-    """Return how the agent names the tools of each MCP server. The keys are the names of the servers, and the values
-    are patterns such as `mcp__files__{tool}`."""
+    """Return how the agent names the tools of each MCP server: a pattern such as `mcp__files__{tool}`, by the name of
+    the server."""
     settings = load_preset(spec.preset).mcp if spec.preset is not None else None
     name = settings.tool if settings is not None else TOOL_OF_AGENTS
     return {server.name: name.format(server=server.name, tool="{tool}") for server in spec.mcp_servers}
 
 
 def check_written(task: TaskSpec) -> None:
-    """Raise InvalidField if a prepare step of the task writes a file that its preset also writes. The check assumes
-    that HOME is the one that the task sets, or root's. For any other HOME, the harness checks this when the session
-    begins."""
+    """Raise InvalidField if a prepare step writes a file that the task's preset also writes. The check assumes the HOME
+    that the task sets, or root's. For any other HOME, the harness checks this when the session begins."""
     if task.harness.preset is None:
         return
     home = task.harness.env.get("HOME") or task.runtime.env.get("HOME") or ROOTS_HOME
@@ -104,8 +103,7 @@ def check_written(task: TaskSpec) -> None:
 
 
 def _command_preset(spec: HarnessSpec) -> Preset:
-    """Return the task's own command as a preset. Its options are those that the texts of the command, variables and
-    files use."""
+    """Return the task's own command as a preset. Its options are those that its texts use."""
     command = tuple(spec.command or ())
     for index, part in enumerate(command):
         if "\0" in part:

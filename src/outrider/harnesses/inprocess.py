@@ -1,7 +1,6 @@
 """The in-process harness: runs an agent that is a Python class. The tools of the agent run in the sandbox.
 
-Invariant: if an agent raises any other exception than an OutriderError, this becomes a HarnessError with the end of the
-traceback.
+Invariant: any exception of an agent except an OutriderError becomes a HarnessError with the end of the traceback.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class MountingAgent(Protocol):
 
 
 class InProcessHarness:
-    """Runs an agent object, and converts the exceptions that it raises to HarnessErrors."""
+    """Runs an agent object, and converts its exceptions to HarnessErrors."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

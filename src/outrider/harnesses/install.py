@@ -225,8 +225,8 @@ def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None
 
 
 def _node_requirement(package: Path) -> str | None:
-    """Return the versions of Node.js that an installed npm package requires, as its package.json writes them. Returns
-    None if it names none."""
+    """Return the versions of Node.js that an installed npm package requires, as in its package.json, or None if it
+    names none."""
     try:
         told = msgspec.json.decode((package / "package.json").read_bytes(), type=_PackageJson)
     except (OSError, msgspec.MsgspecError):

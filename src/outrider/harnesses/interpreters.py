@@ -19,11 +19,11 @@ _ASK = "import sys, venv; print(sys.version_info[0], sys.version_info[1], sep='.
 
 
 def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
-    """Return an interpreter of the version `minor`, such as "3.12". If `minor` is None, return this process's
-    interpreter. `uv` is the command that starts uv, or None.
+    """Return an interpreter of the version `minor`, such as "3.12", or this process's interpreter if `minor` is None.
+    `uv` is the command that starts uv, or None.
 
-    The search looks at this interpreter, at `python3.12` in each folder of PATH, at what uv finds, and at pyenv's
-    versions, in this order. If there is none, raises HarnessUnavailable with instructions to install it.
+    These are tried in order: this interpreter, `python3.12` in each folder of PATH, the interpreter that uv finds, and
+    pyenv's versions. Raises HarnessUnavailable with instructions to install the version.
     """
     if minor is None:
         return Path(sys.executable)
@@ -32,7 +32,7 @@ def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
             continue
         told = (_output([str(candidate), "-c", _ASK]) or "").splitlines()
         if len(told) == 2 and told[0] == minor:
-            # The candidate may be a wrapper script, as in pyenv. So the interpreter itself is asked for its path.
+            # The candidate may be a wrapper script, as in pyenv. So the interpreter itself reports its path.
             return Path(told[1]).resolve()
     raise HarnessUnavailable(
         f"needs Python {minor}, which was not found on this machine",

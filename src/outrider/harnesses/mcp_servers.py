@@ -28,13 +28,12 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     file: the file with the servers. It may be one of the preset's files, and is written in the same way.
     key: the path of a table in `file`, with dots between nested tables. Its entries are the servers, by name.
-    entries: the form of an entry, by the transport of the server. Only these transports are supported. In a form, the
-        values "{name}", "{command}", "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and
-        "{headers}" are replaced. If the forms have "{name}", `key` is the path of a list instead of a table.
-    env: variables that are set for a task with servers.
-    text: a text that is merged into `file` for a task with servers.
+    entries: the form of an entry for each transport that the program supports. In a form, "{name}", "{command}",
+        "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. If the forms
+        have "{name}", `key` is the path of a list instead of a table.
+    env, text: for a task with servers, these variables are set, and this text is merged into `file`.
     name: the name of a server in `file`. It is not just "{server}" if the program uses some names itself.
-    tool: the name that the model uses for the tool {tool} of a server.
+    tool: the model's name for the tool {tool} of a server.
     allowed: the entry that allows all tools of a server in the program's list of allowed tools. It is empty if the list
         does not apply to servers.
     """
@@ -56,13 +55,13 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def listed(self) -> bool:
-        """Return True if the servers are in a list in the program's settings, and not in a table."""
+        """Return True if the program's settings have a list of servers instead of a table."""
         return any("{name}" in form.values() for form in self.entries.values())
 
 
 def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence[McpServer], *, hint: str) -> None:
-    """Raise InvalidField if the harness `name` does not support one of the servers. If it supports no servers at all,
-    the error has the hint `hint`."""
+    """Raise InvalidField if the harness `name` does not support one of the servers. `hint` is for a harness that
+    supports no servers at all."""
     if servers and settings is None:
         raise InvalidField(f"harness {name!r} cannot be given MCP servers", field=FIELD, hint=hint)
     for number, server in enumerate(servers):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mcp.shared.message import SessionMessage
 
 NAME = "mcp__{server}__{tool}"
-"""The name by which the model calls a tool of a server."""
+"""The model's name for a tool of a server."""
 START_SECONDS = 120.0
 """Maximum seconds to start a server and list its tools."""
 SEND_SECONDS = 30.0

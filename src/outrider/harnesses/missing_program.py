@@ -1,7 +1,7 @@
 """Finds out why a program could not be started in a sandbox: which file is missing, and how to change the task.
 
-Invariant: a program, an interpreter or a loader is reported as missing only if a check in the sandbox has shown this. A
-library is reported as missing only if the dynamic loader has said so. If the cause is unknown, the result is None.
+Invariant: a program, an interpreter or a loader is reported as missing only after a check in the sandbox. A library is
+reported as missing only if the dynamic loader has said so. If the cause is unknown, the result is None.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OTHER_ROOT = (
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """A file that is missing or cannot be used. `message` describes it, and `hint` tells how to change the task."""
+    """A missing or unusable file: `message` describes it, and `hint` tells how to change the task."""
 
     message: str
     hint: str
@@ -95,7 +95,7 @@ async def search_path(runtime: Runtime, env: Mapping[str, str], *, seconds: floa
 
 
 class _Sandbox:
-    """Looks for programs in a sandbox, using the PATH of a program with the variables `env`."""
+    """Looks for programs in a sandbox, as a program with the variables `env` would."""
 
     def __init__(self, runtime: Runtime, env: Mapping[str, str]) -> None:
         self._runtime = runtime

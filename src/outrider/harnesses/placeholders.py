@@ -1,4 +1,4 @@
-"""Replaces the {placeholders} in texts of a preset or a task by their values. The module is pure.
+"""Replaces the {placeholders} in texts of a preset or a task. The module is pure.
 
 Invariant: only the given names are replaced. Each text is scanned once, so placeholders within values stay. Other
 braces, such as those of JSON, also stay.
@@ -52,8 +52,8 @@ def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = 
 
 
 def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
-    """Replace the placeholders in the text of a file. The suffix of `path` tells the format of the file. Values are
-    escaped for a string in this format."""
+    """Replace the placeholders in the text of a file. Values are escaped for a string in the file's format, which the
+    suffix of `path` tells."""
     return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, str))
 
 

@@ -1,5 +1,4 @@
-"""Presets: agent programs as data. A TOML file defines how to install and start a program, and how to point it at its
-model.
+"""Presets: agent programs as data. A TOML file defines how a program is installed, started and pointed at its model.
 
 Invariant: a loaded preset is complete and declares every option that its texts use.
 """
@@ -58,10 +57,9 @@ class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     type: `template` means that the value may have the placeholders of the endpoint: {base_url}, {api_key}, {model},
         {instruction}. `names` means a list of names, or a text with names and commas.
     default, optional: an option must be given unless it has a default or is optional.
-    choices: the allowed values. If it is empty, all values are allowed.
-    minimum: the smallest number.
+    choices, minimum: the allowed values (all, if empty), and the smallest number.
     spelling: for some values, the program's own word.
-    dialects: the dialects in which the program has the option. If it is empty, all dialects have it.
+    dialects: the dialects in which the program has the option (all, if empty).
     arguments, env, files: what is added if the option has a value: arguments at the end of the command, variables, and
         files by path. If the preset also writes a file at this path, the texts are merged.
 
@@ -111,8 +109,8 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         `version`.
     check: a command that prints `version` if the program works.
     node: the version of Node.js, for npm packages.
-    python: the version of Python ("3.12"), for pip packages. None means the Python that runs Outrider.
-    after: commands to run in the program's folder after the packages are installed.
+    python: the version of Python ("3.12"), for pip packages, or None for the Python that runs Outrider.
+    after: commands to run in the program's folder after the installation.
     """
 
     kind: Literal["pip", "npm"]
@@ -197,10 +195,9 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     dialects: the APIs that the program can speak, the default first. If there are several, the preset has the option
         `dialect`.
     words: for each dialect, the texts that replace {dialect.x}. They may use the endpoint's placeholders.
-    logs: shell patterns below HOME of the program's log files. The end of the newest file is added to the program's
-        output.
+    logs: shell patterns of the program's log files below HOME. The end of the newest file is added to the output.
     nonzero_exit: what a non-zero exit code means if the model has replied (see NonzeroExit).
-    mcp, skills: how the program gets MCP servers and skills. None means that it does not support them.
+    mcp, skills: how the program gets MCP servers and skills, or None if it does not support them.
     certified: the features for the table of programs in the docs.
     """
 
@@ -240,7 +237,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return (*own, *(text for option in self.options.values() for text in option.texts()))
 
     def files_with(self, servers: Sequence[McpServer]) -> tuple[ConfigFile, ...]:
-        """Return the preset's files. If there are `servers`, the file for MCP servers is among them."""
+        """Return the preset's files, with the file for MCP servers if there are `servers`."""
         if not servers or self.mcp is None:
             return self.files
         files = {file.path: file for file in self.files}
@@ -375,8 +372,7 @@ def checked_options(
 
 
 def _checked(option: Option, name: str, value: Any, where: str) -> OptionValue:
-    """Check the type and the limits of an option's value, and return the value. Raises InvalidField for the field
-    `where`."""
+    """Return the value of an option after checking its type and limits. Raises InvalidField for the field `where`."""
     names = _names(value) if option.type == "names" else ()
     if names:
         value = names

@@ -2,10 +2,10 @@
 
 This program runs inside a sandbox, with Debian's Python and its bindings of AT-SPI (`gir1.2-atspi-2.0`, `python3-gi`).
 Each line describes one element on the screen: its role, name, value, states, and box in pixels. It is indented below
-the line of its parent.
+its parent's line.
 
-Invariant: the output has at most MAX_CHARACTERS characters and is complete after about SECONDS, even if a program on
-the screen reports elements without end. Notes at the end count the elements that are left out.
+Invariant: the output has at most MAX_CHARACTERS characters and is complete after about SECONDS, even if a program
+reports elements without end. Notes at the end count the elements that are left out.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any, NamedTuple, Protocol
 MAX_CHARACTERS = 16_000
 """Maximum characters of the output. The limit for results of tools is higher, so the output is not cut again."""
 MAX_ELEMENTS = 5_000
-"""Maximum number of elements that are read, including those that are not printed."""
+"""Maximum number of elements that are read, printed or not."""
 MAX_DEPTH = 50
 """Maximum number of levels of elements below a window."""
 MAX_TEXT = 200
-"""Maximum characters of the name or the value of an element."""
+"""Maximum characters of an element's name or value."""
 CALL_SECONDS = 1.0
 """Time limit of one query to a program, in seconds."""
 
 EMBEDDED = "\ufffc"
-"""In the text of an element, this character stands for a child element."""
+"""In an element's text, this character stands for a child."""
 
 WRAPPERS = frozenset(
     (
@@ -167,8 +167,8 @@ class ScreenTree:
             self._left += len(self._lines.pop()) + 1
 
     def _element(self, element: Element, indent: int, depth: int, *, within: str | None) -> None:
-        """Add the line of an element and those of all elements below it. `within` is the name of its parent, or None
-        for a window."""
+        """Add the lines of an element and of all elements below it. `within` is the name of its parent, or None for a
+        window."""
         try:
             states, role = element.states(), element.role()
             shown = "showing" in states
@@ -176,8 +176,7 @@ class ScreenTree:
                 self._hidden += 1
                 return
             name = _one_line(element.name())
-            # The chosen entry of a closed combo box is in a menu that is not on the screen. So the elements of such a
-            # menu are read.
+            # The chosen entry of a closed combo box is in such a menu, which is not on the screen.
             line = self._line(element, role, name, states) if shown else None
             if line is not None and not (role in ("static", "text") and name == within and not line.noted):
                 self._add("  " * indent + line.text)

@@ -1,7 +1,7 @@
-"""Finds the skills of a task in the sandbox, and copies them to the folder in which an agent program looks for skills.
+"""Finds a task's skills in the sandbox, and copies them to the folder from which an agent program reads skills.
 
-A skill is a folder with a file SKILL.md. This file begins with the name and the description of the skill, between two
-lines `---`. Invariant: no skill replaces another skill of the program or the task.
+A skill is a folder with a SKILL.md, which begins with the skill's name and description between two lines `---`.
+Invariant: no skill of the program or of the task is replaced.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class Toolbox:
         return Message(role=Role.TOOL, content=await self.call(call), tool_call_id=call.id)
 
     async def call(self, call: ToolCall) -> str:
-        """Return the result of a call as text. The call must not be for a tool of the desktop. Raises RuntimeFailure
-        (see `result`)."""
+        """Return the result of a call as text. It must not be a tool of the desktop. Raises RuntimeFailure (see
+        `result`)."""
         if call.name not in self._by_name:
             known = [spec["function"]["name"] for spec in self.specs]
             return f"unknown tool {call.name!r}; known: {', '.join(known) or 'none'}"
@@ -158,9 +158,9 @@ class Toolbox:
 
 
 async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
-    """Replace `old`, which must occur once, by `new` in a file. If `old` is empty, make `new` the whole content of the
-    file. A relative path is below the working directory. Returns the text for the model. Raises RuntimeFailure if the
-    sandbox is broken."""
+    """Replace `old`, which must occur once, by `new` in a file. If `old` is empty, `new` becomes the whole file. A
+    relative path is below the working directory. Returns the text for the model. Raises RuntimeFailure if the sandbox
+    is broken."""
     if not 0 < len(path.encode()) <= MAX_PATH or "\0" in path:
         return "give the path of a file"
     # The mode is read first, because writing sets it. If the sandbox is broken, this command raises RuntimeFailure.

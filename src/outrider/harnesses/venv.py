@@ -1,5 +1,4 @@
-"""A virtual environment that a task names: finds the folders of the host that a sandbox needs for it, and compiles its
-modules.
+"""A task's own virtual environment: finds the folders of the host that a sandbox needs, and compiles the modules.
 
 Invariant: if the paths in `shown` are mounted at the same paths in a sandbox, the environment's python starts, and
 finds the standard library, packages and editable installs. All functions here block, except `compile_modules`.
@@ -36,20 +35,18 @@ UNCOMPILED = "(site-packages|test|idlelib|lib2to3|turtledemo)"
 
 _SETTING = re.compile(r"^\s*(\w[\w-]*)\s*=\s*(.*?)\s*$", re.MULTILINE)
 _MAPPED = re.compile(r"^(?:MAPPING|NAMESPACES)\b.*$", re.MULTILINE)
-"""Matches the lines that name the folders of an editable package, in the module that setuptools generates to find
-them."""
+"""Matches the lines with the folders of an editable package, in the module that setuptools generates to find them."""
 _QUOTED_PATH = re.compile(r"""(['"])(/.*?)\1""")
 
 
 class Venv(msgspec.Struct, frozen=True, kw_only=True):
     """A virtual environment.
 
-    prefix: the folder of the environment, as the task names it.
-    shown: the folders and files of the host to mount in a sandbox. None of them is in another one, or in the host's
-        /usr.
+    prefix: its folder, as the task names it.
+    shown: the folders and files of the host to mount in a sandbox. None is in another one, or in the host's /usr.
     of_system: true if the interpreter is in /usr.
-    sources: the folders that contain modules to import.
-    stamp: a hash that changes whenever a package is installed."""
+    sources: the folders with modules to import.
+    stamp: changes whenever a package is installed."""
 
     prefix: Path
     shown: tuple[Path, ...]
@@ -162,8 +159,8 @@ async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> No
 
 
 def _own(folder: Path) -> bool:
-    """Return True if this user owns the folder and can write to it. New files in a folder of another user would break
-    that user's next upgrade."""
+    """Return True if this user owns the folder. New files in another user's folder would break that user's next
+    upgrade."""
     try:
         return folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK)
     except OSError:
@@ -171,8 +168,8 @@ def _own(folder: Path) -> bool:
 
 
 async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
-    """Run compileall for at most `seconds`. Returns True if it ended with exit code 0 or 1. The code 1 means that some
-    files could not be compiled, for example because they are for another version of Python."""
+    """Run compileall for at most `seconds`. Returns True if it ended with exit code 0 or 1. With 1, some files could
+    not be compiled, for example because they are for another version of Python."""
     log.info("compiling the modules of %s", venv.prefix)
     libraries = [re.escape(str(folder)) for folder in sources if (folder / "os.py").exists()]
     left_out = f"^({'|'.join(libraries) or '-'})/{UNCOMPILED}/"

@@ -1,7 +1,6 @@
 """Adapters of data sets in which the agent's reply is the answer: rows of verl and of NeMo Gym.
 
-Right answers and test cases go into the evaluator's options, which no agent sees. The columns are those of these
-sources:
+Right answers and test cases go into the evaluator's options, which no agent sees. Sources of the columns:
 
 - verl: `examples/data_preprocess/gsm8k.py` (volcengine/verl at 030a519a)
 - Eurus-2: the converters of its users, because its file is 1.7 GB
@@ -32,7 +31,7 @@ MAX_PACKED = 256 << 20
 
 def verl(columns: Columns, given: Additions) -> Draft:
     """The adapter of rows for verl's trainers. The column `prompt` is a text or a list of messages, and
-    `reward_model.ground_truth` has the right answer or test cases. The id of a row is its number in the file."""
+    `reward_model.ground_truth` has the right answer or test cases. A row's id is its number."""
     instruction = question(columns, "prompt")
     number = str(columns.number)
     truth = columns.get("reward_model.ground_truth")
@@ -121,7 +120,7 @@ def nemo_gym_swe(columns: Columns, given: Additions) -> Draft:
 
 
 def question(columns: Columns, name: str) -> str:
-    """Return the question in the column `name`, whose value is a text or a list of messages."""
+    """Return the question in a column, which has a text or a list of messages."""
     value = columns.get(name)
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
@@ -136,8 +135,8 @@ def question(columns: Columns, name: str) -> str:
 
 
 def test_cases(truth: Any) -> Any:
-    """Return the test cases in a ground truth, or None if it has none. The ground truth must be an object with `inputs`
-    or `outputs`, or the JSON text of such an object."""
+    """Return the test cases in a ground truth: an object with `inputs` or `outputs`, or its JSON text. Returns None for
+    any other ground truth."""
     if isinstance(truth, str) and truth.lstrip().startswith("{"):
         try:
             truth = json.loads(truth)
@@ -177,8 +176,8 @@ def unpacked(packed: str) -> Any:
 
 
 def by_answer(columns: Columns, answer: Any, name: str) -> tuple[dict[str, Any], Gold | None]:
-    """Return the evaluator that compares an answer as mathematics. Also return the known solution, which `outrider task
-    check` uses."""
+    """Return the evaluator that compares an answer as mathematics, and the known solution, which `outrider task check`
+    uses."""
     given = answer if isinstance(answer, list) else [answer]
     for one in given:
         if not isinstance(one, str | int | float) or (isinstance(one, float) and not math.isfinite(one)):

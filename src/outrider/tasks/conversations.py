@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 FIRST = ("system", "developer")
-"""Roles of messages at the beginning of a conversation."""
+"""Roles of messages that introduce a conversation."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 

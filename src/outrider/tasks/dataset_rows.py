@@ -1,8 +1,8 @@
-"""The input and the output of the adapter of a data set. The input is the columns of one row and the user's additions.
-The output is the draft of a task.
+"""The input of a data set's adapter (the columns of one row, and the user's additions) and its output (the draft of a
+task).
 
-`Columns` collects the faults of a row, so that all of them are reported at once. Invariant: reading a column never
-raises. After a fault, the returned value is a substitute, and the task must not be run.
+`Columns` collects the faults of a row, so that all are reported at once. Invariant: reading a column never raises.
+After a fault, the returned value is a substitute, and the task must not be run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Additions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """The task of one row, before the user's own fields override some of its fields."""
+    """The task of one row, before the user's own fields override its fields."""
 
     id: str
     task: dict[str, Any]
@@ -46,7 +46,7 @@ class Draft(msgspec.Struct, frozen=True):
 class Columns:
     """The columns of one row.
 
-    row: the value of each column, by name.
+    row: the values by column.
     number: the row's number in its file.
     faults: the faults found so far.
 
@@ -68,7 +68,7 @@ class Columns:
         return value_at(self.row, name)
 
     def text(self, name: str, *, remedy: str = "") -> str:
-        """Return the text in a column. It is a fault of the row if the text is missing or empty."""
+        """Return the text in a column. A missing or empty text is a fault of the row."""
         return self.optional_text(name) or self._absent(name, remedy)
 
     def optional_text(self, name: str) -> str | None:
@@ -79,7 +79,7 @@ class Columns:
         return value if value and value.strip() else None
 
     def patch(self, name: str, *, remedy: str = "") -> str:
-        """Return the diff in a column. It is a fault of the row if the diff is missing, empty or invalid."""
+        """Return the diff in a column. A missing, empty or invalid diff is a fault of the row."""
         patch = self.text(name, remedy=remedy)
         if not any(fault.column == name for fault in self.faults):
             try:
@@ -133,6 +133,6 @@ def names_of(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a value in words for an error message, such as `a list`."""
+    """Return a value's type in words for an error message, such as `a list`."""
     words = {dict: "an object", list: "a list", bool: "a truth value", int: "a number", float: "a number"}
     return words.get(type(value), f"a {type(value).__name__}")

@@ -39,8 +39,8 @@ FORMAT = 1
 """Part of the hash in a Parquet file's name. Increase this number if the code makes other rows from the same source
 than before."""
 ANY_ROWS, ROWS_RATIO = 64 << 20, 200
-"""A compressed file of rows may unpack to ANY_ROWS bytes plus ROWS_RATIO times its packed size. Text usually shrinks to
-a fifth of its size. A file that shrinks to a two-hundredth just repeats the same text."""
+"""A compressed file of rows may unpack to ANY_ROWS bytes plus ROWS_RATIO times its size. Text usually shrinks to a
+fifth. A file that shrinks to a two-hundredth repeats the same text."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 WHOLE_ROW = "{row}"
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
@@ -62,8 +62,7 @@ HUMAN_EVAL: dict[str, Any] = {
 """Template of the task for a row of HumanEval."""
 ANSWER_FORMAT = "Give your final answer, and nothing else, between <answer> and </answer>."
 SPARE_ENTRIES = 2
-"""Number of entries that reasoning-gym generates for each one requested. The spare entries replace those that cannot be
-used."""
+"""Number of entries that reasoning-gym generates for each one requested. Spare entries replace unusable ones."""
 
 
 class Written(NamedTuple):
@@ -75,12 +74,12 @@ class Written(NamedTuple):
 
 
 def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any) -> list[Example]:
-    """Return `size` tasks, each from an entry of a data set of reasoning-gym and graded by the data set's scorer.
-    `config` has settings of the data set. The right answer is in the example's `row` and in the evaluator's options,
-    which no agent sees.
+    """Return `size` tasks, each from an entry of a data set of reasoning-gym and graded by its scorer. `config` has
+    settings of the data set. The right answer is in the example's `row` and in the evaluator's options, which no agent
+    sees.
 
-    The evaluator refuses some entries, such as integrals that reasoning-gym itself could not solve. The next entry
-    replaces such an entry. Raises InvalidField if the data set cannot be used, or if reasoning-gym is not installed.
+    If the evaluator would refuse an entry, such as an integral that reasoning-gym itself could not solve, the next
+    entry replaces it. Raises InvalidField for an unusable data set, and if reasoning-gym is not installed.
     """
     check_data_set(name, field="name")
     factory = _reasoning_gym_factory()
@@ -108,8 +107,8 @@ def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any
 
 
 def one_of_each_reasoning_gym_set(*, size: int | None = None) -> list[Example]:
-    """Return one task from each data set of reasoning-gym that can be used, sorted by name. `size` limits the number of
-    data sets. Raises InvalidField if reasoning-gym is not installed."""
+    """Return one task from each usable data set of reasoning-gym, sorted by name. `size` limits the number of data
+    sets. Raises InvalidField if reasoning-gym is not installed."""
     names = sorted(_reasoning_gym_factory().DATASETS.keys() - UNUSABLE.keys())
     return [example for name in names[:size] for example in reasoning_gym_examples(name, size=1)]
 
@@ -129,11 +128,11 @@ def template_examples(
     id_column: str | None = None,
     source: str = "rows",
 ) -> list[Example]:
-    """Return an example for each row: a copy of the task `template` whose placeholders are replaced by the row's
-    columns (see `filled`).
+    """Return an example for each row: the task `template`, in which the row's columns replace placeholders (see
+    `filled`).
 
-    The id of an example is the value of the column `id_column` or, if that is None, the row's number. Raises
-    InvalidField for a missing column, and for two rows with the same id.
+    The id is the value of the column `id_column` or, if that is None, the row's number. Raises InvalidField for a
+    missing column, and for two rows with the same id.
     """
     if not isinstance(template, Mapping):
         raise InvalidField(f"the template is a {type(template).__name__}; it must be an object", field="template")
@@ -157,8 +156,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON Lines file (also `.jsonl.gz`), a JSON file with a list, a Parquet file, or a Hugging
     Face dataset written by `save_to_disk`.
 
-    Raises InvalidField with the number of the line that cannot be read. Also raises InvalidField if pyarrow is not
-    installed, which Parquet files and saved datasets need.
+    Raises InvalidField with the line that cannot be read, and if a Parquet file or a saved dataset needs pyarrow, but
+    it is not installed.
     """
     _check_there(path)
     if path.is_dir() or path.suffix == ".parquet":
@@ -210,8 +209,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _decompressed(path: Path) -> bytes:
-    """Return the content of a gzip file. Raises InvalidField if it has more bytes than ANY_ROWS and ROWS_RATIO
-    allow."""
+    """Unpack a gzip file. Raises InvalidField for more bytes than ANY_ROWS and ROWS_RATIO allow."""
     most = ANY_ROWS + ROWS_RATIO * path.stat().st_size
     with gzip.open(path) as packed:
         data = packed.read(most + 1)
@@ -225,8 +223,8 @@ def _decompressed(path: Path) -> bytes:
 
 
 def human_eval_examples(source: Path | None = None, *, limit: int | None = None) -> list[Example]:
-    """Return the problems of HumanEval as tasks. The tasks name no harness. The known solution is a row's `prompt`,
-    continued by its `canonical_solution`.
+    """Return the problems of HumanEval as tasks without a harness. The known solution is a row's `prompt` and
+    `canonical_solution`.
 
     `source` is a file with rows of HumanEval. If it is None, the rows come from the installed package human-eval, which
     is not imported. Raises InvalidField.
@@ -278,8 +276,8 @@ def examples_of(
 def verl_rows(
     examples: Sequence[Example], *, data_source: str, split: str = "train", agent_name: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the examples as rows of a dataset for verl. The task is in the row as JSON, for RemoteAgentLoop to read.
-    The ground truth is empty, because Outrider's service grades."""
+    """Return the examples as rows of a dataset for verl. A row has the task as JSON, which RemoteAgentLoop reads. The
+    ground truth is empty, because the service grades."""
     named = {"agent_name": agent_name} if agent_name else {}
     rows = []
     for number, example in enumerate(examples):
@@ -313,8 +311,7 @@ def verl_parquet(
     split: str = "train",
     agent_name: str | None = None,
 ) -> Written:
-    """Write the rows of the examples to `{split}-{key}.parquet` in `folder`, unless this file exists. The key is a hash
-    of the rows.
+    """Write the examples' rows to `{split}-{key}.parquet` in `folder`, unless it exists. The key is a hash of the rows.
 
     Raises InvalidField if there are no rows, or if pyarrow is not installed.
     """
@@ -350,13 +347,11 @@ def _check_there(path: Path) -> None:
 
 
 def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
-    """Return a copy of a template with its placeholders replaced:
-
-    - "{row.NAME}" becomes the value of the row's column NAME, or of a field within a column (see `value_at`).
-    - "{row}" becomes the whole row.
+    """Return a copy of a template with its placeholders replaced. "{row.NAME}" becomes the row's column NAME, or a
+    field within a column (see `value_at`). "{row}" becomes the whole row.
 
     If a string is just one placeholder, the value keeps its type. In a longer string, messages become their text.
-    Raises InvalidField for a missing column. `where` names the row in the error message."""
+    Raises InvalidField for a missing column. `where` names the row in the message."""
     if isinstance(value, Mapping):
         return {name: filled(inner, row, where) for name, inner in value.items()}
     if isinstance(value, list):
@@ -397,8 +392,7 @@ def said(value: Any, where: str) -> Any:
 
 
 def with_texts(task: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the task, after replacing messages by their text in the instructions of the task and of its later
-    steps."""
+    """Replace messages by their text in the instructions of the task and of its later steps. Returns the task."""
     for step in (task, *(then if isinstance(then := task.get("then"), list) else ())):
         if isinstance(step, dict) and "instruction" in step:
             step["instruction"] = said(step["instruction"], f"the instruction of {where}")
@@ -406,8 +400,7 @@ def with_texts(task: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of `base` in which the values of `over` replace those of `base`. Nested objects are merged.
-    Lists are replaced as a whole."""
+    """Return a deep copy of `base`, overridden by `over`. Nested objects are merged. Lists are replaced as a whole."""
     result = copy.deepcopy(dict(base))
     for name, value in over.items():
         inner = result.get(name)

@@ -1,6 +1,6 @@
-"""Makes an example from one row, using an adapter, and collects the faults of the row.
+"""Makes an example from one row, using an adapter, and collects the row's faults.
 
-Invariant: a broken row becomes an example with faults. No exception other than InvalidField is raised.
+Invariant: a broken row becomes an example with faults. Only InvalidField is raised.
 """
 
 from __future__ import annotations

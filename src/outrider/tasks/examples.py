@@ -1,4 +1,4 @@
-"""An example is a row of a dataset as a task. It may have a known solution, and may have faults."""
+"""Examples: the rows of a dataset as tasks, with known solutions and with the rows' faults."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A known solution of a task.
 
     patch: a diff of the working directory.
-    run: a command for the sandbox.
-    env: the environment variables of this command.
+    run, env: a command for the sandbox, and its environment variables.
     files: prepare steps that write files before the command runs.
     reply: the agent's last reply.
-    then: the solutions of the later steps of the task."""
+    then: the solutions of the task's later steps."""
 
     patch: str | None = None
     run: str | None = None
@@ -26,11 +25,11 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A reason why a row cannot become a task.
+    """Why a row cannot become a task.
 
     column: the faulty column, or the option that would replace it.
     problem: the rest of a sentence that begins with the column's name, such as `is missing`.
-    remedy: advice for the user, or "" if there is none."""
+    remedy: advice for the user, or ""."""
 
     column: str
     problem: str
@@ -41,9 +40,9 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     """A row of a dataset as a task.
 
     id: unique in the dataset.
-    task: the task of a group of sessions, or the part of it that comes from the dataset.
+    task: the task of a group, or the part of it that comes from the dataset.
     row: the columns from which `task` was made.
-    gold: the known solution. Only `outrider task check` uses it, and no agent gets it.
+    gold: the known solution, used only by `outrider task check` and never given to an agent.
     faults: why the row cannot become a task. Such an example is listed, but cannot be run.
     notes: conditions that may make the task impossible to solve or to grade."""
 

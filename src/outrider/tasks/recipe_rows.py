@@ -1,7 +1,7 @@
 """Writes a dataset of Harbor task folders for verl's recipe RemoteAgentLoop.
 
 A row has the path of a folder instead of a task, because the recipe uploads the folder when it runs the task.
-Invariant: the written file gets another name if any file of a folder or any argument changes.
+Invariant: the written file's name changes with every file of the folders, and with every argument.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from outrider.tasks.harbor.files import files_below, instruction_in
 from outrider.tasks.harbor.tasks import TASK_TOML, harbor_folders, read_config
 
 FORMAT = 1
-"""Version of the format of the rows. It is part of the hash in the file's name."""
+"""Version of the rows' format. It is part of the hash in the file's name."""
 
 
 def recipe_rows(
     root: Path, *, data_source: str = "harbor", ability: str = "agent", split: str = "train", limit: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row for each Harbor task folder below `root`, sorted by path. The ground truth is the id of the task:
-    the folder's path below `root`, with `__` in place of slashes. `task_metadata` is the table `metadata` of task.toml
-    as JSON. Raises InvalidField for a broken folder, and if there is no task folder."""
+    """Return a row for each Harbor task folder below `root`, sorted by path. The ground truth is the task's id: the
+    folder's path below `root`, with `__` in place of slashes. `task_metadata` is the table `metadata` of task.toml as
+    JSON. Raises InvalidField for a broken folder, and if there is none."""
     folders = harbor_folders(root)
     if not folders:
         raise InvalidField(f"no folder below {root} has {TASK_TOML} and instruction.md", field="source")
@@ -67,8 +67,8 @@ def recipe_parquet(
     split: str = "train",
     limit: int | None = None,
 ) -> Written:
-    """Write the rows of `recipe_rows` to `{split}-{key}.parquet` in `folder`, unless this file exists. The call blocks.
-    Raises InvalidField, for example if pyarrow is not installed."""
+    """Write the rows of `recipe_rows` to `{split}-{key}.parquet` in `folder`, unless it exists. The call blocks. Raises
+    InvalidField, for example if pyarrow is not installed."""
     rows = recipe_rows(root, data_source=data_source, ability=ability, split=split, limit=limit)
     digest = hashlib.sha256(json.dumps([FORMAT, rows], sort_keys=True).encode())
     for row in rows:

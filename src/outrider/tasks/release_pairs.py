@@ -40,8 +40,7 @@ FORMAT = 2
 TOOLS = ("pytest==8.4.2", "markupsafe==3.0.3")
 PARSER = "parse_log_pytest"
 PASSING = frozenset(("PASSED", "XFAIL"))
-"""Statuses that count as passed in swebench. XFAIL is among them because sqlparse has two tests that are expected to
-fail."""
+"""Statuses that count as passed in swebench. XFAIL is needed because two tests of sqlparse are expected to fail."""
 COMMAND = "python3 -B -m pytest -rA -p no:cacheprovider {tests}"
 DOWNLOAD_SECONDS, TEST_SECONDS, CHECK_SECONDS = 600, 300.0, 20.0
 PAIRS = "/pairs"
@@ -50,8 +49,8 @@ COPY = f"cp -r {PAIRS}/base/. ."
 
 
 class ReleasePair(NamedTuple):
-    """Two releases of a package: `old` and `new` are their versions. `folder` is the package's folder in the source
-    distribution. `asks` describes the fix to the agent."""
+    """Two versions of a package, `old` and `new`. `folder` is its folder in the source distribution. `asks` describes
+    the fix to the agent."""
 
     name: str
     old: str
@@ -91,10 +90,9 @@ RELEASES = (
 def release_pair_examples(
     *, limit: int | None = None, note: Callable[[str], object] = lambda text: None
 ) -> list[Example]:
-    """Return the tasks, which run in the namespace runtime of this machine. The first call blocks for minutes. It calls
-    `note` with a line of text for each task that the cache does not have. Raises InvalidField if swebench or the
-    namespace runtime is missing, or if pip fails. Raises ServiceError if the tests of a pair do not run or do not show
-    the fix."""
+    """Return the tasks, for the namespace runtime of this machine. The first call blocks for minutes, and calls `note`
+    with a line of text for each task that is not in the cache. Raises InvalidField if swebench or the namespace runtime
+    is missing, or if pip fails. Raises ServiceError if the tests of a pair do not run or do not show the fix."""
     LIBRARY.require()
     if not (can := NamespaceRuntime.available()).ok:
         raise InvalidField(f"release pairs need the namespace runtime: {can.detail}", field="source", hint=can.hint)
@@ -116,7 +114,7 @@ def release_pair_examples(
 
 
 def make(pair: ReleasePair, draft: Path, tools: Path) -> None:
-    """Write the older release to the folder `base` in `draft`, and the row of the task to `row.json` in `draft`."""
+    """Write the older release to `base/` in `draft`, and the row of the task to `row.json` in `draft`."""
     with ThreadPoolExecutor(2) as threads:
         before, after = threads.map(partial(source_of, pair), (pair.old, pair.new))
     for name, data in before.items():
@@ -186,7 +184,7 @@ async def statuses(
 
 
 def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
-    """Return the spec of the sandbox for the task of a pair. `place` is the folder that `make` has filled."""
+    """Return the spec of the sandbox for a pair's task. `place` is the folder that `make` filled."""
     library = pair.folder if pair.folder == "src" else "."
     return {
         "mounts": [
@@ -215,8 +213,7 @@ def source_of(pair: ReleasePair, version: str) -> dict[str, bytes]:
 
 
 def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: Callable[[str], bool]) -> str:
-    """Return a diff of the files for which `wanted` returns True, in git's format. Files that are not text are left
-    out."""
+    """Return a diff of the `wanted` files, in git's format. Files that are not text are left out."""
     written = []
     for name in sorted(filter(wanted, {*before, *after})):
         try:

@@ -12,9 +12,9 @@ from outrider.text_files import check_depth
 
 def value_at(row: Mapping[str, Any], path: str) -> Any:
     """Return the value of a column, or of a field within a column, such as `reward_model.ground_truth` or
-    `prompt.0.content`. In a list, a number is the position of an item, and negative numbers count from the end. A
-    string within the path is parsed as JSON. Returns None if there is no such field. If the row has a column with
-    exactly this name, dots included, that column is used."""
+    `prompt.0.content`. In a list, a number is the position of an item; negative numbers count from the end. A string
+    within the path is parsed as JSON. Returns None if there is no such field. A column whose own name has dots takes
+    precedence."""
     if row.get(path) is not None:
         return row[path]
     value: Any = row
@@ -35,7 +35,7 @@ def value_at(row: Mapping[str, Any], path: str) -> Any:
 
 
 def known_columns(row: Mapping[str, Any], path: str = "") -> str:
-    """Return a hint for an error about a missing column or field. It lists the columns or fields that exist."""
+    """Return the hint for an error about a missing column or field: the names that exist."""
     column, inner, _ = path.partition(".")
     within = row.get(column)
     if inner and isinstance(within, Mapping):

@@ -35,7 +35,7 @@ FILES = {
     "eval_script": "eval.sh",
     "problem_statement": "problem_statement.md",
 }
-"""Columns that are separate files in the folder of a task in a task repository."""
+"""Columns that are separate files in a task repository."""
 FOLDER = "/testbed"
 """Folder of the repository in SWE-bench's images."""
 IMAGE = "swebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
@@ -162,11 +162,10 @@ def options_of(columns: Columns) -> dict[str, Any]:
 def run_by_command(
     columns: Columns, given: Additions, *, known: Mapping[str, str] = COMMANDS, own: str | None = None
 ) -> dict[str, Any]:
-    """Return the options of the evaluator that run the tests of the row's test patch. The first of these commands is
-    used:
+    """Return the options that run the tests of the row's test patch. The first of these commands is used:
 
     - the user's command
-    - the row's column `test_command`, as it is, without ACTIVATE
+    - the row's column `test_command`, without ACTIVATE
     - `own`, another command in the row
     - the command for the row's repository in OLDER or `known`"""
     patch = columns.patch("test_patch")

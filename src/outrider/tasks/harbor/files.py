@@ -24,7 +24,7 @@ MAX_NUMBER = 1024
 HIDDEN = ("tests", "solution", "steps/*/tests", "steps/*/solution")
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 """Matches a canary: a line at the beginning of an instruction by which a data set can be recognized in training data.
-Agents do not get these lines."""
+It is removed."""
 IGNORED_BY = ".harborignore"
 
 
@@ -68,11 +68,11 @@ def instruction_in(folder: Path, task: Path) -> str:
 
 
 def written(folder: Path, task: Path, to: str, *, hidden: Sequence[Path] = ()) -> list[dict[str, Any]]:
-    """Return prepare steps that write the files in a folder of the task to the path `to`. If the folder does not exist,
-    there are no steps.
+    """Return prepare steps that write the files in a folder of the task to the path `to`. There are none if the folder
+    does not exist.
 
     Links within the task are followed. Raises InvalidField for a link that leaves the task, leads in a circle, or leads
-    into a folder in `hidden`. Raises TooLarge if there are too many files or bytes.
+    into a folder in `hidden`. Raises TooLarge for too many files or bytes.
     """
     steps: list[dict[str, Any]] = []
     total = 0

@@ -1,8 +1,8 @@
-"""Finds lines of a shell script that need a network, such as package managers, downloads and clones. Also changes
-scripts so that they install uv from a package mirror.
+"""Finds the lines of a shell script that need a network: package managers, downloads and clones. Also changes scripts
+to install uv from a package mirror.
 
-The module is pure. The result is a guess and used only for messages: when the script runs, a line that was found may be
-skipped, or may fail without harm.
+The module is pure. The result is a guess, used only for messages: when the script runs, a line may be skipped, or may
+fail without harm.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ UV_INSTALLER = re.compile(
     r"(?:astral\.sh/uv/(?:([0-9.]+)/)?install\.sh|github\.com/astral-sh/uv/releases/download/([0-9.]+)/uv-installer\.sh)"
     r"[^|;&\n]{0,100}\|\s*((?:env\s+)?(?:\w+=[^\s|;&]*\s+){0,8})(?:ba)?sh\b"
 )
-"""Matches a command that downloads the installer of uv and runs it. The first two groups are the version of uv, from
-either form of the URL. The third group has environment variables for the installer."""
+"""Matches a command that downloads uv's installer and runs it. The groups are uv's version, for either form of the URL,
+and the environment variables for the installer."""
 
 
 class NetworkUse(NamedTuple):
     """A line of a script that needs a network.
 
-    line: the number of the line.
+    line: its number.
     command: its first two words.
-    needs: the host and port or the mirror that it needs, or "" if that is unknown."""
+    needs: the mirror, or the host and port, or "" if that is unknown."""
 
     line: int
     command: str
@@ -63,7 +63,7 @@ class NetworkUse(NamedTuple):
 
 
 def network_uses(script: str) -> Iterator[NetworkUse]:
-    """Yield the lines of a shell script that seem to need a network."""
+    """Yield the lines of a shell script that need a network."""
     for number, line in enumerate(script.split("\n"), 1):
         bare = line.strip()
         if bare.startswith("#") or len(bare) > MAX_LINE:
@@ -74,7 +74,7 @@ def network_uses(script: str) -> Iterator[NetworkUse]:
 
 
 def needed(command: str, line: str) -> str:
-    """Return the destination that a line needs: a mirror, or a host with a port. Returns "" if it is unknown."""
+    """Return what a line needs: a mirror, a host with its port, or "" if that is unknown."""
     for word, mirror in MIRRORS:
         if word.match(command):
             return mirror
@@ -95,8 +95,8 @@ def covered(needs: str, destinations: Sequence[str]) -> bool:
 
 
 def with_uv_of_mirror(script: str) -> str:
-    """Return a shell script that does not need the web site of uv. Each command that downloads and runs uv's installer
-    is replaced by Outrider's own installer, which gets the same version from `mirror:pip`."""
+    """Return a shell script that does not need uv's web site. Commands that download and run uv's installer are
+    replaced by Outrider's own installer, which gets the same version from `mirror:pip`."""
     return UV_INSTALLER.sub(lambda found: f"{found[3]}sh {UV_AT} {found[1] or found[2] or ''}".rstrip(), script)
 
 

@@ -97,8 +97,8 @@ class HarborAgent(Network):
 
 
 class Healthcheck(Table):
-    """A health check like Docker's. The command is repeated until it succeeds. After the start period, the check fails
-    if the command has failed `retries` times in a row."""
+    """A health check like Docker's. The command is repeated until it succeeds, or until it has failed `retries` times
+    in a row after the start period."""
 
     command: str
     interval_sec: float = 5.0
@@ -222,7 +222,7 @@ class HarborArtifact(Table):
 
     source: its path in the sandbox.
     destination: its path on Harbor's host.
-    exclude: patterns, as for tar, of the files to leave out of a folder."""
+    exclude: tar's patterns for files to leave out."""
 
     source: str
     destination: str | None = None
@@ -326,7 +326,7 @@ NO_NETWORK = "no-network"
 
 
 def unsupported(config: TaskToml) -> list[Unsupported]:
-    """Return all fields of a valid `task.toml` that Outrider does not support."""
+    """Return the fields of a valid `task.toml` that Outrider does not support."""
     found = [*of_environment(config.environment, AGENTS)]
     parts: list[tuple[TaskToml | HarborStep, str]] = [(config, "")]
     parts += [(step, f"steps.{number}.") for number, step in enumerate(config.steps or ())]

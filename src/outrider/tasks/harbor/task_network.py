@@ -1,7 +1,7 @@
-"""Computes the network of the sandboxes of a Harbor task, for the agent and for the verifier.
+"""Computes the network of a Harbor task's sandboxes, for the agent and for the verifier.
 
 The module is pure. In Harbor, the agent and the verifier have the network of their environment, unless they set their
-own. A public network becomes `*`, or the destinations that the caller chooses for it.
+own. A public network becomes `*`, or the destinations that the caller chooses.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def of_step(config: TaskToml, step: HarborStep | None) -> tuple[Network, Network
 
 
 def check_steps(config: TaskToml) -> None:
-    """Raise InvalidField if a step sets another network than the first step. All steps share a sandbox, which has one
-    network."""
+    """Raise InvalidField if a step sets another network than the first step, because all steps share a sandbox."""
     steps = config.steps or []
     for number, step in enumerate(steps[1:], 1):
         for name, first, own in zip(

@@ -60,9 +60,9 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_l
 
 TASK_TOML = "task.toml"
 OLDER = "task.yaml"
-"""Name of the settings file of older Terminal-Bench tasks, which do not have Harbor's format."""
+"""Name of the settings file of Terminal-Bench's tasks before Harbor."""
 HINTS = {"task.name": 'Harbor refuses it too: write a name with an organisation, such as "my-org/my-task"'}
-"""Maps fields to hints for errors. These fields are invalid in some public task folders."""
+"""Hints for fields that are invalid in some public task folders, by field."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 FOLDERS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 """Folders that Harbor creates in every sandbox."""
@@ -140,8 +140,8 @@ def harbor_folders(root: Path) -> dict[str, Path]:
 
 
 def build_contexts(root: Path) -> list[Path]:
-    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted. They build the images of
-    agents' sandboxes, and of verifiers that have their own image. Raises InvalidField for a broken task.toml."""
+    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted. They are for agents'
+    sandboxes, and for verifiers with their own images. Raises InvalidField for a broken task.toml."""
     found = set[Path]()
     for dockerfile in root.rglob(f"environment/{DOCKERFILE}"):
         task = dockerfile.parent.parent
@@ -264,8 +264,7 @@ class HarborFolder:
         return notes
 
     def _later(self, step: HarborStep, runtime: dict[str, Any], *, after: HarborStep) -> dict[str, Any]:
-        """Return an element of `task.then` for a step. As in Harbor, it first empties the folders that the previous
-        step used."""
+        """Return the element of `task.then` for a step. As in Harbor, it first empties folders of the previous step."""
         needs = after.min_reward
         left = OF_AGENTS if mode(self._config, after) == "separate" else (*OF_AGENTS, *OF_VERIFIERS)
         return {
@@ -303,7 +302,7 @@ class HarborFolder:
         return prepare
 
     def runtime(self, first: HarborStep | None = None) -> dict[str, Any]:
-        """Return the spec of the sandbox for the agent."""
+        """Return the spec of the agent's sandbox."""
         environment = self._config.environment
         image, health = self._image_of_agents()
         runtime = self._sandbox(environment, "environment", image, self._loose_files())
@@ -330,15 +329,15 @@ class HarborFolder:
             runtime["network"] = network
 
     def _of_verifier(self, verifier: SeparateVerifier, step: HarborStep | None) -> dict[str, Any]:
-        """Return the spec of the sandbox of a separate verifier."""
+        """Return the spec of a separate verifier's sandbox."""
         runtime = self._sandbox_of_verifier(verifier)
         _, own = of_step(self._config, step)
         self._give_network(runtime, verifier.environment, verifier.field, verifier=own)
         return runtime
 
     def _sandbox_of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
-        """Return the spec of the sandbox of a separate verifier, but without its network. As in Harbor, this sandbox
-        gets no health check and no files of steps."""
+        """Return the spec of a separate verifier's sandbox, without the network. As in Harbor, it gets no health check
+        and no files of steps."""
         environment, field = verifier.environment, verifier.field
         if verifier.context is None:
             return self._sandbox(environment, field, self._image_of_agents()[0], self._loose_files())
@@ -366,8 +365,8 @@ class HarborFolder:
         return None, None
 
     def _loose_files(self) -> list[dict[str, Any]]:
-        """Return prepare steps for the files of a task that names its image and has no Dockerfile. Like Harbor, they
-        write the files to the working directory."""
+        """Return prepare steps for the files of a task that names its image and has no Dockerfile. As in Harbor, they
+        go to the working directory."""
         folder = self._folder / "environment"
         named = self._config.environment.docker_image or self._image
         if not named or (folder / DOCKERFILE).exists() or not folder.is_dir():
@@ -399,8 +398,7 @@ class HarborFolder:
         return runtime
 
     def evaluator(self, step: HarborStep | None, runtime: dict[str, Any]) -> dict[str, Any]:
-        """Return the evaluator of a step, or of a whole task that has no steps. `runtime` is the spec of the agent's
-        sandbox."""
+        """Return the evaluator of a step, or of a task without steps. `runtime` is the spec of the agent's sandbox."""
         config = self._config
         separate = separate_verifier(config, self._folder, step)
         verifier = config.verifier
@@ -516,8 +514,8 @@ def read_config(file: Path) -> TaskToml:
 
 
 def placed(file: Path, field: str) -> str:
-    """Return the place of a field for an error message, such as `task.toml, line 3,`. This is the line that sets the
-    field, or that begins its table. If there is no such line, return only the file's path."""
+    """Return the place of a field for an error message, such as `task.toml, line 3,`: the line that sets the field, or
+    that begins its table. If there is none, return only the file's path."""
     line = toml_line(read_text_file(file, field="source", limit=MAX_TOML), field)
     return str(file) if line is None else f"{file}, line {line},"
 
@@ -552,8 +550,8 @@ def reached(runtime: Mapping[str, Any], phase: str) -> list[str]:
 
 
 def with_uv(script: str, network: Sequence[str]) -> str:
-    """Return the script. If the network has the mirror of Python packages, but not the site with uv's installer, the
-    script is changed to install uv from the mirror."""
+    """Return the script. If the network has the mirror of Python packages, but not the site of uv's installer, it is
+    changed to install uv from the mirror."""
     from_mirror = covered(PIP, network) and not covered(f"{UV_HOST}:443", network)
     return with_uv_of_mirror(script) if from_mirror else script
 

@@ -1,8 +1,8 @@
-"""Finds out in which sandbox the verifier of a Harbor task or step runs, by Harbor's rules. A verifier runs the tests.
+"""Finds the sandbox in which the verifier of a Harbor task or step runs the tests, by Harbor's rules.
 
-The module checks whether files exist, but reads none. A separate verifier has its own sandbox. Harbor chooses the
-settings and the image of this sandbox independently: if the verifier of a step sets only `cpus`, the image is still
-that of the task's verifier. A verifier's own image contains the tests and all that they need.
+The module checks whether files exist, but reads none. A separate verifier has its own sandbox, whose settings and image
+Harbor chooses independently: if the verifier of a step sets only `cpus`, the image is still that of the task's
+verifier. A verifier's own image contains the tests and all that they need.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mode(config: TaskToml, step: HarborStep | None) -> Literal["shared", "separate"]:
-    """Return the mode of the verifier. A mode that the step sets takes precedence over the task's."""
+    """Return the mode of the verifier. The step's own mode takes precedence over the task's."""
     return (None if step is None else step.verifier.mode) or config.verifier.mode or "shared"
 
 

@@ -1,8 +1,8 @@
-"""Makes tasks of MiniWoB: the screen of a sandbox shows a web page of the package miniwob, on which the agent must do
-something.
+"""Makes tasks of MiniWoB: the screen of a sandbox shows a web page of the package miniwob, which tells the agent what
+to do.
 
-This module runs and downloads nothing, and does not import the package. A task contains its page, so nodes do not need
-the package. Invariants: the same page and random seed make the same task; only the reward that the page computes
+This module runs and downloads nothing, and does not import the package. Nodes do not need it, because a task contains
+its page. Invariants: the same page and random seed make the same task; only the reward that the page computes
 (`page.js`) counts.
 """
 
@@ -84,8 +84,8 @@ tail -n 5 /tmp/chromium.log
 exit 1
 """
 
-# A missing display means that the sandbox is broken, so it is an error. A missing page means that the agent closed it,
-# so the reward is 0.
+# A missing display is an error, because the sandbox is broken. A missing page gets reward 0, because the agent closed
+# it.
 GRADE = f"""\
 {TITLE}
 export DISPLAY={DISPLAY}
@@ -141,12 +141,12 @@ def miniwob_examples(
     observation: str = SCREENSHOT,
     html: Path | None = None,
 ) -> list[Example]:
-    """Return tasks of MiniWoB. A task has a known solution if `gold.js` can solve its page. Raises InvalidField.
+    """Return tasks of MiniWoB. Pages that `gold.js` can solve have a known solution. Raises InvalidField.
 
-    page: the page of all tasks, whose seeds are `seed`, `seed` + 1, and so on. None means one task with the seed `seed`
+    page: the page of all tasks, with the seeds `seed`, `seed` + 1, and so on. None means a task with the seed `seed`
         for each page.
-    size: the number of tasks. Without a `page`, it is the maximum number of pages.
-    observation: how the desktop shows the screen to the agent.
+    size: the number of tasks. Without a `page`, the maximum number of pages.
+    observation: how the agent sees the screen.
     html: see `miniwob_pages`."""
     if observation not in OBSERVATIONS:
         raise InvalidField(
@@ -210,8 +210,8 @@ def _with_script(html: str, script: str) -> str:
 def _archive(page: Path, html: str) -> str:
     """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text.
 
-    If a page computes the name of a file when it runs, its text only has the name of the folder. So all files in this
-    folder are packed. The images of a stylesheet are in the folder `images` beside it."""
+    If a page computes the name of a file, its text only has the folder. So all files in this folder are packed. The
+    images of a stylesheet are in the folder `images` beside it."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]
