@@ -25,7 +25,7 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 MAX_REASON = 2000
-"""Maximum characters of each part's reason in the combined reason."""
+"""Maximum characters of each part's reason."""
 RUN_PROGRAMS = ("code", "swebench")
 """Kinds of evaluators that run a program. A slow program gets reward 0 from them, not an error."""
 

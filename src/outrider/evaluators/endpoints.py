@@ -52,7 +52,7 @@ class Endpoints:
         return self._graders[name]
 
     def check_frozen(self, name: str, *, field: str) -> None:
-        """Raise InvalidField if there is no frozen model with this name."""
+        """Raise InvalidField for an unknown frozen model."""
         if name not in self._frozen:
             known = ", ".join(sorted(self._frozen)) or "none"
             raise InvalidField(

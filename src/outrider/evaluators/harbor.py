@@ -57,7 +57,7 @@ class HarborOptions(Spec):
     """Options of kind `harbor`.
 
     tests: the test files, in the form of the prepare step `write`.
-    alone: true to empty /tests before the test files are written.
+    alone: true to empty /tests before they are written.
     env: environment variables of test.sh.
     without: files to remove from carried folders.
     mean: true if the reward is the mean of all values, limited to the range from 0 to 1."""

@@ -38,8 +38,8 @@ class HttpOptions(Spec):
 
     grader: the name of a grader in the setting `graders`.
     contract: the format of the request and the reply.
-    data: the task's own data. Outrider's format sends it as the field `options`. For NeMo Gym, it is the row, whose
-        fields begin the body. For ProRL's reward servers, it has the fields in REWARD_ROUTES.
+    data: the task's own data. Outrider's format sends it as `options`. For NeMo Gym, it is the row, whose fields begin
+        the body. For ProRL's reward servers, it has the fields in REWARD_ROUTES.
     call_seconds: time limit of one call.
     """
 

@@ -40,8 +40,8 @@ class SessionIds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionFolders(msgspec.Struct, frozen=True, kw_only=True):
-    """Two folders in the agent's sandbox: `artifacts` for the agent's work and `logs` for its logs. Their files are
-    kept as artifacts (docs/tasks.md). Both folders are in the folder `parent`, and exist before the agent starts."""
+    """Folders in the agent's sandbox whose files are kept as artifacts (docs/tasks.md): `artifacts` for the agent's
+    work and `logs` for its logs. Both are in the folder `parent`, and exist before the agent starts."""
 
     parent: str = ""
 
@@ -62,7 +62,7 @@ def folders_in(runtime: Runtime) -> SessionFolders:
 class ModelRefused(RequestError):
     """A frozen model, which is never trained, refused a call because of the agent: the session has used up its turns or
     tokens of this model, or the prompt is too long. If the agent does not catch this error, the session is still
-    graded, as after a program's non-zero exit."""
+    graded, as after a non-zero exit code."""
 
     code = "model_refused"
     http_status = 429
@@ -135,8 +135,8 @@ class Harness(Protocol):
         ...
 
     async def install(self, context: HarnessContext) -> None:
-        """Write the agent's config files into the sandbox, which has been started. This is called while the session is
-        initializing, and again before each later step of the task."""
+        """Write the agent's config files into the started sandbox. This is called while the session is initializing,
+        and again before each later step of the task."""
         ...
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:

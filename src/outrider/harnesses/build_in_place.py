@@ -29,7 +29,7 @@ class BuildInputs(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def is_complete(folder: Path, contents: BuildInputs) -> bool:
-    """Return True if the folder is complete and was built from the inputs `contents`."""
+    """Return True if the folder was completely built from the inputs `contents`."""
     try:
         return msgspec.json.decode((folder / MARKER).read_bytes(), type=BuildInputs) == contents
     except (OSError, msgspec.MsgspecError):

@@ -28,7 +28,7 @@ from outrider.sandbox.runtimes.base import Availability, Runtime
 from outrider.spec import McpServer
 
 LOOKUP_SECONDS = 60.0
-"""Time limit in seconds of a short command that looks something up in the sandbox."""
+"""Time limit in seconds of a short lookup command in the sandbox."""
 
 MAX_INSTRUCTION = 100_000
 """Maximum bytes of an instruction. Linux refuses any argument or variable above 128 KiB, and an argument may contain
@@ -89,9 +89,9 @@ class CommandHarness:
         """Prepare the task's virtual environment, write the preset's config files, and copy the skills.
 
         Raises InvalidField if the instruction cannot be passed to a program, if the virtual environment is missing or
-        broken, or if an MCP server or a skill is not in the sandbox. Also raises it if the sandbox already has a file
-        that the preset writes. Raises HarnessUnavailable if the program is not installed, and HarnessError if the
-        sandbox has no HOME for the files."""
+        broken, or if an MCP server or a skill is not in the sandbox. Also raises it if the sandbox already has one of
+        the preset's files. Raises HarnessUnavailable if the program is not installed, and HarnessError if the sandbox
+        has no HOME."""
         check_instruction(context.task.instruction)
         words = self._words(context)
         if self._venv is not None:

@@ -19,9 +19,9 @@ OptionType = Literal["string", "template", "integer", "number", "boolean", "name
 class CommonOption(msgspec.Struct, frozen=True, kw_only=True):
     """An option that many presets have.
 
-    choices: every value that at least one program accepts. If it is empty, all values are allowed.
+    choices: every value that at least one program accepts. If empty, all values are allowed.
     minimum: the smallest number.
-    instead: a hint for users of a program that does not have the option."""
+    instead: a hint for users of a program without the option."""
 
     type: OptionType
     help: str

@@ -203,7 +203,7 @@ class Desktop:
             return (Text("nothing was done: the screen is given as text, which has no zoom"),)
         for action in actions:
             if options.actions is not None and isinstance(action, Screenshot):
-                break  # always the last action; it is taken below
+                break  # a screenshot is always the last action, and is taken below
             result = await self._act(action)
             if result != Text(DONE):
                 return (result,)

@@ -20,7 +20,7 @@ _ASK = "import sys, venv; print(sys.version_info[0], sys.version_info[1], sep='.
 
 def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
     """Return an interpreter of the version `minor`, such as "3.12", or this process's interpreter if `minor` is None.
-    `uv` is the command that starts uv, or None.
+    `uv` is the command of uv, or None.
 
     These are tried in order: this interpreter, `python3.12` in each folder of PATH, the interpreter that uv finds, and
     pyenv's versions. Raises HarnessUnavailable with instructions to install the version.

@@ -77,7 +77,7 @@ async def find_missing(
     complaints = [match for pattern in _COMPLAINTS for match in pattern.finditer(said)]
     try:
         found = await sandbox.unusable(command[0])
-        if found is None and complaints:  # the last program that a shell or `env` did not find
+        if found is None and complaints:  # check the last program that a shell or `env` did not find
             found = await sandbox.unusable(max(complaints, key=lambda match: match.start())["name"])
         if found is None and (library := _LIBRARY.search(said)):
             found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", OTHER_ROOT)

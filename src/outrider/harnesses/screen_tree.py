@@ -167,7 +167,7 @@ class ScreenTree:
             self._left += len(self._lines.pop()) + 1
 
     def _element(self, element: Element, indent: int, depth: int, *, within: str | None) -> None:
-        """Add the lines of an element and of all elements below it. `within` is the name of its parent, or None for a
+        """Add the lines of an element and of all elements below it. `within` is its parent's name, or None for a
         window."""
         try:
             states, role = element.states(), element.role()
@@ -176,7 +176,7 @@ class ScreenTree:
                 self._hidden += 1
                 return
             name = _one_line(element.name())
-            # The chosen entry of a closed combo box is in such a menu, which is not on the screen.
+            # The chosen entry of a closed combo box is in a menu that is not on the screen.
             line = self._line(element, role, name, states) if shown else None
             if line is not None and not (role in ("static", "text") and name == within and not line.noted):
                 self._add("  " * indent + line.text)
@@ -250,7 +250,7 @@ def _quoted(text: str) -> str:
 
 
 class Accessible:
-    """An element of an accessibility tree, as reported by AT-SPI. `atspi` is the module with the bindings."""
+    """An element of an accessibility tree from AT-SPI. `atspi` is the module with the bindings."""
 
     def __init__(self, atspi: Any, accessible: Any) -> None:
         self._atspi = atspi

@@ -203,7 +203,6 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
             if properties[name].get("type") == "string":
                 # This raises for a lone surrogate, which no program accepts.
                 value.encode()
-    # The text is not JSON, or one of the arguments is invalid.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return arguments

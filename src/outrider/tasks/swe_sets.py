@@ -100,8 +100,8 @@ for test in json.load(open(sys.argv[1]))["tests"]:
 
 
 def swe_gym(columns: Columns, given: Additions) -> Draft:
-    """SWE-Gym: rows have SWE-bench's columns. swebench has no parsers and test commands for these repositories, so all
-    logs are read as logs of pytest, as in SWE-Gym's fork of swebench."""
+    """SWE-Gym: rows have SWE-bench's columns. swebench has no parsers and test commands for these repositories. All
+    logs are read as logs of pytest, as in SWE-Gym's fork."""
     options = {"log_parser": PARSER, **options_of(columns)}
     own = None
     # Tests of mypy are cases in data files. pytest selects them by name.
@@ -114,7 +114,7 @@ def swe_gym(columns: Columns, given: Additions) -> Draft:
 
 def swe_rebench(columns: Columns, given: Additions) -> Draft:
     """SWE-rebench: rows have SWE-bench's columns and `docker_image`. The column `install_config` has the test command
-    and the name of the parser."""
+    and the parser's name."""
     options = {**options_of(columns), "log_parser": columns.text("install_config.log_parser")}
     own = None
     if given.test_command is None:
@@ -163,7 +163,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
     selected = columns.tests("selected_test_files_to_run")
-    # Only the last line is run, as in SWE-bench Pro's own harness. It puts the tests that are graded in their place.
+    # Only the last line of this column is run, as in SWE-bench Pro's own harness. It puts the graded tests in place.
     before = (columns.optional_text("before_repo_set_cmd") or "").strip().rpartition("\n")[2]
     options: dict[str, Any] = {"instance_id": name, "log_parser": PARSER, "test_patch": patch}
     if given.test_command is not None:
@@ -198,8 +198,8 @@ def script_of(columns: Columns, path: Path) -> str:
 
 
 def quoted(test: str) -> str:
-    """Return a test's name with its whitespace escaped, in the same way as PRO_REPORT prints it. Parsers of logs would
-    cut a name at a space."""
+    """Return a test's name with its whitespace escaped, as PRO_REPORT prints it. Parsers of logs would cut a name at a
+    space."""
     return re.sub(r"[%\s]", lambda blank: f"%{ord(blank.group()):02X}", test)
 
 

@@ -1,4 +1,4 @@
-"""Makes tasks from SWE-bench's rows. The rows come from files of rows, or from the task repositories of swebench 5.x.
+"""Makes tasks from SWE-bench's rows, which are in files of rows or in the task repositories of swebench 5.x.
 
 The module runs and downloads nothing. The evaluator `swebench` grades the tasks, and gets the row's columns as options.
 The row's gold patch is the known solution. Adapters of other data sets (`swe_sets.py`) use parts of this module.

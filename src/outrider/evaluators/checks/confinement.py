@@ -44,11 +44,11 @@ CALCULATION = {
         *(172, 93, 160, 165, 179, 178, 98, 123, 61, 128, 113, 114, 94, 79, 78, 48, 99, 278, 291, 293),
     ),
 }
-"""By machine architecture: the numbers of the system calls that Python needs to calculate and to import. All other
-calls fail. The list for aarch64 has the same calls, if they exist there."""
+"""By machine architecture: the numbers of the system calls that Python needs to calculate and to import. aarch64 has
+the same calls, if they exist there. All other calls fail."""
 SETITIMER = {"x86_64": 38, "aarch64": 103}
-"""By machine architecture: the number of the system call `setitimer`. CALCULATION does not contain it, because a check
-could use it to extend its own limit of processor time."""
+"""By machine architecture: the number of the system call `setitimer`. A check could use it to extend its own limit of
+processor time, so CALCULATION does not contain it."""
 
 
 def confine_zygote() -> None:

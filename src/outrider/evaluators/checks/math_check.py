@@ -72,14 +72,14 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
     - `golds`: the gold answers.
     - `answer`: the answer. Without it, only the gold answers are checked.
-    - `whole`: true if `answer` is only the answer, false if it is a reply that contains the answer.
+    - `whole`: true if `answer` is only the answer, false if it is a reply with the answer.
     - `after`: the text after the answer, which may begin with a unit.
     - `relative_tolerance`: the greatest relative difference of equal numbers, or None.
 
     With `answer`, the result has `found`, the text of the answer, and `equal`, the equal gold answer or None.
-    `calculates` is true if the answer is an unevaluated calculation but no gold answer is: it may just repeat the
-    integral in the question. Without `answer`, the result has `unusable`, the index of the first unusable gold answer
-    or None, and `why`, the reason."""
+    `calculates` is true if only the answer, and no gold answer, is an unevaluated calculation, such as the integral in
+    the question. Without `answer`, the result has `unusable`, the index of the first unusable gold answer or None, and
+    `why`, the reason."""
     golds = [(gold, read(gold)) for gold in request["golds"]]
     tolerance = request.get("relative_tolerance")
     if "answer" not in request:
@@ -124,7 +124,7 @@ def _readable(text: str) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Return True if the text is made of words, not of a formula."""
+    """Return True if the text consists of words, without signs of a formula."""
     return re.search(r"[^\W_]", plain_words(text)) is not None and not re.search(r"[\\^_=<>+*/{}]", clean(text))
 
 

@@ -54,7 +54,7 @@ CONSTANTS = ("C", "c", "K", "k")
 class Comparison:
     """Compares a gold answer with an answer.
 
-    tolerance: the greatest relative difference of two equal numbers, or None if they must be exactly equal.
+    tolerance: the greatest relative difference of two equal numbers, or None for no difference.
     seed: the seed of the random points at which expressions are compared."""
 
     def __init__(self, tolerance: float | None, seed: str) -> None:

@@ -132,7 +132,7 @@ class System:
 
 @dataclass(frozen=True)
 class Equation:
-    """The equation `side` = 0. Both sides of the text's equation are in `side`."""
+    """The equation `side` = 0, such as `x - 1` = 0 for `x = 1`."""
 
     side: Expr
 
@@ -363,7 +363,7 @@ class _Reader:
         return Several(tuple(items))
 
     def item(self, text: str, depth: int) -> Value:
-        """Read a single answer of a list."""
+        """Read one of several answers."""
         self._parts += 1
         text = text.strip()
         if depth > MAX_DEPTH or self._parts > MAX_PARTS or not text:

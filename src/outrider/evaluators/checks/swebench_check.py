@@ -50,8 +50,8 @@ LINE_BY_LINE = {
     # Names that do not match are first lines of docstrings, which several Django tests may share.
     "parse_log_django": r"\w+ \([\w.]+\)",
 }
-"""Parsers that handle each line of a log separately, by function name. The value is a pattern for the names that belong
-to exactly one test; "" stands for all names."""
+"""Parsers that handle each line of a log separately, by function name. The value is a pattern for names of exactly one
+test; "" stands for all names."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
@@ -81,12 +81,12 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Judge the output of a row's tests. If the request has no `log`, check whether the row is usable instead.
+    """Judge the output of a row's tests. Without a `log` in the request, check whether the row is usable.
 
     With `log`, the result has these fields:
 
     - `resolved`: true if the row counts as solved.
-    - `fail_to_pass`, `pass_to_pass`: how many tests pass in each of the row's two lists.
+    - `fail_to_pass`, `pass_to_pass`: how many tests of each list pass.
     - `why`: the reason if some tests do not pass.
 
     If the request also has `statuses`, the result has only the status of each test in the log. Without `log`, it has
@@ -212,8 +212,8 @@ def passing(report: dict[str, Any]) -> dict[str, set[str]]:
 
 
 def check_marks(log: str) -> None:
-    """Raise NotBelieved if a test has printed one of the marks that delimit the output of the tests. swebench reads
-    only the text between the first two marks, so a test could hide results with its own marks."""
+    """Raise NotBelieved if a test has printed a mark that delimits the output of the tests. swebench reads only the
+    text between the first two marks, so a test could hide results with its own marks."""
     ends = log.split(END)
     # A script that prints the end mark under `set -x` prints it twice, with only a quote and a newline in between.
     if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):

@@ -74,7 +74,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def lines(text: str) -> list[str]:
-    """Return the lines of an output, without spaces at their ends and without empty lines at the end."""
+    """Return the lines of an output, without trailing spaces and trailing empty lines."""
     found = [line.rstrip() for line in text.split("\n")]
     while found and not found[-1]:
         found.pop()

@@ -1,7 +1,7 @@
 """The questions to a judging model, and the parser of its grades. The module is pure.
 
 A mark is a word that the authors of judged texts cannot guess. Invariants: each judged text is between two lines with
-the mark; only a line with the mark is a grade, and the last one counts; placeholders in judged texts are not replaced.
+the mark; only a line with the mark is a grade, and the last one counts; judged texts are not searched for placeholders.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Question(msgspec.Struct, frozen=True):
     """One question to a judging model.
 
     again: the message that asks again if a reply lacks a grade.
-    mark: the word that marks the lines with grades.
+    mark: the word in each line with a grade.
     scores: the score of each grade, such as 1 for `C` (correct).
     names: what is graded. A complete reply has a grade for each name."""
 

@@ -302,7 +302,7 @@ def script(options: SwebenchOptions, place: str, name: str) -> str:
             f'export PYTEST_ADDOPTS="-p outrider_{name} ${{PYTEST_ADDOPTS-}}"',
         ]
     for line in (options.eval_script or options.test_command or "").split("\n"):
-        # Swebench's own harness adds the same lines for the exit code.
+        # swebench's own harness adds the same lines.
         marked = options.eval_script is not None and END_MARK in line
         lines += ["SWEBENCH_TEST_EXIT_CODE=$?"] if marked else []
         lines.append(line)

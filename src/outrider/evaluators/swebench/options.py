@@ -176,13 +176,13 @@ def is_test(path: str) -> bool:
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
     """Return the paths below `folder` to restore, sorted. These are the files of the test patch. Without a test patch,
-    they are the existing test files that the names of the row's tests mention.
+    they are the test files that the names of the row's tests begin with.
 
-    The paths in the option `restored` are added, if it is given. Otherwise, these are added:
+    The option `restored` adds its paths. Without this option, these are added:
 
     - the test folders of these files
     - `found`, the configuration files in the repository
-    - the files of git, if there is an `eval_script`"""
+    - the files in GIT, if there is an `eval_script`"""
     files = files_of(options.test_patch or "")
     if not files:
         named = {test.partition("::")[0] for test in (*options.fail_to_pass, *options.pass_to_pass) if "::" in test}

@@ -214,7 +214,7 @@ def text_of(collector: Any) -> Any:
 
 class Watcher:
     """Adds canaries, which are tests that must fail, and records which file excused a test (skipped it or expected its
-    failure). Each process that runs tests has a watcher. `planted` is the name of the canary in each module."""
+    failure). Each process that runs tests has a watcher. `planted` names the canary in each module."""
 
     def __init__(self, planted: str) -> None:
         self._planted = planted
@@ -397,8 +397,8 @@ def pytest_load_initial_conftests() -> None:
 
 
 def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
-    """Make this run report to the file `path`. `planted` is the name of the canary in each test module. `option` is the
-    pytest option that loads this plugin. It is removed from the environment, so that nested runs do not report."""
+    """Make this run report to the file `path`. `planted` names the canary in each test module. `option` is the pytest
+    option that loads this plugin. It is removed from the environment, so that nested runs do not report."""
     worker = hasattr(config, "workerinput")
     # With xdist, the first process keeps the variable, because the workers must also read it.
     if worker or getattr(config.option, "dist", "no") == "no":

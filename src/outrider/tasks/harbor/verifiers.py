@@ -1,8 +1,8 @@
 """Finds the sandbox in which the verifier of a Harbor task or step runs the tests, by Harbor's rules.
 
-The module checks whether files exist, but reads none. A separate verifier has its own sandbox, whose settings and image
-Harbor chooses independently: if the verifier of a step sets only `cpus`, the image is still that of the task's
-verifier. A verifier's own image contains the tests and all that they need.
+The module checks whether files exist, but reads none. For a separate verifier's sandbox, Harbor chooses the settings
+and the image independently: if the verifier of a step sets only `cpus`, the image is still that of the task's verifier.
+A verifier's own image contains the tests and all that they need.
 """
 
 from __future__ import annotations
