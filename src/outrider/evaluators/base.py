@@ -87,8 +87,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         It is prepared, untouched by agents and unreachable from `runtime`, and reserves no resources.
         `beside(resources)` gives it other limits. Raises RuntimeFailure.
     host: holds the objects that all evaluators of a node share, such as processes that check answers.
-    bucket: the tenant and the label for which the session is queued (see store/queue.py). They also take turns in
-        queues of checks.
+    bucket: the tenant and the label for which the session is queued (see store/queue.py). In queues of checks, tenants
+        take turns, and so do the buckets of each tenant.
     off_the_clock: opens a block for a long wait in these queues. The time limit does not run in the block, and other
         evaluations may start.
     log: adds the output of a grader to the log of this grading, which is kept as an artifact.

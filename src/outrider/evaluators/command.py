@@ -23,7 +23,7 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 MAX_VERDICT = 1 << 20
-"""Maximum bytes of the file with the verdict."""
+"""Maximum bytes of a verdict's file."""
 FULL = "the sandbox's disk may be full: see disk_mb of task.runtime.resources"
 HINT = "exit 0 or 1, or write a number or a JSON object with 'reward' to $OUTRIDER_VERDICT"
 OTHER_CODE = "if this code means no, as that of grep for a missing file, end the command with `|| exit 1`"
@@ -82,8 +82,8 @@ class CommandEvaluator:
                 await runtime.exec(["rm", "-f", *files], seconds=CLEANUP_SECONDS)
 
     async def _verdict(self, runtime: Runtime, path: str, result: ExecResult) -> Verdict:
-        """Return the verdict that the command wrote, or the verdict of its exit code if it wrote nothing. Raises
-        EvaluatorError if there is no valid verdict."""
+        """Return the verdict that the command wrote, or else the verdict of its exit code. Raises EvaluatorError if
+        there is no valid verdict."""
         try:
             written = await runtime.read(path, limit=MAX_VERDICT)
         except FileNotFoundError as error:

@@ -27,8 +27,8 @@ class Endpoints:
     """The external graders of one process, and a cache of judges' replies.
 
     graders: the graders in the settings.
-    frozen: the names of the models that are never trained.
-    pauses: the waits between the attempts of one call.
+    frozen: the names of models that are never trained.
+    pauses: the waits between attempts of one call.
     load: the number of calls in flight, by address."""
 
     def __init__(

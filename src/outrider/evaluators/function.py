@@ -76,7 +76,7 @@ class CallableEvaluator:
 
 
 def _of_user(error: Exception) -> TracebackType | None:
-    """Return the error's traceback without the first frames, which belong to this module."""
+    """Return the error's traceback without the first frames, those of this module."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -106,10 +106,10 @@ async def post(
 
 def variable(name: str | None, grader: str) -> str | None:
     """Return the value of the environment variable `name`, without surrounding whitespace. Raises EvaluatorError if it
-    is not set; the message names the `grader`."""
+    is not set."""
     if name is None:
         return None
-    if not (value := (environment(name) or "").strip()):  # a value that was read from a file may end with a newline
+    if not (value := (environment(name) or "").strip()):  # a value read from a file may end with a newline
         raise EvaluatorError(
             f"the variable {name} of grader {grader!r} is not set",
             hint="set it in the environment of the service and of its nodes",
@@ -118,7 +118,7 @@ def variable(name: str | None, grader: str) -> str | None:
 
 
 def json_object(name: str, content: bytes) -> dict[str, Any]:
-    """Return the JSON object in a reply of the grader `name`. Raises EvaluatorError if the reply is anything else."""
+    """Return the JSON object in a reply of the grader `name`. Raises EvaluatorError for any other reply."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -70,8 +70,8 @@ class HarborOptions(Spec):
 
 
 class HarborEvaluator:
-    """Runs test.sh (see `HarborOptions`). All values that it writes are metrics. The reward is the value "reward" or
-    the only value or, with the option `mean`, the mean of all values."""
+    """Runs test.sh (see `HarborOptions`). Its values are the metrics. The reward is the value "reward" or the only
+    value or, with the option `mean`, the mean of all values."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(HarborOptions, spec)
@@ -97,12 +97,12 @@ async def verify(
     seconds: float,
     log: Callable[[bytes], None] = not_kept,
 ) -> dict[str, float]:
-    """Run test.sh, pass its output to `log`, and return its rewards by name. Raises EvaluatorError if test.sh does not
-    write valid rewards."""
+    """Run test.sh, pass its output to `log`, and return its rewards by name. Raises EvaluatorError if the rewards are
+    not valid."""
     done = await runtime.exec(BEFORE, seconds=STEP_SECONDS)
     if done.exit_code != 0:
         raise EvaluatorError(f"{LOGS} cannot be made ready", log_tail=done.log_tail(), inside=True)
-    if tests:  # an agent may have put something at these paths that cannot be overwritten
+    if tests:  # an agent may have put something here that cannot be overwritten
         await runtime.exec(["rm", "-rf", "--", *(file.to for file in tests)], seconds=STEP_SECONDS)
     for file in tests:
         await runtime.write(file.to, file.data(), executable=file.executable)
@@ -134,7 +134,7 @@ async def failure(runtime: Runtime, done: ExecResult, message: str) -> Evaluator
 
 
 async def output(runtime: Runtime, done: ExecResult) -> str:
-    """Return the end of test.sh's output, followed by the log tail of `done`, the command that ran it."""
+    """Return the end of test.sh's output, then the log tail of `done`, the command that ran it."""
     told = await runtime.exec(TAIL, seconds=STEP_SECONDS)
     return "\n".join(filter(None, (told.log_tail() if told.exit_code == 0 else "", done.log_tail())))
 
@@ -150,7 +150,7 @@ async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> N
 
 
 def parse_json(text: bytes) -> dict[str, float]:
-    """Return the values in reward.json by name. Raises ValueError for other content."""
+    """Return the values in reward.json by name. Raises ValueError."""
     try:
         values = json.loads(text)
     except RecursionError as error:

@@ -61,7 +61,7 @@ class RewardRoute(NamedTuple):
 
     path: the path of the URL.
     answer: the field of the body for the agent's last reply.
-    data: the other fields of the body, which the option `data` must have."""
+    data: the fields that the option `data` must have."""
 
     path: str
     answer: str

@@ -59,7 +59,7 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
 
 
 def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> EvaluatorSpec:
-    """Return the spec of a part. It takes the fields in WHOLE from `whole`, the combining evaluator's spec. Raises
+    """Return the spec of a part, with the fields in WHOLE from `whole`, the combining evaluator's spec. Raises
     InvalidField with a path that begins with `field`."""
     for name in WHOLE:
         if name in given:

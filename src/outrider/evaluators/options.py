@@ -17,8 +17,8 @@ S = TypeVar("S", bound=Spec)
 
 
 def read_options(kind: type[S], spec: EvaluatorSpec) -> S:
-    """Return `task.evaluator.options` as an object of the class `kind`. Raises InvalidField if an option is invalid, or
-    if the spec has `run` or `path`: evaluators with options do not accept these fields."""
+    """Return `task.evaluator.options` as an object of the class `kind`. Raises InvalidField for an invalid option, and
+    for `run` and `path`, which evaluators with options do not accept."""
     for name in ("run", "path"):
         if getattr(spec, name) is not None:
             raise InvalidField(f"evaluator kind {spec.kind!r} does not take it", field=f"task.evaluator.{name}")

@@ -18,14 +18,14 @@ from outrider.trajectory import GradedTurn, Verdict
 
 FIELDS = frozenset(Verdict.__struct_fields__)
 MAX_REASON = 65_536
-"""Maximum characters of a verdict's reason. A longer reason is cut."""
+"""Maximum characters of a verdict's reason, which is cut."""
 MAX_REWARD = 1e15
 """Maximum absolute value of a reward. The sum of the squares of a million such rewards still fits into a float32."""
 
 
 def read_verdict(value: Any) -> Verdict:
     """Return the verdict in `value`: a number, a mapping with `reward` and other fields of a Verdict, or a Verdict. The
-    keys of `turns` and `rows` are indexes, and may be strings, as in JSON. Raises ValueError for anything else.
+    indexes in `turns` and `rows` may be strings, as in JSON. Raises ValueError for anything else.
     """
     if isinstance(value, Verdict):
         value = msgspec.structs.asdict(value)

@@ -41,7 +41,7 @@ class SessionIds(msgspec.Struct, frozen=True, kw_only=True):
 
 class SessionFolders(msgspec.Struct, frozen=True, kw_only=True):
     """Folders in the agent's sandbox whose files are kept as artifacts (docs/tasks.md): `artifacts` for the agent's
-    work and `logs` for its logs. Both are in the folder `parent`, and exist before the agent starts."""
+    work, `logs` for its logs. Both are below `parent`, and exist before the agent starts."""
 
     parent: str = ""
 
@@ -62,7 +62,7 @@ def folders_in(runtime: Runtime) -> SessionFolders:
 class ModelRefused(RequestError):
     """A frozen model, which is never trained, refused a call because of the agent: the session has used up its turns or
     tokens of this model, or the prompt is too long. If the agent does not catch this error, the session is still
-    graded, as after a non-zero exit code."""
+    graded."""
 
     code = "model_refused"
     http_status = 429

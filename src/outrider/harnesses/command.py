@@ -37,8 +37,8 @@ more than the instruction."""
 TAIL_OF_NEWEST = (
     f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
 )
-"""Shell script that prints the end of the newest log file. It parses the output of `ls`, which works because no agent
-program has a newline in the name of a log."""
+"""Shell script that prints the end of the newest log file. It can parse the output of `ls`, because no agent program
+puts newlines into the names of its logs."""
 
 OWN_SETTINGS = "give MCP servers by task.harness.mcp_servers, and skills by task.harness.skills"
 
@@ -152,7 +152,7 @@ class CommandHarness:
         )
 
     async def _check_command(self, runtime: Runtime, server: McpServer, env: Mapping[str, str], number: int) -> None:
-        """Raise InvalidField if the sandbox does not have the command of an MCP server. Most agent programs would just
+        """Raise InvalidField if the sandbox does not have the command of an MCP server. Most agent programs would
         continue without the server's tools."""
         if server.command is None:
             return
@@ -174,8 +174,8 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # The session's time limit ends the program before this limit. It does not count time in which the service
-            # was suspended, but this limit does.
+            # The session's time limit ends the program earlier. Unlike this limit, it does not count time in which the
+            # service was suspended.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail()
@@ -224,7 +224,7 @@ class CommandHarness:
                 options[f"option.{name}.list"] = Verbatim(json.dumps(value))
                 options[f"option.{name}.members"] = Verbatim(json.dumps(dict.fromkeys(value, True))[1:-1])
                 continue
-            # Booleans are written as `true` and `false`, as in JSON and TOML.
+            # Booleans are `true` and `false`, as in JSON and TOML.
             text = str(value).lower() if isinstance(value, bool) else str(value)
             text = option.spelling.get(text, text)
             options[f"option.{name}"] = fill(text, words) if option.type == "template" else text

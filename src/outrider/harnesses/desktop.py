@@ -157,8 +157,8 @@ class Desktop:
         return tool_names(self._options)
 
     async def open(self) -> None:
-        """Start the screen, its window manager and the programs of the option `run`. Raises HarnessError, with the
-        output, if one of them fails."""
+        """Start the screen, its window manager and the programs of the option `run`. Raises HarnessError with the
+        output of what failed."""
         options = self._options
         await self._runtime.write(f"{self._folder}/openbox.xml", WINDOW_MANAGER.encode())
         script = OPEN.format(
@@ -209,8 +209,7 @@ class Desktop:
                 return (result,)
         if options.actions is None:
             return (Text(DONE),)
-        # The vendors' models expect to see the screen after each call. Programs need a moment to show the effect of an
-        # action.
+        # The vendors' models expect to see the screen after each call. Programs need a moment to show an effect.
         if not any(isinstance(action, Screenshot) for action in actions):
             await asyncio.sleep(self._settle_seconds)
         shown = [await self._screenshot()] if options.observation != "tree" else []
@@ -257,8 +256,7 @@ class Desktop:
     async def _tree(self) -> Text:
         """Return the accessibility tree of the screen."""
         options, script = self._options, f"{self._folder}/{SCRIPT.name}"
-        # The script may read for half of the time limit. The rest is for its start, and for the last reply that it
-        # waits for.
+        # The script reads for half of the time. The rest is for its start, and for the last reply that it waits for.
         words = [PYTHON, script, str(options.width), str(options.height), f"{min(TREE_SECONDS, self._seconds / 2):g}"]
         done = await self._execute(words, self._seconds)
         if done.timed_out:

@@ -61,7 +61,7 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence[McpServer], *, hint: str) -> None:
     """Raise InvalidField if the harness `name` does not support one of the servers. `hint` is for a harness that
-    supports no servers at all."""
+    supports none."""
     if servers and settings is None:
         raise InvalidField(f"harness {name!r} cannot be given MCP servers", field=FIELD, hint=hint)
     for number, server in enumerate(servers):
@@ -108,7 +108,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer]) -> str:
-    """Return the text of the program's file, with the servers added. `text` is the file without them, and may be
+    """Return the text of the program's file with the servers added. `text` is the file without them, and may be
     empty."""
     entries: dict[str, dict[str, Any]] = {}
     for server in servers:

@@ -68,8 +68,8 @@ class Missing(msgspec.Struct, frozen=True):
 async def find_missing(
     runtime: Runtime, command: Sequence[str], env: Mapping[str, str], result: ExecResult
 ) -> Missing | None:
-    """Return why `command` could not be started. `result` is what it returned. Returns None if the command was started,
-    or if the cause is unknown."""
+    """Return why `command` could not be started, given its `result`. Returns None if it was started, or if the cause is
+    unknown."""
     if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
         return None
     sandbox = _Sandbox(runtime, env)
@@ -95,7 +95,7 @@ async def search_path(runtime: Runtime, env: Mapping[str, str], *, seconds: floa
 
 
 class _Sandbox:
-    """Looks for programs in a sandbox, as a program with the variables `env` would."""
+    """Looks for programs in a sandbox, as if started with the variables `env`."""
 
     def __init__(self, runtime: Runtime, env: Mapping[str, str]) -> None:
         self._runtime = runtime
@@ -165,7 +165,7 @@ class _Sandbox:
 
 def _head_on_host(path: str) -> bytes:
     """Read the beginning of a program in Outrider's cache on the host. Returns b"" for any other path: the task chooses
-    the path, and other files of the host may be secret, or pipes."""
+    it, and other files of the host may be secret, or pipes."""
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(cache_home())):
         return b""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 
 class Verbatim(str):
-    """A value that is inserted without escapes, because it already is a piece of JSON or YAML."""
+    """A value that is inserted without escapes, because it is already JSON or YAML."""
 
 
 def _in_json_string(value: str) -> str:

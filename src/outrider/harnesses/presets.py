@@ -28,8 +28,7 @@ DIALECT = "dialect"
 """Name of the option that selects a dialect (an API that the program can speak)."""
 
 MAX_ARGUMENT = 100_000
-"""Maximum bytes of a text that becomes part of an argument or a variable. Linux refuses arguments and variables above
-128 KiB."""
+"""Maximum bytes of a text in an argument or a variable. Linux refuses arguments and variables above 128 KiB."""
 
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]{0,63}")
 

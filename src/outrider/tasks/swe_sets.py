@@ -113,8 +113,8 @@ def swe_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def swe_rebench(columns: Columns, given: Additions) -> Draft:
-    """SWE-rebench: rows have SWE-bench's columns and `docker_image`. The column `install_config` has the test command
-    and the parser's name."""
+    """SWE-rebench: rows have SWE-bench's columns and `docker_image`. `install_config` has the test command and the
+    parser's name."""
     options = {**options_of(columns), "log_parser": columns.text("install_config.log_parser")}
     own = None
     if given.test_command is None:

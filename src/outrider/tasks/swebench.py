@@ -133,8 +133,7 @@ def swebench_example(
 
 
 def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -> Draft:
-    """The adapter of rows of SWE-bench 4.x and 5.x. `image` is the template for the name of the image if a row does not
-    name it."""
+    """The adapter of rows of SWE-bench 4.x and 5.x. `image` is a template for rows that do not name their image."""
     options = options_of(columns)
     command = given.test_command or columns.optional_text("test_command")
     if columns.optional_text("eval_script") is not None and command is None:
@@ -148,8 +147,7 @@ def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -
 
 
 def options_of(columns: Columns) -> dict[str, Any]:
-    """Return the options of the evaluator for a row with SWE-bench's columns. Options that run the tests are not
-    included."""
+    """Return the options of the evaluator for a row with SWE-bench's columns, except those that run the tests."""
     names = ("log_parser", "repo", "version", "eval_type")
     options: dict[str, Any] = {"instance_id": columns.text("instance_id")}
     options |= {name: value for name in names if (value := columns.optional_text(name)) is not None}
@@ -186,7 +184,7 @@ def run_by_command(
 
 
 def filled_command(command: str, changed: set[str]) -> str:
-    """Replace the placeholders of a test command by the test files that occur in `changed`. Data files are left out."""
+    """Replace the placeholders of a test command by the test files in `changed`. Data files are left out."""
     run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
     run = [file for file in run if file.endswith(".py")] or run  # other files are left out if there are Python files
     modules = [file.removesuffix(".py").removeprefix("tests/").replace("/", ".") for file in run]
@@ -247,8 +245,7 @@ def swe_draft(
 
 
 def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a task repository, sorted by the names of the tasks. Raises InvalidField if one cannot be
-    read."""
+    """Yield the rows of a task repository, sorted by task. Raises InvalidField if one cannot be read."""
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:

@@ -47,8 +47,8 @@ CALCULATION = {
 """By machine architecture: the numbers of the system calls that Python needs to calculate and to import. aarch64 has
 the same calls, if they exist there. All other calls fail."""
 SETITIMER = {"x86_64": 38, "aarch64": 103}
-"""By machine architecture: the number of the system call `setitimer`. A check could use it to extend its own limit of
-processor time, so CALCULATION does not contain it."""
+"""By machine architecture: the number of the system call `setitimer`. CALCULATION does not contain it, because a check
+could extend its own limit of processor time."""
 
 
 def confine_zygote() -> None:

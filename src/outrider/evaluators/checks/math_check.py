@@ -124,7 +124,7 @@ def _readable(text: str) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Return True if the text consists of words, without signs of a formula."""
+    """Return True if the text consists of words."""
     return re.search(r"[^\W_]", plain_words(text)) is not None and not re.search(r"[\\^_=<>+*/{}]", clean(text))
 
 

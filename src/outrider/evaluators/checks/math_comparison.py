@@ -52,9 +52,9 @@ CONSTANTS = ("C", "c", "K", "k")
 
 
 class Comparison:
-    """Compares a gold answer with an answer.
+    """Compares two values.
 
-    tolerance: the greatest relative difference of two equal numbers, or None for no difference.
+    tolerance: the greatest relative difference of two equal numbers. None means that they must be exactly equal.
     seed: the seed of the random points at which expressions are compared."""
 
     def __init__(self, tolerance: float | None, seed: str) -> None:
@@ -313,8 +313,8 @@ class Comparison:
 
 
 def chosen(gold: str, answer: str) -> bool | None:
-    """Return whether the answer chooses the letter of the gold answer in a multiple-choice question, or None if the
-    gold answer is not a single letter."""
+    """Return whether the answer chooses the same letter of multiple choice as the gold answer, or None if the gold
+    answer is not a single letter."""
     letter = CHOICE.fullmatch(gold)
     if letter is None:
         return None

@@ -132,7 +132,7 @@ class System:
 
 @dataclass(frozen=True)
 class Equation:
-    """The equation `side` = 0, such as `x - 1` = 0 for `x = 1`."""
+    """The equation `side` = 0, such as `x + y - 1` = 0."""
 
     side: Expr
 
@@ -732,7 +732,7 @@ def _expressions(sides: list[str]) -> Iterator[Expr]:
 
 
 def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
-    """Return the value of numbers that are joined by signs such as `=`, or None if they differ by more than rounding.
+    """Return the value of numbers joined by signs such as `=`, or None if they differ by more than rounding.
 
     After `=`, a number may be rounded only if it is not an integer and the first number has no finite decimal form. So
     `1/3 = 0.33` has a value, but `7.01 = 7` and `0.334 = 0.33` do not."""

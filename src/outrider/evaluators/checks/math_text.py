@@ -236,8 +236,8 @@ NAME = re.compile(r"([a-zA-Z])\s*=\s*$")
 
 
 def candidates(reply: str) -> list[str]:
-    """Return the parts of a reply that may be the answer, the likeliest first, if it has neither `<answer>` tags nor
-    LaTeX boxes."""
+    """Return the texts in a reply that may be the answer, the likeliest first. `<answer>` tags and LaTeX boxes are not
+    considered."""
     reply = HOPE.sub("", reply.strip())
     found = []
     said = [match.end() for match in SAID.finditer(reply)]

@@ -50,7 +50,7 @@ MAX_ANSWER = 1 << 20
 STOP_SECONDS = 5.0
 PAUSE_SECONDS = 0.001
 GONE_SECONDS = 0.2
-"""Maximum seconds to wait for the exit of a zygote after its connection has broken."""
+"""Maximum seconds to wait for the exit of a zygote whose connection has broken."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 BOOT = """
 import sys, types
@@ -237,8 +237,8 @@ class Checks:
             root = str(Path(__file__).parents[3])
             paths = [path for path in sys.path if os.path.isabs(path)]
             command = [sys.executable, "-I", "-S", "-c", BOOT, root, self._library.checks, *paths]
-            # The last two variables keep numerical libraries from starting threads: the zygote forks, so it must have
-            # none.
+            # The last two variables keep numerical libraries from starting threads, because a process with threads must
+            # not fork.
             env = {VARIABLE: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             with connection(socket.SOCK_SEQPACKET) as (ours, theirs):
                 child = Child.spawn(command, env, theirs)

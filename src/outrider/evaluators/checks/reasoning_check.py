@@ -24,11 +24,11 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Score the request's `answer` to its `entry`, a row of reasoning-gym. The result has the `score`, or `refused`,
-    the reason why there is none.
+    """Return the `score` of the request's `answer` to its `entry`, a row of reasoning-gym, or `refused`, the reason why
+    there is none.
 
-    Without `answer`, check the entry: its own answer must score 1. The result then has `unusable`, the reason why it
-    cannot be used, or None."""
+    Without `answer`, check the entry: its own answer must score 1. The result is `unusable`, the reason why it cannot
+    be used, or None."""
     entry = request["entry"]
     name, gold = entry["metadata"]["source_dataset"], entry["answer"]
     answer = request.get("answer", gold).strip()  # some scorers also strip the answer before they evaluate it

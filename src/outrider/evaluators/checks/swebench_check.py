@@ -44,7 +44,6 @@ LINE_BY_LINE = {
     **dict.fromkeys(OF_PYTEST, ""),
     **dict.fromkeys(("parse_log_cargo", "parse_log_gotest", "parse_log_googletest"), ""),
     **dict.fromkeys(("parse_log_jest_json", "parse_log_vitest"), ""),
-    # These parsers read results of Jest for whole test files.
     **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
     **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
     # Names that do not match are first lines of docstrings, which several Django tests may share.

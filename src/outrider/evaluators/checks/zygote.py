@@ -67,7 +67,7 @@ class CheckForker:
         while True:
             ready = dict(self._poll.poll())
             # The control socket comes last: a new check may get the number of a descriptor that was just closed and
-            # still has an event in `ready`.
+            # still has an event.
             asked = ready.pop(self._control.fileno(), 0)
             for fd in ready:
                 if fd in self._ends:
@@ -111,7 +111,7 @@ class CheckForker:
         with contextlib.suppress(OSError):
             end.send(b"\n" + json.dumps(told).encode(), socket.MSG_DONTWAIT)
         # A check that was killed early has not read its whole request. Closing the connection with unread data would
-        # reset it, and the line just sent would be lost.
+        # reset it, and lose the line just sent.
         with contextlib.suppress(OSError):
             while end.recv(PIECE, socket.MSG_DONTWAIT):
                 pass

@@ -62,8 +62,9 @@ class WrongAnswer(Exception):
 
 
 class CodeEvaluator:
-    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`, the numbers of passed and
-    of all cases. A hidden check counts as one case, and adds the metric `calls`: how often it called the candidate."""
+    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`, the numbers of passed
+    and of all cases. A hidden check counts as one case, and adds the metric `calls`, the number of calls of the
+    candidate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
@@ -207,7 +208,7 @@ class CandidateProgram:
     async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
         """Return the result of a call in the format of `guest.run_call`: `value`, which is encoded, or `raised`."""
         request = {"file": self._program, "prompt": prompt, "name": name, **call}
-        # -I keeps Python from importing a file of the candidate in place of a standard module with the same name.
+        # -I keeps Python from importing a candidate's file in place of a standard module of the same name.
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
         done = await self._ran(command, json.dumps(request).encode())
         try:

@@ -69,7 +69,7 @@ def decode(coded: Any) -> Any:
 
 
 def whole_program(prompt: str, candidate: str, name: str) -> str:
-    """Join the prompt and the candidate's text. If the candidate defines the function `name`, it follows the prompt and
+    """Join the prompt and the candidate's text. A candidate that defines the function `name` follows the prompt, and
     may use its imports and helpers. Any other candidate continues the prompt's last line."""
     try:
         defined = {getattr(one, "name", "") for one in ast.parse(candidate).body}
@@ -166,6 +166,6 @@ class Checker:
             kind = RuntimeError
         try:
             raised = kind(message)
-        except TypeError:  # some exceptions, such as UnicodeDecodeError, need more arguments
+        except TypeError:  # UnicodeDecodeError, for example, needs more arguments
             raised = RuntimeError(message)
         raise raised

@@ -28,7 +28,7 @@ from outrider.trajectory import Verdict
 BUSY = TRANSIENT | {429, 500}
 """HTTP statuses after which a call is repeated: the model's server is overloaded, or one of its workers has exited."""
 OVERFLOWS = ("context_length_exceeded", "maximum context length")
-"""Texts with which OpenAI's API and vLLM report, under status 400, that the messages do not fit into the context."""
+"""Texts with which OpenAI's API and vLLM report, under status 400, that a question is too long."""
 QUOTED = 2000
 """Maximum characters that a verdict's reason quotes from each reply."""
 

@@ -99,10 +99,10 @@ class JudgeOptions(Spec):
 class Question(msgspec.Struct, frozen=True):
     """One question to a judging model.
 
-    again: the message that asks again if a reply lacks a grade.
+    again: the message that asks again if a grade is missing.
     mark: the word in each line with a grade.
     scores: the score of each grade, such as 1 for `C` (correct).
-    names: what is graded. A complete reply has a grade for each name."""
+    names: what is graded. Each name needs a grade."""
 
     messages: tuple[Message, ...]
     again: str

@@ -147,7 +147,7 @@ class SwebenchEvaluator:
         """Replace the files in the sandbox `runtime` that influence tests by those in the sandbox `untouched`."""
         options, found = self._options, set[str]()
         # pytest loads a compiled file if it records the time and size of its source. So an agent could leave its own
-        # code as the compiled form of conftest.py, even though conftest.py itself is restored.
+        # code as the compiled form of the restored conftest.py.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:

@@ -18,8 +18,8 @@ from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
 MAX_COMMAS = 10 * MAX_TESTS
-"""Maximum number of commas in a row's tests if they are given as one string. It is higher than MAX_TESTS, because names
-of tests may contain commas."""
+"""Maximum number of commas in a row's tests, if they are one string. It is higher than MAX_TESTS, because names of
+tests may contain commas."""
 SCRIPT = 1 << 20
 """Maximum characters of `eval_script` or `test_command`."""
 PATCH = 16 << 20

@@ -236,8 +236,7 @@ class Watcher:
         items.extend(session.genitems(module))
 
     def _plant(self, items: Any) -> None:
-        """Add a canary after the last test of each module. At any other place, fixtures of a module might be set up
-        twice."""
+        """Add a canary after the last test of each module. Elsewhere, fixtures of a module might be set up twice."""
         last = {item.getparent(pytest.Module): place for place, item in enumerate(items) if is_function(item)}
         for module, place in sorted(last.items(), key=lambda found: -found[1]):
             scope = vars(module.obj)
@@ -400,7 +399,7 @@ def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
     """Make this run report to the file `path`. `planted` names the canary in each test module. `option` is the pytest
     option that loads this plugin. It is removed from the environment, so that nested runs do not report."""
     worker = hasattr(config, "workerinput")
-    # With xdist, the first process keeps the variable, because the workers must also read it.
+    # With xdist, the first process keeps the variable, because the workers read it, too.
     if worker or getattr(config.option, "dist", "no") == "no":
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
     report = ReportFile(path, key)

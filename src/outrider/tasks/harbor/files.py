@@ -23,8 +23,8 @@ MAX_FILES = 16 << 20
 MAX_NUMBER = 1024
 HIDDEN = ("tests", "solution", "steps/*/tests", "steps/*/solution")
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-"""Matches a canary: a line at the beginning of an instruction by which a data set can be recognized in training data.
-It is removed."""
+"""Matches a canary: a line at the beginning of an instruction that makes a data set recognizable in training data. It
+is removed."""
 IGNORED_BY = ".harborignore"
 
 

@@ -74,7 +74,7 @@ def network_uses(script: str) -> Iterator[NetworkUse]:
 
 
 def needed(command: str, line: str) -> str:
-    """Return what a line needs: a mirror, a host with its port, or "" if that is unknown."""
+    """Return the mirror, or the host and port, that a line needs, or "" if that is unknown."""
     for word, mirror in MIRRORS:
         if word.match(command):
             return mirror

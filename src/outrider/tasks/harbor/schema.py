@@ -213,7 +213,7 @@ class Verifier(Network):
 
     @property
     def mode(self) -> Literal["shared", "separate"] | None:
-        """The mode of the verifier, or None if the mode of the task applies."""
+        """Whether the verifier shares the agent's sandbox. None means that the task decides."""
         return self.environment_mode or ("separate" if self.environment is not None else None)
 
 
@@ -326,7 +326,7 @@ NO_NETWORK = "no-network"
 
 
 def unsupported(config: TaskToml) -> list[Unsupported]:
-    """Return the fields of a valid `task.toml` that Outrider does not support."""
+    """Return the fields of a valid `task.toml` that are not supported."""
     found = [*of_environment(config.environment, AGENTS)]
     parts: list[tuple[TaskToml | HarborStep, str]] = [(config, "")]
     parts += [(step, f"steps.{number}.") for number, step in enumerate(config.steps or ())]

@@ -365,8 +365,8 @@ class HarborFolder:
         return None, None
 
     def _loose_files(self) -> list[dict[str, Any]]:
-        """Return prepare steps for the files of a task that names its image and has no Dockerfile. As in Harbor, they
-        go to the working directory."""
+        """Return prepare steps for the files of a task with a named image and no Dockerfile. As in Harbor, they go to
+        the working directory."""
         folder = self._folder / "environment"
         named = self._config.environment.docker_image or self._image
         if not named or (folder / DOCKERFILE).exists() or not folder.is_dir():

@@ -33,7 +33,7 @@ class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mode(config: TaskToml, step: HarborStep | None) -> Literal["shared", "separate"]:
-    """Return the mode of the verifier. The step's own mode takes precedence over the task's."""
+    """Return whether the verifier shares the agent's sandbox. The step's own mode takes precedence over the task's."""
     return (None if step is None else step.verifier.mode) or config.verifier.mode or "shared"
 
 
