@@ -3,7 +3,7 @@ exit code is the grade.
 
 Invariant: only the exit codes 0 and 1 are grades. If the command crashes, is killed or cannot write a valid verdict,
 that is an error, never a reward. To detect a failed write, the file is first filled with blanks: opening it for writing
-would empty it, so blanks that remain mean that no program tried to write.
+empties it, so blanks that remain mean that no program tried to write.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from outrider.trajectory import GradedTurn, Verdict
 
 FIELDS = frozenset(Verdict.__struct_fields__)
 MAX_REASON = 65_536
-"""Maximum characters of a verdict's reason, which is cut."""
+"""Maximum characters of a verdict's reason. The rest is cut."""
 MAX_REWARD = 1e15
 """Maximum absolute value of a reward. The sum of the squares of a million such rewards still fits into a float32."""
 

@@ -5,8 +5,7 @@ This module does not import the libraries that check answers. Invariants:
 - Each check has a limit of processor time and of memory.
 - A hanging check delays quick checks by at most QUICK_SECONDS of processor time.
 - A check is killed when its caller is cancelled.
-- A failure of the machine raises EvaluatorError and does not count against the answer. For example, a process cannot be
-  started, or gets no processor time.
+- If the machine cannot run a check, that is an EvaluatorError and does not count against the answer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The evaluator `code`: runs a program, the candidate, in a sandbox and compares its results in the service.
 
-A program from the agent's last reply runs in a new sandbox with small limits. A program in a file runs in the sandbox
-that has the file.
+A program from the agent's last reply runs in a new sandbox with small limits, a program in a file in the sandbox that
+has the file.
 
 The candidate may have changed everything in its sandbox, including the interpreter. So the service sends only inputs to
-this sandbox, and never expected results. A hidden `check(candidate)` is Python code of the task's author, and runs in a
+this sandbox, never expected results. A hidden `check(candidate)` is Python code of the task's author, and runs in a
 second, untouched sandbox. When it calls the candidate, the service passes the arguments and the result on as values of
 built-in types.
 

@@ -3,8 +3,8 @@ check in another. The candidate is the program to be graded.
 
 The code needs only Python 3.8 or newer. It is one file, because the service sends its text, with a last line that
 starts one of the two parts. Values leave a process only as JSON of built-in types (`encode`, `decode`), so an object
-that claims to equal everything stays in its own process. The candidate may forge the output of `run_call`. Invariant:
-the candidate affects the check only through return values and exceptions.
+that claims to equal everything stays in its own process. Invariant: the candidate affects the check only through return
+values and exceptions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The evaluator `swebench`: runs a repository's tests on the agent's changes and judges the results with swebench's
 grading.
 
-Only the carried paths of the agent's sandbox reach the new sandbox in which the tests run, so programs that the agent
-has installed do not run them. Before the run, all other files that influence tests (the files of the test patch, the
+The tests run in a new sandbox that has only the carried paths of the agent's sandbox, so programs that the agent has
+installed do not run them. Before the run, all other files that influence tests (the files of the test patch, the
 configuration of pytest) are restored from an untouched sandbox. swebench's own parsers judge the log in a confined
 process (see `checks/pool.py`). Invariants: if the code under test disturbs the run, the reward is 0; if the machine or
 the task cannot run the tests, that is an error.
