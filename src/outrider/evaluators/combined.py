@@ -127,8 +127,8 @@ def _parts(
 
 
 async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[str, Verdict]:
-    """Return the parts' verdicts by name. Raises EvaluatorError with the name of the failed part. Other exceptions,
-    except ValueError, are raised unchanged."""
+    """Return the parts' verdicts by name. An EvaluatorError or a ValueError becomes an EvaluatorError that names the
+    part."""
     verdicts = {}
     for name, part in parts.items():
         with _errors_of(name):
@@ -145,7 +145,7 @@ def _outcome_for(part: EvaluatorPart, outcome: Outcome) -> Outcome:
 
 @contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Add the name of the part to an EvaluatorError. A ValueError becomes an EvaluatorError."""
+    """Add the part's name to an EvaluatorError. A ValueError becomes an EvaluatorError."""
     try:
         yield
     except (EvaluatorError, ValueError) as error:

@@ -24,9 +24,8 @@ CACHED = 4096
 
 
 class Endpoints:
-    """The external graders of one process, and a cache of judges' replies.
+    """The external graders in the settings, and a cache of judges' replies.
 
-    graders: the graders in the settings.
     frozen: the names of models that are never trained.
     pauses: the waits between attempts of one call.
     load: the number of calls in flight, by address."""

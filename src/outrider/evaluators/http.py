@@ -59,7 +59,6 @@ class HttpOptions(Spec):
 class RewardRoute(NamedTuple):
     """A route of ProRL's reward servers.
 
-    path: the path of the URL.
     answer: the field of the body for the agent's last reply.
     data: the fields that the option `data` must have."""
 

@@ -1,5 +1,5 @@
-"""The environment variables of a session: its ids, its folders, and its model endpoint. The endpoint has the names that
-the vendors' programs read.
+"""The environment variables of a session: its ids, its folders, and its model endpoint. Those of the endpoint have the
+names that vendors' programs read.
 
 Invariant: a task cannot set any of these variables.
 """

@@ -44,13 +44,8 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Columns:
-    """The columns of one row.
-
-    row: the values by column.
-    number: the row's number in its file.
-    faults: the faults found so far.
-
-    A name with dots means a field within a column: `reward_model.ground_truth` (`row_values.value_at`)."""
+    """The columns of one row. `row` has the values by column, and `number` is the row's number in its file. A name with
+    dots means a field within a column: `reward_model.ground_truth` (`row_values.value_at`)."""
 
     def __init__(self, row: Mapping[str, Any], number: int = 0) -> None:
         self.row = row

@@ -1,5 +1,5 @@
-"""Adapters of other data sets of repositories than SWE-bench. Each adapter's docstring tells how its rows differ from
-SWE-bench's rows.
+"""Adapters of data sets that are like SWE-bench. Each adapter's docstring tells how its rows differ from SWE-bench's
+rows.
 
 Sources of the columns and of the rules:
 

@@ -52,10 +52,8 @@ CONSTANTS = ("C", "c", "K", "k")
 
 
 class Comparison:
-    """Compares two values.
-
-    tolerance: the greatest relative difference of two equal numbers. None means that they must be exactly equal.
-    seed: the seed of the random points at which expressions are compared."""
+    """Compares two values. `tolerance` is the greatest relative difference of two equal numbers. None means that they
+    must be exactly equal."""
 
     def __init__(self, tolerance: float | None, seed: str) -> None:
         self._tolerance = None if tolerance is None else sympy.Rational(str(tolerance))

@@ -495,8 +495,8 @@ class _Reader:
         return Words(text)
 
     def _equal(self, text: str, sides: list[str], signs: list[str], depth: int) -> Value:
-        """Read a text with equal signs, such as `x = 1 + 2 = 3`. If the first side is a name, the text assigns a value
-        to it. So does the second of two sides."""
+        """Read a text with equal signs, such as `x = 1 + 2 = 3`. If the first side, or the second of two sides, is a
+        name, the text assigns a value to it."""
         name = _name(sides[0])
         if name is None and len(sides) == 2 and _name(sides[1]) is not None:
             sides.reverse()

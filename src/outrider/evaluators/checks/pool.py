@@ -97,7 +97,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
     answer: what the check returned, or None if the text cannot be checked.
     fault: why it cannot be checked.
-    seconds: the processor time of the check."""
+    seconds: its processor time."""
 
     answer: dict[str, Any] | None
     fault: str = ""

@@ -85,7 +85,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     With `log`, the result has these fields:
 
     - `resolved`: true if the row counts as solved.
-    - `fail_to_pass`, `pass_to_pass`: how many tests of each list pass.
+    - `fail_to_pass`, `pass_to_pass`: the numbers of passing tests in the row's two lists.
     - `why`: the reason if some tests do not pass.
 
     If the request also has `statuses`, the result has only the status of each test in the log. Without `log`, it has

@@ -102,7 +102,7 @@ class Question(msgspec.Struct, frozen=True):
     again: the message that asks again if a grade is missing.
     mark: the word in each line with a grade.
     scores: the score of each grade, such as 1 for `C` (correct).
-    names: what is graded. Each name needs a grade."""
+    names: what is graded."""
 
     messages: tuple[Message, ...]
     again: str

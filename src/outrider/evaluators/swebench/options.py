@@ -155,7 +155,7 @@ def plain_name(field: str) -> str:
 
 
 def test_folder(path: str) -> str | None:
-    """Return the path of the outermost folder above a file that is named `test` or `tests`, or None."""
+    """Return the path of the outermost folder named `test` or `tests` above a file, or None."""
     parts = path.split("/")[:-1]
     for number, part in enumerate(parts, 1):
         if part in TEST_FOLDERS:

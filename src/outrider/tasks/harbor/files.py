@@ -68,8 +68,8 @@ def instruction_in(folder: Path, task: Path) -> str:
 
 
 def written(folder: Path, task: Path, to: str, *, hidden: Sequence[Path] = ()) -> list[dict[str, Any]]:
-    """Return prepare steps that write the files of a folder of the task to `to`. If the folder does not exist, there
-    are none.
+    """Return prepare steps that write the files of a folder of the task to the path `to`. If the folder does not exist,
+    there are none.
 
     Links within the task are followed. Raises InvalidField for a link that leaves the task, leads in a circle, or leads
     into a folder in `hidden`. Raises TooLarge for too many files or bytes.

@@ -78,7 +78,7 @@ previous step ran in the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
 SERVICES_TEXT = "services beside the agent's sandbox"
 OTHER_FILES = {PRIOR: "an earlier trajectory for the agent to continue"}
-"""Maps the names of other unsupported files, besides SERVICES, to the features that they need."""
+"""Unsupported files besides SERVICES, by name, with the features that they need."""
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
 """Outrider's time limits for a task that sets none, in seconds."""
@@ -347,8 +347,7 @@ class HarborFolder:
         return self._sandbox(environment, field, image, [])
 
     def _image_of_agents(self) -> tuple[str | None, Health | None]:
-        """Return the name of the agent's image, and the HEALTHCHECK of its Dockerfile if the image is built from
-        one."""
+        """Return the name of the agent's image and, if it is built from a Dockerfile, the HEALTHCHECK in this file."""
         image = self._config.environment.docker_image or self._image
         folder = self._folder / "environment"
         if image is not None:
