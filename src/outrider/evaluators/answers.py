@@ -38,8 +38,8 @@ def last_reply(outcome: Outcome) -> str:
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
-    """Return the agent's answer without surrounding whitespace: the content of `file` in the sandbox or, if `file` is
-    None, what a Python agent returned. If that is blank, return the last reply that is not blank, cut to its last
+    """Return the agent's answer without surrounding whitespace. With `file`, it is the content of this file. Otherwise,
+    it is what a Python agent returned or, if that is blank, the last reply that is not blank, cut to its last
     MAX_ANSWER characters. Raises NoAnswer, and RuntimeFailure if the sandbox is broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]

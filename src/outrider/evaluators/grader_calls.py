@@ -22,7 +22,7 @@ from outrider.redaction import redacted
 
 MAX_ANSWER = 4 << 20
 TRANSIENT = frozenset({502, 503, 504})
-"""HTTP statuses of a grader that cannot be reached, often sent by a proxy."""
+"""HTTP statuses of an unreachable grader, often sent by a proxy."""
 MAX_SAID = 2000
 """Maximum characters of a grader's reply that an error message quotes."""
 

@@ -33,7 +33,7 @@ HEAD = 4096
 """Number of bytes to read from the beginning of a file. They contain the first line of a script, or the program headers
 of an ELF file."""
 SMALL = 1 << 16
-"""Maximum bytes of a file that is read as a whole."""
+"""Maximum bytes of a file that is read whole."""
 MAX_SCRIPTS = 4
 """Maximum length of a chain of scripts, in which each script is the interpreter of the previous one. Linux has the same
 limit."""

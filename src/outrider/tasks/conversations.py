@@ -15,7 +15,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def is_conversation(value: Any) -> bool:
-    """Return True if the value is a list of messages with roles."""
+    """Return True for a list of messages with roles."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) and "role" in one for one in value)
 
 

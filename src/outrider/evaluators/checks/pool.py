@@ -49,7 +49,7 @@ MAX_ANSWER = 1 << 20
 STOP_SECONDS = 5.0
 PAUSE_SECONDS = 0.001
 GONE_SECONDS = 0.2
-"""Maximum seconds to wait for the exit of a zygote whose connection has broken."""
+"""Maximum seconds to wait for a zygote's exit after its connection broke."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 BOOT = """
 import sys, types
