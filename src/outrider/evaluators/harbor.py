@@ -140,7 +140,7 @@ async def output(runtime: Runtime, done: ExecResult) -> str:
 
 
 async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> None:
-    """Remove the paths below a folder whose ends match a pattern. `*` also matches slashes, as in tar. Does nothing if
+    """In a folder, remove each path whose end matches a pattern. `*` also matches slashes, as in tar. Does nothing if
     the folder cannot be entered. Raises EvaluatorError if a path cannot be removed."""
     words = [word for pattern in patterns for word in ("-o", "-path", f"*/{pattern.rstrip('/')}")][1:]
     found = shlex.join(["find", ".", "-mindepth", "1", "-depth", "(", *words, ")", "-exec", "rm", "-rf", "{}", "+"])

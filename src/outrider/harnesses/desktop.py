@@ -284,6 +284,6 @@ def tool_names(options: DesktopOptions) -> frozenset[str]:
 
 
 def _actions(options: DesktopOptions) -> list[str]:
-    """Return the names of the ACTIONS that the model may call."""
+    """Return the names of the actions that the model may call."""
     without = {"screenshot": "tree", "tree": "screenshot"}.get(options.observation)
     return [name for name in ACTIONS if name != without]

@@ -214,7 +214,7 @@ def text_of(collector: Any) -> Any:
 
 class Watcher:
     """Adds canaries, which are tests that must fail, and records which file excused a test (skipped it or expected its
-    failure). Each process that runs tests has a watcher. `planted` names the canary in each module."""
+    failure). Each process with tests has a watcher. `planted` names the canary in each module."""
 
     def __init__(self, planted: str) -> None:
         self._planted = planted
