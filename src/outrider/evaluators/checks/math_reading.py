@@ -229,7 +229,7 @@ def expression(text: str) -> Expr:
 
 
 def rational(text: str) -> Expr | None:
-    """Return the value of a plain number or fraction. Returns None for any other text."""
+    """Return the value of a plain number or fraction, or None for any other text."""
     found = RATIONAL.match(text.strip())
     if found is None or len(text) > 4000:
         return None

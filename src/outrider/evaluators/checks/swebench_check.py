@@ -62,7 +62,7 @@ NODE = "::"
 """A string in the name of every pytest test. A name without it, such as `[100%]` in some rows of SWE-bench, comes from
 another line of the log and is not a test."""
 NAMED = 5
-"""Maximum number of failing tests that a verdict's reason names."""
+"""Maximum number of failing tests in a verdict's reason."""
 
 
 CONTRADICTS = "the log contradicts itself"
@@ -300,8 +300,8 @@ def log_of(records: str, key: str) -> str:
 
 
 def status_of(record: dict[str, Any]) -> str | None:
-    """Return the status in pytest's summary for one phase of a test (setup, call or teardown). Returns None if this
-    phase has no status. A test counts as failed if it was the code under test that skipped it."""
+    """Return a test's status in pytest's summary for one phase (setup, call or teardown), or None if the phase has no
+    status. A test counts as failed if the code under test has skipped it or marked it as an expected failure."""
     if record["outcome"] == "skipped" and record.get("excused_by") is not None:
         return "FAILED"
     match record["when"], record["outcome"], record["expected"]:

@@ -43,7 +43,7 @@ FENCED = re.compile(r"^ {0,3}```[^\n`]*\n(.*?)^ {0,3}```", re.DOTALL | re.MULTIL
 READY = "ready"
 PROBE_SECONDS = 30.0
 QUOTED = 200
-"""Maximum characters of a wrong answer that a verdict's reason quotes."""
+"""Maximum characters of a wrong answer in a verdict's reason."""
 RUN_SECONDS = 0.05
 """Assumed minimum duration of one run of a program, in seconds."""
 LATE_SECONDS = 10.0

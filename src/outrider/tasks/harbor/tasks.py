@@ -81,7 +81,7 @@ OTHER_FILES = {PRIOR: "an earlier trajectory for the agent to continue"}
 """Unsupported files besides SERVICES, by name, with the features that they need."""
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
-"""Outrider's time limits for a task that sets none, in seconds."""
+"""Outrider's time limits in seconds, for a task that sets none."""
 PREPARING_SECONDS = 1800.0
 """Time to prepare a sandbox, in seconds. It is the time limit of a step's setup.sh. If the agent's limits of all steps
 add up to more than AGENT_SECONDS, the session's limit is their sum plus this time."""
