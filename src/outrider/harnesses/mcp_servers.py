@@ -74,8 +74,8 @@ def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence
 
 
 def check_reachable(servers: Sequence[McpServer], destinations: Sequence[str] = ()) -> None:
-    """Raise InvalidField if the sandbox cannot reach a server. It reaches its own loopback, and the `destinations` of
-    its network while the agent runs."""
+    """Raise InvalidField if the sandbox cannot reach a server. A sandbox reaches its own loopback, and the
+    `destinations` of its network while the agent runs."""
     for number, server in enumerate(servers):
         if server.url is None:
             continue

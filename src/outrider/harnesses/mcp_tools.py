@@ -35,7 +35,7 @@ START_SECONDS = 120.0
 SEND_SECONDS = 30.0
 """Maximum seconds that a server takes to read a message."""
 MAX_PAGES = 100
-"""Maximum number of pages of a server's list of tools."""
+"""Maximum pages of a server's list of tools."""
 
 START = """
 mkdir -p {folder} && rm -f {folder}/in {folder}/out && mkfifo {folder}/in {folder}/out
@@ -104,7 +104,7 @@ async def _served(runtime: Runtime, server: McpServer, folder: str) -> AsyncIter
 
 
 async def _started(session: ClientSession, runtime: Runtime, server: McpServer, folder: str) -> list[Tool]:
-    """Return the tools of a server that was just started."""
+    """Return the tools of a server that has started."""
     from mcp_types import PaginatedRequestParams
 
     try:

@@ -82,7 +82,7 @@ async def find_missing(
         if found is None and (library := _LIBRARY.search(said)):
             found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", OTHER_ROOT)
     except (RuntimeFailure, OSError):
-        return None  # the sandbox does not respond any more
+        return None  # the sandbox no longer responds
     return found
 
 
@@ -95,7 +95,7 @@ async def search_path(runtime: Runtime, env: Mapping[str, str], *, seconds: floa
 
 
 class _Sandbox:
-    """Looks for programs in a sandbox, as if started with the variables `env`."""
+    """Looks for programs in a sandbox whose programs have the variables `env`."""
 
     def __init__(self, runtime: Runtime, env: Mapping[str, str]) -> None:
         self._runtime = runtime

@@ -81,7 +81,7 @@ class Box(NamedTuple):
 
 
 class Gone(Exception):
-    """The element does not exist any more, or its program does not reply."""
+    """The element no longer exists, or its program does not reply."""
 
 
 class Element(Protocol):

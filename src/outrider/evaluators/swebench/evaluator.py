@@ -39,7 +39,7 @@ LIBRARY = Library(
 CHECKS = partial(Checks, library=LIBRARY)
 END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
-"""Time limit in seconds of each command that only finds, removes or checks files."""
+"""Time limit in seconds of a command that only finds, removes or checks files."""
 LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
 """A shell command that prints the path of the current folder, then NUL, then the mounts. The path may contain a
 newline, because an agent may have replaced the repository with a symbolic link to such a folder."""
