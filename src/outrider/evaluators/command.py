@@ -1,5 +1,5 @@
-"""The command evaluator: runs a shell command in the sandbox. The command writes a verdict to a file. Otherwise, its
-exit code is the grade.
+"""The command evaluator: runs a shell command in the sandbox. The command may write a verdict to a file. If it does
+not, its exit code is the grade.
 
 Invariant: only the exit codes 0 and 1 are grades. If the command crashes, is killed or cannot write a valid verdict,
 that is an error, never a reward. To detect a failed write, the file is first filled with blanks: opening it for writing
@@ -32,8 +32,7 @@ NOT_STARTED = 126
 CLEANUP_SECONDS = 30.0
 VERDICT_VARIABLE, TURNS_VARIABLE = "OUTRIDER_VERDICT", "OUTRIDER_TURNS"
 UNWRITTEN = b" " * 31 + b"\n"
-"""Initial content of the file for the verdict. JSON ignores blanks, so a command may also append its verdict to
-them."""
+"""Initial content of the verdict's file. JSON ignores blanks, so a command may also append its verdict to them."""
 
 
 class CommandEvaluator:

@@ -20,7 +20,7 @@ from outrider.errors import InvalidField
 
 PAUSES = RetryPolicy(first=0.5, longest=10.0, attempts=4)
 CACHED = 4096
-"""Maximum number of replies of judges that a process caches."""
+"""Maximum number of judges' replies that a process caches."""
 
 
 class Endpoints:

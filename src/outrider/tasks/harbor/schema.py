@@ -245,7 +245,7 @@ class HarborArtifact(Table):
 
 
 def of_a_path(value: Any) -> Any:
-    """Convert an artifact that is given as just a path."""
+    """Convert an artifact that is only a path."""
     return {"source": value} if isinstance(value, str) else value
 
 

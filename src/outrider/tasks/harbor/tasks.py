@@ -238,8 +238,8 @@ class HarborFolder:
         return {**({"mcp_servers": servers} if servers else {}), **({"skills": skills} if skills else {})}
 
     def _network_notes(self, runtime: dict[str, Any]) -> list[str]:
-        """Return a note for each test script and each solution, of all steps, that needs a network which the task does
-        not have."""
+        """Return a note for each test script or solution that needs a network which the task does not have. All steps
+        are included."""
         notes = []
         verifier, agent = reached(runtime, "verifier"), reached(runtime, "agent")
         for folder in (self._folder, *(self._step_folder(step) for step in self._config.steps or ())):

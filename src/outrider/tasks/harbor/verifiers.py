@@ -38,7 +38,7 @@ def mode(config: TaskToml, step: HarborStep | None) -> Literal["shared", "separa
 
 
 def separate_verifier(config: TaskToml, folder: Path, step: HarborStep | None) -> SeparateVerifier | None:
-    """Return the sandbox of a separate verifier. Returns None if the verifier runs in the agent's sandbox."""
+    """Return the sandbox of a separate verifier, or None if the verifier runs in the agent's sandbox."""
     if mode(config, step) == "shared":
         return None
     levels = [(config.verifier.environment, folder / "tests", "verifier.environment")]
