@@ -1,6 +1,6 @@
 """Finds an agent's answer: in its last reply, or in a file of the sandbox.
 
-Invariant: `last_words` returns at most MAX_ANSWER characters. `last_reply` has no limit.
+Invariant: `last_words` returns at most MAX_ANSWER characters. `last_reply` has no such limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.evaluators.checks.math_text import MAX_JOINED, NAME, joins
 from outrider.messages import Role
 
 MAX_ANSWER = 32_768
-"""Maximum length of an answer: in characters from the end of a reply, or in bytes of a file."""
+"""Maximum length of an answer: characters at the end of a reply, or bytes of a file."""
 PROBE_SECONDS = 30.0
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*\d")
@@ -25,11 +25,12 @@ MAX_AFTER = 60
 
 
 class NoAnswer(Exception):
-    """The agent gave no answer, so the reward is 0. The message is the reason."""
+    """The agent gave no answer, so the reward is 0. The message says why."""
 
 
 def last_reply(outcome: Outcome) -> str:
-    """Return the agent's final answer: the answer of the harness or, if it has none, the model's last reply, or ""."""
+    """Return the answer that the harness reported. Without one, return the model's last reply, or "" if it gave no
+    reply."""
     if outcome.harness.answer is not None:
         return storable(outcome.harness.answer)
     said = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
@@ -37,12 +38,13 @@ def last_reply(outcome: Outcome) -> str:
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
-    """Return the agent's answer without surrounding blanks. If `file` is given, the answer is its content. Otherwise
-    the answer is that of a Python agent or, if that answer is empty, the last reply with text, cut to its last
+    """Return the agent's answer without surrounding whitespace. With `file`, it is the content of this file. Otherwise,
+    it is what a Python agent returned or, if that is blank, the last reply that is not blank, cut to its last
     MAX_ANSWER characters. Raises NoAnswer, and RuntimeFailure if the sandbox is broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
-        # A Python agent's own answer comes first. Other agents are programs, whose `answer` is their whole output.
+        # Only Python agents return an answer. Other agents are programs, and their `harness.answer` is their whole
+        # output.
         if outcome.task.harness.agent is not None:
             replies.insert(0, outcome.harness.answer or "")
         text = next((reply for reply in replies if reply.strip()), "")[-MAX_ANSWER:]
@@ -54,7 +56,7 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # The file cannot be read, or the whole sandbox is broken. In a broken sandbox, this command raises.
+            # The file cannot be read, or the whole sandbox is broken. If it is broken, this command raises.
             await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():
@@ -65,16 +67,16 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 
 
 def marked_answer(reply: str) -> str | None:
-    r"""Return the marked answer in a reply, or None. The last mark counts: `<answer>…</answer>` or, if the reply has no
-    such tags, a LaTeX box (`\boxed{…}` or `\fbox{…}`). Adjacent marks are one answer if only a comma, `and`, `or` or
-    the name of a variable is between them. Their contents are joined by commas."""
+    r"""Return the answer that is marked in a reply, or None. A mark is `<answer>…</answer>` or, in a reply without such
+    tags, a LaTeX box (`\boxed{…}` or `\fbox{…}`). The last mark counts. If only a comma, `and`, `or` or the name of a
+    variable is between marks, their contents are joined by commas."""
     tags = _joined(reply, _tags(reply))
     return tags if tags is not None else _joined(reply, _boxes(reply))
 
 
 def after_box(reply: str) -> str:
-    """Return the text after the last box of a reply, up to MAX_AFTER characters. Returns "" if the reply has no box, or
-    if `<answer>` marks its answer."""
+    """Return up to MAX_AFTER characters of the text after the reply's last LaTeX box. Returns "" if the reply has no
+    box, or has `<answer>` tags."""
     if next(_tags(reply), None) is not None:
         return ""
     last = next(_boxes(reply), None)
@@ -82,7 +84,7 @@ def after_box(reply: str) -> str:
 
 
 class _Mark(msgspec.Struct, frozen=True):
-    """The content of a mark, and the positions in the reply where the mark begins and ends."""
+    """A marked answer in a reply: its content, and the positions where the mark begins and ends."""
 
     begin: int
     end: int
@@ -90,7 +92,7 @@ class _Mark(msgspec.Struct, frozen=True):
 
 
 def _tags(reply: str) -> Iterator[_Mark]:
-    """Yield the contents of `<answer>…</answer>`, the last one first."""
+    """Yield the `<answer>…</answer>` marks of a reply, the last one first."""
     end = reply.rfind("</answer>")
     while (start := reply.rfind("<answer>", 0, max(0, end))) >= 0:
         yield _Mark(start, end + len("</answer>"), reply[start + len("<answer>") : end].strip())
@@ -98,9 +100,10 @@ def _tags(reply: str) -> Iterator[_Mark]:
 
 
 def _boxes(reply: str) -> Iterator[_Mark]:
-    r"""Yield the contents of LaTeX boxes, the last one first. Of nested boxes, only the inner one is yielded. A box
-    command without a brace is skipped, except before a digit: TeX boxes this digit (`\boxed 5`), so boxes before it are
-    not the last and are not yielded."""
+    r"""Yield the LaTeX boxes of a reply, the last one first. Of nested boxes, only the inner one is yielded.
+
+    A box command without a brace is skipped, unless a digit follows. In `\boxed 5`, TeX boxes the 5, so boxes before
+    this one do not count."""
     before = stop = len(reply)
     while (before := max(reply.rfind("\\boxed", 0, before), reply.rfind("\\fbox", 0, before))) >= 0:
         brace = BOX.match(reply, before)
@@ -110,7 +113,7 @@ def _boxes(reply: str) -> Iterator[_Mark]:
             continue
         end = _closing(reply, brace.end(), stop)
         if end < 0:
-            return  # the box is not closed, or it contains the box that was yielded last
+            return  # the box has no closing brace, or contains the box yielded before
         yield _Mark(before, end + 1, reply[brace.end() : end].strip())
         stop = before
 

@@ -22,11 +22,11 @@ from outrider.spec import Resources, TaskSpec
 from outrider.trajectory import GradedTurn, Verdict
 
 OffTheClock = Callable[[], AbstractAsyncContextManager[None]]
-"""Type of `Outcome.off_the_clock`."""
+"""Type of `Outcome.off_the_clock`, which pauses a time limit."""
 
 
 class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply of a frozen model, with the numbers of prompt tokens and completion tokens of the call."""
+    """The reply of a frozen model, and the number of tokens in the prompt and in the reply."""
 
     text: str
     prompt_tokens: int
@@ -34,7 +34,7 @@ class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallFrozen(Protocol):
-    """Calls a frozen model (a model that the service offers but never trains) by its name. The call is not part of the
+    """Calls the frozen model named `model`: one that the service offers but never trains. The call is not part of the
     agent's conversation. Raises EngineError, ContextOverflow or RequestError."""
 
     async def __call__(
@@ -47,7 +47,7 @@ async def no_model(model: str, *_: object, **__: object) -> FrozenReply:
 
 
 class OpenSandbox(Protocol):
-    """Opens another sandbox with the given `resources`, or, if `resources` is None, with those of its runtime spec."""
+    """Opens another sandbox. Its resource limits are `resources` or, if that is None, those of its runtime spec."""
 
     def __call__(self, resources: Resources | None = None) -> AbstractAsyncContextManager[Runtime]: ...
 
@@ -57,12 +57,12 @@ def no_sandbox(resources: Resources | None = None) -> AbstractAsyncContextManage
 
 
 def not_kept(output: bytes) -> None:
-    """Discard a part of the log of the grading."""
+    """Discard the output. This is the default of `Outcome.log`."""
 
 
 class NothingKept:
-    """Stands in for the sandbox if a session is graded again and none of its files were kept. Every operation except
-    `broken_inside` raises EvaluatorError."""
+    """Takes the place of the sandbox when a session is graded again but none of its files were kept. Every operation
+    except `broken_inside` raises EvaluatorError."""
 
     async def broken_inside(self) -> bool:
         return False
@@ -77,20 +77,21 @@ class NothingKept:
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a session, which an evaluator grades.
 
-    transcript: the main branch as messages, with the last reply.
-    turns, calls: the number of model calls, and the calls in the order in which they ended.
+    transcript: the main conversation, including the last reply. Side conversations are left out.
+    turns: the number of model calls.
+    calls: the model calls, in the order in which they ended.
     runtime: the sandbox to grade, or a `NothingKept` if the session is graded again and no files were kept.
     folders: paths of the session's folders in the agent's sandbox. A new sandbox does not have these folders.
-    patch: the agent's change to a repository in the format of `git diff`, if the task carries a diff.
-    beside: opens another sandbox of the task's runtime, or of the evaluator's own runtime, until the end of the block.
-        The new sandbox is prepared and reserves no resources. Agents have not used it, and programs in `runtime` cannot
-        reach it. `beside(resources)` gives it other limits. Raises RuntimeFailure.
-    host: the host of the node, whose parts all evaluators share.
-    bucket: the session's bucket in the queue (see store/queue.py). In queues of checks, tenants take turns, and so do
-        the buckets of each tenant.
-    off_the_clock: for long waits in such queues. During this block, the evaluation holds no eval slot, and its time
-        limit does not run.
-    log: adds the output of a grader to the log of the session's grading, which is kept as an artifact.
+    patch: the agent's change to a repository as `git diff` prints it, or None if the task does not ask for a diff.
+    beside: opens another sandbox during an `async with` block, with the runtime spec of the task or of the evaluator.
+        It is prepared, untouched by agents and unreachable from `runtime`, and reserves no resources.
+        `beside(resources)` gives it other limits. Raises RuntimeFailure.
+    host: holds the objects that all evaluators of a node share, such as processes that check answers.
+    bucket: the tenant and the label for which the session is queued (see store/queue.py). In queues of checks, tenants
+        take turns, and so do the buckets of each tenant.
+    off_the_clock: opens a block for a long wait in these queues. The time limit does not run in the block, and other
+        evaluations may start.
+    log: adds the output of a grader to the log of this grading, which is kept as an artifact.
     """
 
     task: TaskSpec
@@ -115,7 +116,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluator(Protocol):
-    """Grades one outcome. `evaluate` raises EvaluatorError when grading fails. Its caller cancels it after
+    """Grades one outcome. `evaluate` raises EvaluatorError if it cannot grade. The caller cancels it after
     `task.evaluator.seconds`."""
 
     async def evaluate(self, outcome: Outcome) -> Verdict: ...
@@ -123,19 +124,19 @@ class Evaluator(Protocol):
 
 @runtime_checkable
 class DecidesEarly(Protocol):
-    """An evaluator that can decide some outcomes without a sandbox."""
+    """An evaluator that can grade some outcomes without a sandbox."""
 
     def decide(self, outcome: Outcome) -> Verdict | None:
-        """Return the verdict that `evaluate` would return, or None if finding the verdict needs a sandbox.
-        `outcome.patch` is set, and is empty if the agent changed nothing. `outcome.runtime` cannot be used. Raises
+        """Return the verdict that `evaluate` would return, or None if that needs a sandbox. This method must not use
+        `outcome.runtime`. The caller sets `outcome.patch`, which is empty if the agent changed nothing. Raises
         EvaluatorError."""
         ...
 
 
 @runtime_checkable
 class ChecksSpec(Protocol):
-    """An evaluator that checks its spec in ways that are too slow for the constructor."""
+    """An evaluator whose spec needs checks that are too slow for the constructor."""
 
     async def check_spec(self, host: Host) -> None:
-        """Check the spec. Called once, when the task is submitted, with the service's `host`. Raises InvalidField."""
+        """Check the spec. The service calls this once, when the task is submitted. Raises InvalidField."""
         ...

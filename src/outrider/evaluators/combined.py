@@ -1,7 +1,8 @@
-"""The combining evaluators: `weighted` adds up the rewards of its parts, `all` requires every part to pass.
+"""The evaluators that combine others, their parts: `weighted` adds up the parts' rewards, `all` requires every part to
+pass.
 
-Invariants: the parts are evaluated in order, one at a time, on the same outcome and within one time limit; if one part
-fails to grade, the whole evaluation fails.
+Invariants: the parts grade the same outcome in order, one at a time, and share one time limit; if one part cannot
+grade, the whole evaluation fails.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from outrider.trajectory import Verdict
 MAX_REASON = 2000
 """Maximum characters of each part's reason."""
 RUN_PROGRAMS = ("code", "swebench")
-"""Kinds of evaluators that run a program and give a slow one reward 0 instead of an error."""
+"""Kinds of evaluators that run a program. A slow program gets reward 0 from them, not an error."""
 
 
 class EvaluatorPart(NamedTuple):
@@ -37,15 +38,15 @@ class EvaluatorPart(NamedTuple):
 class CombiningEvaluator:
     """Combines the verdicts of several evaluators, its parts.
 
-    Kind `weighted`: the reward is the sum of the parts' rewards, each times its weight. Rewards of turns are added up
-    in the same way. The sum is not divided by the sum of the weights. A negative weight is a penalty.
+    Kind `weighted`: the reward is the sum of each part's reward times its weight. The rewards of turns are combined in
+    the same way. Weights need not add up to 1, and a negative weight is a penalty.
 
     Kind `all`: the reward is 1 if every part passes, else 0."""
 
     takes_endpoints = True
 
     def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
-        if spec.kind not in KINDS:  # for other kinds, the names that parts use are not checked
+        if spec.kind not in KINDS:  # only for these kinds does the service check which names the parts use
             raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
         options = read_options(KINDS[spec.kind], spec)
         self._parts = _parts(options.parts, spec, endpoints)
@@ -67,7 +68,7 @@ class CombiningEvaluator:
                     await part.evaluator.check_spec(host)
 
     def decide(self, outcome: Outcome) -> Verdict | None:
-        """Return the combined verdict if every part can decide the outcome without a sandbox, otherwise None."""
+        """Return the combined verdict if every part can grade the outcome without a sandbox, otherwise None."""
         verdicts: dict[str, Verdict] = {}
         for name, part in self._parts.items():
             if not isinstance(part.evaluator, DecidesEarly):
@@ -116,9 +117,8 @@ def _parts(
     made = {}
     for name, spec in specs.items():
         if programs[name]:
-            # Parts that run programs divide the whole time limit among themselves. By default, programs get three
-            # quarters of their part's limit. So slow programs end before the whole time limit, and cause reward 0
-            # instead of an error.
+            # Parts that run programs divide the whole time limit among themselves. By default, the programs of a part
+            # get three quarters of its share. So a slow program ends in time, and gets reward 0 instead of an error.
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
         with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
@@ -127,8 +127,8 @@ def _parts(
 
 
 async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[str, Verdict]:
-    """Return the verdicts of the parts by name. Raises EvaluatorError with the name of the failed part. Other
-    exceptions, except ValueError, are raised unchanged."""
+    """Return the parts' verdicts by name. An EvaluatorError or a ValueError becomes an EvaluatorError that names the
+    part."""
     verdicts = {}
     for name, part in parts.items():
         with _errors_of(name):
@@ -138,8 +138,8 @@ async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[s
 
 
 def _outcome_for(part: EvaluatorPart, outcome: Outcome) -> Outcome:
-    """Return the outcome for one part. Its task has the part's spec, because a grading function reads its options from
-    the outcome's task."""
+    """Return the outcome for one part. Its task has the part's own spec, because a grading function reads its options
+    from there."""
     return replace(outcome, task=outcome.task.model_copy(update={"evaluator": part.spec}))
 
 
@@ -156,7 +156,7 @@ def _errors_of(name: str) -> Iterator[None]:
 
 
 def _combinable(name: str, verdict: Verdict) -> Verdict:
-    """Return the verdict. Raises EvaluatorError if the verdict rewards training rows."""
+    """Return the verdict of a part. Raises EvaluatorError if it rewards training rows."""
     if verdict.rows:
         raise EvaluatorError(f"part {name!r} rewards rows, which cannot be combined with the rewards of other parts")
     return verdict

@@ -1,7 +1,6 @@
-"""The evaluator `completed`: the reward is 1 if the agent ended by itself, else 0.
+"""The evaluator `completed`: the reward is 1 if the agent ended by itself, else 0. It does not use the sandbox.
 
-The evaluator does not use the sandbox. Invariant: a failure of the infrastructure never reaches the evaluator, so it
-never becomes a reward.
+Invariant: if the infrastructure fails, this evaluator is not called, so such a failure never becomes a reward.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class CompletedOptions(Spec):
 
 
 class CompletedEvaluator:
-    """Gives 1 for the stop reason `completed`, and 0 for any other stop reason. The verdict's reason is the stop
+    """Gives 1 if the stop reason of the session is `completed`, and 0 otherwise. The verdict's reason names the stop
     reason."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:

@@ -1,7 +1,7 @@
-"""The external graders that the operator names. `grader_calls.py` calls them.
+"""The external graders that the operator configures. `grader_calls.py` calls them.
 
-A task names a grader, and never gives an address. So a task can make the service call only the operator's hosts, and
-only with their keys. The settings name the environment variables that have the keys.
+A task names a grader, and never gives an address. So it can make the service call only the operator's hosts, with the
+keys meant for them. The settings name the environment variables with the keys.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from outrider.errors import InvalidField
 
 PAUSES = RetryPolicy(first=0.5, longest=10.0, attempts=4)
 CACHED = 4096
-"""Maximum number of judges' replies cached in a process."""
+"""Maximum number of judges' replies that a process caches."""
 
 
 class Endpoints:
-    """The graders of one process: those in the settings by name, the names of the `frozen` models, and a cache of
-    judges' replies. `pauses` defines the waits between the attempts of one call. `load` has the number of current calls
-    by address."""
+    """The external graders in the settings, and a cache of judges' replies.
+
+    frozen: the names of models that are never trained.
+    pauses: the waits between attempts of one call.
+    load: the number of calls in flight, by address."""
 
     def __init__(
         self, graders: Sequence[GraderConfig] = (), frozen: Sequence[str] = (), *, pauses: RetryPolicy = PAUSES
@@ -39,7 +41,7 @@ class Endpoints:
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
 
     def grader(self, name: str, *, field: str) -> GraderConfig:
-        """Return the grader with this name. Raises InvalidField for an unknown name, with a hint that lists the known
+        """Return the grader with this name. If there is none, raises InvalidField with a hint that lists the known
         names."""
         if name not in self._graders:
             known = ", ".join(sorted(self._graders)) or "none"
@@ -57,8 +59,8 @@ class Endpoints:
             )
 
     def mark(self, *texts: str) -> str:
-        """Return a delimiter word that the authors of `texts` cannot guess. This object returns the same word for the
-        same texts."""
+        """Return a delimiter that the authors of `texts` cannot guess. The same object returns the same delimiter for
+        the same texts."""
         return hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()[:12]
 
     def cached(self, key: bytes) -> Any:

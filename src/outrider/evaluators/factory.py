@@ -1,4 +1,4 @@
-"""Makes an evaluator from a task's spec: once before a submitted task is stored, and once per session."""
+"""Makes the evaluator of a task: once to check a submitted task, and then once per session."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from outrider.spec import EvaluatorSpec
 
 
 def make_evaluator(spec: EvaluatorSpec, endpoints: Endpoints | None = None) -> Evaluator:
-    """Make the evaluator of the spec's kind. A class with a true attribute `takes_endpoints` also gets `endpoints`.
-    Raises InvalidField."""
+    """Make the evaluator that the spec names. Its class also gets `endpoints` if its attribute `takes_endpoints` is
+    true. Raises InvalidField."""
     kind = resolve("evaluator", spec.kind, field="task.evaluator.kind")
     if not callable(getattr(kind, "evaluate", None)):
         raise InvalidField(f"{spec.kind!r} is not an evaluator class", field="task.evaluator.kind")
@@ -20,7 +20,7 @@ def make_evaluator(spec: EvaluatorSpec, endpoints: Endpoints | None = None) -> E
         evaluator: Evaluator = kind(spec, *more)
     except InvalidField:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # code of users may raise anything
         message = f"{spec.kind!r} refuses its spec: {type(error).__name__}: {error}"
         raise InvalidField(message, field="task.evaluator") from error
     return evaluator

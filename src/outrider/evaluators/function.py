@@ -1,4 +1,5 @@
-"""The callable evaluator: calls a Python function, or any other callable, with the outcome, in the service's process.
+"""The evaluator `callable`: passes the outcome to a Python function, or to any other callable, in the service's
+process.
 
 Invariant: a hanging function blocks only its own thread.
 """
@@ -23,12 +24,13 @@ from outrider.trajectory import Verdict
 
 
 class CallableEvaluator:
-    """Calls `path` (an `outrider.reward` entry point, or `package.module:attribute`) with the Outcome. The function
-    finds its options in the Outcome's `task.evaluator.options`. A function that is not async runs in a thread.
+    """Calls the function that `path` names, with the Outcome. `path` is an `outrider.reward` entry point or
+    `package.module:attribute`. The function finds its options in `outcome.task.evaluator.options`. If it is not async,
+    it runs in a thread.
 
     The function returns a finite number, a mapping with `reward` and other fields of a Verdict, or a Verdict. An
-    OutriderError from the function is raised unchanged. Any other exception becomes an EvaluatorError with the end of
-    the traceback.
+    OutriderError from it is raised unchanged. Any other exception becomes an EvaluatorError with the end of the
+    traceback.
     """
 
     def __init__(self, spec: EvaluatorSpec) -> None:
@@ -48,7 +50,7 @@ class CallableEvaluator:
                     value = await self._call(outcome)
         except OutriderError:
             raise
-        except Exception as error:  # the user's code may raise anything
+        except Exception as error:  # code of users may raise anything
             if limit.expired():
                 message = f"{self._path} did not end within {self._seconds:g} s"
                 raise EvaluatorError(message, hint="make it faster, or raise task.evaluator.seconds") from error
@@ -74,7 +76,7 @@ class CallableEvaluator:
 
 
 def _of_user(error: Exception) -> TracebackType | None:
-    """Return the error's traceback without the leading frames of this module."""
+    """Return the error's traceback without the first frames, those of this module."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -82,9 +84,9 @@ def _of_user(error: Exception) -> TracebackType | None:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run the call in a new daemon thread and return the result. After a cancellation, the thread continues alone.
+    """Run the call in a new daemon thread and return its result. If the caller is cancelled, the thread runs on.
 
-    The event loop's executor is not used, because hanging graders would occupy its few threads one by one.
+    The event loop's executor is not used, because hanging functions would gradually occupy all its threads.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -98,14 +100,15 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             done.set_exception(error)
         else:
-            # A future refuses StopIteration. SystemExit would end this event loop instead of the grader's thread.
+            # A future does not accept StopIteration. SystemExit would end the event loop instead of the function's
+            # thread.
             done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def work() -> None:
         value, error = None, None
         try:
             value = context.run(call)
-        except BaseException as raised:  # SystemExit is also caught, because the caller waits for a result
+        except BaseException as raised:  # this includes SystemExit, because the caller waits for a result
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)

@@ -1,7 +1,7 @@
-"""The HTTP calls to the external graders.
+"""Calls external graders over HTTP.
 
-Only evaluators that call a grader import this module, because it imports aiohttp. Invariants: a failed call raises an
-error that shows no key; redirects are not followed; a reply has at most MAX_ANSWER bytes.
+Only evaluators that call a grader import this module, because it imports aiohttp. Invariants: the error of a failed
+call does not show a key; redirects are not followed; a reply has at most MAX_ANSWER bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from outrider.redaction import redacted
 
 MAX_ANSWER = 4 << 20
 TRANSIENT = frozenset({502, 503, 504})
-"""HTTP statuses of an unreachable grader, or of a proxy in front of it."""
+"""HTTP statuses of an unreachable grader, often sent by a proxy."""
 MAX_SAID = 2000
-"""Maximum characters of a grader's reply that an error quotes."""
+"""Maximum characters of a grader's reply that an error message quotes."""
 
 
 class Refused(EvaluatorError):
-    """A grader replied with a `status` that is neither 2xx nor transient. `log_tail` is the reply's text."""
+    """A grader replied with a `status` that is neither 2xx nor transient. `log_tail` is the text of the reply."""
 
     status = 0
 
@@ -44,11 +44,11 @@ async def post(
     load: Counter[str],
     transient: frozenset[int] = TRANSIENT,
 ) -> dict[str, Any]:
-    """Send a POST request to a grader and return the JSON object of its reply. Raises EvaluatorError.
+    """Send a POST request to a grader and return the JSON object in its reply. Raises EvaluatorError.
 
-    The call goes to the address with the lowest `load`, which has the number of current calls by address. If a call
-    cannot connect, exceeds `seconds` or gets a `transient` status, it is repeated after a pause (`pauses`), if possible
-    at another address of the grader. Any other status except 2xx raises Refused at once.
+    Of the grader's addresses, the call goes to the one with the fewest calls in flight (`load`). It is repeated after a
+    pause (`pauses`) if it cannot connect, exceeds `seconds` or gets one of the statuses in `transient`. A repetition
+    prefers another address. Any other status except 2xx raises Refused at once.
     """
     key = variable(grader.key_variable, grader.name)
     sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}
@@ -63,7 +63,7 @@ async def post(
         url = min(grader.urls, key=lambda each: (failed[each], load[each]))
         load[url] += 1
         try:
-            # There are no cookies, because one evaluation must not pass data to another. Certificates are verified.
+            # Cookies are off, because one evaluation must not pass data to another. Certificates are verified.
             async with (
                 aiohttp.ClientSession(
                     timeout=aiohttp.ClientTimeout(total=seconds), cookie_jar=aiohttp.DummyCookieJar()
@@ -77,14 +77,14 @@ async def post(
                         raise EvaluatorError(f"grader {grader.name!r} answered more than {MAX_ANSWER} bytes")
         except TimeoutError:
             failure = f"did not answer within {seconds:g} s"
-        except (aiohttp.ClientError, OSError) as error:  # the error's text may have the operator's address
+        except (aiohttp.ClientError, OSError) as error:  # the error's text may contain the operator's address
             failure = f"cannot be reached: {type(error).__name__}"
         else:
             if 200 <= reply.status < 300:
                 return json_object(grader.name, bytes(content))
             failure = f"answered {reply.status}"
             if reply.status not in transient:
-                # The reply is redacted before it is cut, because redaction does not find a key that is cut in two.
+                # Keys are removed before the reply is shortened, because a key that is cut in two would not be found.
                 said = redacted(content.decode("utf-8", "replace"), [key] if key else ())[:MAX_SAID]
                 refused = Refused(
                     f"grader {grader.name!r} {failure}",
@@ -105,8 +105,8 @@ async def post(
 
 
 def variable(name: str | None, grader: str) -> str | None:
-    """Return the value of a grader's environment variable, without surrounding whitespace. Raises EvaluatorError if the
-    variable is not set."""
+    """Return the value of the environment variable `name`, without surrounding whitespace. Raises EvaluatorError if it
+    is not set."""
     if name is None:
         return None
     if not (value := (environment(name) or "").strip()):  # a value read from a file may end with a newline
@@ -118,7 +118,7 @@ def variable(name: str | None, grader: str) -> str | None:
 
 
 def json_object(name: str, content: bytes) -> dict[str, Any]:
-    """Parse the reply of the grader `name`. Raises EvaluatorError if the reply is not a JSON object."""
+    """Return the JSON object in a reply of the grader `name`. Raises EvaluatorError for any other reply."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:

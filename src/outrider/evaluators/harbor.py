@@ -2,11 +2,11 @@
 
 The tests are in the evaluator's options, which agents cannot read. The rules are Harbor's:
 
-- Old rewards are removed. The tests are written after the agent has ended.
-- The exit code of test.sh is ignored.
-- reward.json takes precedence over reward.txt. A run without either file is an error.
+- After the agent has ended, old rewards are removed and the tests are written.
+- The exit code of test.sh does not matter.
+- reward.json takes precedence over reward.txt. If neither exists, that is an error.
 
-Invariant: every value is a finite number.
+Invariant: every reward is a finite number.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ OUTPUT = f"{LOGS}/test-stdout.txt"
 REWARD_JSON, REWARD_TEXT = f"{LOGS}/reward.json", f"{LOGS}/reward.txt"
 TEST = "/tests/test.sh"
 REWARD = "reward"
-"""Key of the reward in reward.json if there are several values."""
+"""Key of the reward in reward.json, if this file has several values."""
 MAX_REWARDS = 1 << 20
-"""Maximum bytes of a file of rewards."""
+"""Maximum bytes of reward.json or reward.txt."""
 STEP_SECONDS = 60.0
-"""Time limit in seconds of every command except the tests themselves."""
+"""Time limit in seconds of every command except test.sh."""
 BEFORE = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {OUTPUT} && mkdir -p {LOGS}"
 CLEAR = "mkdir -p /tests && find /tests -mindepth 1 -delete"
 RUN = f"chmod +x {TEST} && ({TEST}) > {OUTPUT} 2>&1"
@@ -46,7 +46,7 @@ TAIL = f"tail -c 4000 {OUTPUT}"
 
 
 class Without(Spec):
-    """Files to remove from a folder of `evaluator.carry` before the tests run. `patterns` are in the syntax of tar's
+    """Files to remove from a folder in `evaluator.carry` before the tests run. `patterns` are written as for tar's
     --exclude."""
 
     folder: SandboxPath
@@ -57,7 +57,7 @@ class HarborOptions(Spec):
     """Options of kind `harbor`.
 
     tests: the test files, in the form of the prepare step `write`.
-    alone: true to empty /tests first.
+    alone: true to empty /tests before they are written.
     env: environment variables of test.sh.
     without: files to remove from carried folders.
     mean: true if the reward is the mean of all values, limited to the range from 0 to 1."""
@@ -70,8 +70,8 @@ class HarborOptions(Spec):
 
 
 class HarborEvaluator:
-    """Runs test.sh (see `HarborOptions`). The verdict's reward is the value "reward" or the only value. With `mean`,
-    the reward is the mean of all values. All values are metrics."""
+    """Runs test.sh (see `HarborOptions`). Its values are the metrics. The reward is the value "reward" or the only
+    value or, with the option `mean`, the mean of all values."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(HarborOptions, spec)
@@ -80,7 +80,7 @@ class HarborEvaluator:
     async def evaluate(self, outcome: Outcome) -> Verdict:
         for one in self._options.without:
             await leave_out(outcome.runtime, one.folder, one.patterns)
-        if self._options.alone:  # an agent may have written to /tests
+        if self._options.alone:  # an agent may have written files there
             done = await outcome.runtime.exec(CLEAR, seconds=STEP_SECONDS)
             if done.exit_code != 0:
                 raise EvaluatorError("/tests cannot be cleared", log_tail=done.log_tail(), inside=True)
@@ -97,17 +97,17 @@ async def verify(
     seconds: float,
     log: Callable[[bytes], None] = not_kept,
 ) -> dict[str, float]:
-    """Run test.sh, pass its output to `log`, and read its rewards. Raises EvaluatorError if test.sh writes no valid
-    rewards."""
+    """Run test.sh, pass its output to `log`, and return its rewards by name. Raises EvaluatorError if the rewards are
+    not valid."""
     done = await runtime.exec(BEFORE, seconds=STEP_SECONDS)
     if done.exit_code != 0:
         raise EvaluatorError(f"{LOGS} cannot be made ready", log_tail=done.log_tail(), inside=True)
-    if tests:  # an agent may have created files here that cannot be overwritten
+    if tests:  # an agent may have put something here that cannot be overwritten
         await runtime.exec(["rm", "-rf", "--", *(file.to for file in tests)], seconds=STEP_SECONDS)
     for file in tests:
         await runtime.write(file.to, file.data(), executable=file.executable)
     done = await runtime.exec(RUN, env=env, seconds=seconds)
-    with suppress(RuntimeFailure):  # the rewards may be readable without this output; if not, the next step raises
+    with suppress(RuntimeFailure):  # the rewards may be readable even without this output; if not, reading them raises
         log((await runtime.exec(WHOLE, seconds=STEP_SECONDS)).stdout)
     if done.exit_code is None:
         raise EvaluatorError(f"test.sh did not end within {seconds:g} s", log_tail=await output(runtime, done))
@@ -118,7 +118,7 @@ async def verify(
             continue
         except IsADirectoryError as error:
             raise await failure(runtime, done, f"{path} is a folder") from error
-        except RuntimeFailure as error:  # the file is too large or a pipe; if the sandbox is broken, `failure` raises
+        except RuntimeFailure as error:  # the file is too large or is a pipe; in a broken sandbox, `failure` raises
             raise await failure(runtime, done, f"{path} cannot be read: {error.message}") from error
         try:
             return parse(text)
@@ -128,20 +128,20 @@ async def verify(
 
 
 async def failure(runtime: Runtime, done: ExecResult, message: str) -> EvaluatorError:
-    """Return the error for failed tests. It is marked `inside`, because an agent that worked in the same sandbox may be
-    the cause."""
+    """Return the error for rewards that cannot be read. It has `inside=True`, because an agent that used the same
+    sandbox may be the cause."""
     return EvaluatorError(message, log_tail=await output(runtime, done), inside=True)
 
 
 async def output(runtime: Runtime, done: ExecResult) -> str:
-    """Return the last lines that test.sh has printed, followed by the log tail of `done`."""
+    """Return the end of test.sh's output, then the log tail of `done`, the command that ran it."""
     told = await runtime.exec(TAIL, seconds=STEP_SECONDS)
     return "\n".join(filter(None, (told.log_tail() if told.exit_code == 0 else "", done.log_tail())))
 
 
 async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> None:
-    """Remove every path below the folder whose end matches a pattern. `*` also matches slashes, as in tar. Does nothing
-    if the folder cannot be entered. Raises EvaluatorError if a path cannot be removed."""
+    """In a folder, remove each path whose end matches a pattern. `*` also matches slashes, as in tar. Does nothing if
+    the folder cannot be entered. Raises EvaluatorError if a path cannot be removed."""
     words = [word for pattern in patterns for word in ("-o", "-path", f"*/{pattern.rstrip('/')}")][1:]
     found = shlex.join(["find", ".", "-mindepth", "1", "-depth", "(", *words, ")", "-exec", "rm", "-rf", "{}", "+"])
     done = await runtime.exec(f"cd {shlex.quote(folder)} 2> /dev/null || exit 0; {found}", seconds=STEP_SECONDS)
@@ -161,18 +161,18 @@ def parse_json(text: bytes) -> dict[str, float]:
 
 
 def parse_text(text: bytes) -> dict[str, float]:
-    """Return the number in reward.txt, named `reward`. Raises ValueError."""
+    """Return the number in reward.txt, under the name `reward`. Raises ValueError."""
     return {REWARD: number(float(text.decode()), REWARD)}
 
 
 def number(value: Any, name: str) -> float:
-    """Return the value as a finite float. Booleans count as numbers, as in Harbor. Raises ValueError."""
+    """Return the value as a finite float. True and False count as 1 and 0, as in Harbor. Raises ValueError."""
     return finite(int(value) if isinstance(value, bool) else value, repr(name))
 
 
 def verdict_of(rewards: Mapping[str, float]) -> Verdict:
-    """Make the verdict from the values by name. The reward is the value named `reward`, or the only value. Raises
-    EvaluatorError if there is neither."""
+    """Return a verdict whose reward is the value named `reward` or the only value. Raises EvaluatorError if there is
+    neither."""
     if REWARD not in rewards and len(rewards) != 1:
         named = ", ".join(map(repr, sorted(rewards))) or "nothing"
         raise EvaluatorError(
@@ -183,7 +183,7 @@ def verdict_of(rewards: Mapping[str, float]) -> Verdict:
 
 
 def mean_verdict(rewards: Mapping[str, float]) -> Verdict:
-    """Make the verdict whose reward is the mean of the values, limited to the range from 0 to 1. Raises EvaluatorError
+    """Return a verdict whose reward is the mean of the values, limited to the range from 0 to 1. Raises EvaluatorError
     if there are no values."""
     if not rewards:
         raise EvaluatorError("the tests reward nothing", hint="have test.sh write at least one number")

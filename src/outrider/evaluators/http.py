@@ -1,8 +1,8 @@
-"""The HTTP evaluator: sends the conversation to a grading service of the operator. The request follows Outrider's own
-contract, NeMo Gym's `POST /verify`, or the contracts of ProRL Agent's reward servers.
+"""The evaluator `http`: sends the conversation to a grading service of the operator. The request has Outrider's own
+format, that of NeMo Gym's `POST /verify`, or a format of ProRL Agent's reward servers.
 
-The sandbox is never used. Invariants: only a finite reward in a reply with a 2xx status is a grade; a retry sends the
-same body under the same id.
+The sandbox is not used. Invariants: only a finite reward in a reply with a 2xx status is a grade; a retry sends the
+same body with the same id.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from outrider.spec import EvaluatorSpec, Name, Seconds, Spec
 from outrider.trajectory import Verdict
 
 CONTRACT = 1
-"""Version of Outrider's own contract."""
+"""Version of Outrider's own request and reply format."""
 
 
 class HttpOptions(Spec):
     """Options of kind `http`.
 
-    grader: a name in the setting `graders`.
-    contract: format of the request and the reply.
-    data: the task's own data, sent as `options`. For NeMo Gym, `data` is the row, and its fields begin the body. For
-        ProRL's reward servers, `data` has the fields in REWARD_ROUTES.
+    grader: the name of a grader in the setting `graders`.
+    contract: the format of the request and the reply.
+    data: the task's own data. Outrider's format sends it as `options`. For NeMo Gym, it is the row, whose fields begin
+        the body. For ProRL's reward servers, it has the fields in REWARD_ROUTES.
     call_seconds: time limit of one call.
     """
 
@@ -57,8 +57,10 @@ class HttpOptions(Spec):
 
 
 class RewardRoute(NamedTuple):
-    """A route of ProRL's reward servers. `path` is its path, and `answer` is the field of the body for the agent's last
-    reply. `data` are the other fields, from the evaluator's option `data`."""
+    """A route of ProRL's reward servers.
+
+    answer: the field of the body for the agent's last reply.
+    data: the fields that the option `data` must have."""
 
     path: str
     answer: str
@@ -69,12 +71,12 @@ REWARD_ROUTES = {
     "prorl": RewardRoute("/compute_score", "solution_str", ("ground_truth", "data_source")),
     "prorl_reasoning_gym": RewardRoute("/score", "answer", ("entry", "task")),
 }
-"""The routes of ProRL's reward servers, by contract. Both reply with `score`, a number or a list that begins with the
-number."""
+"""The routes of ProRL's reward servers, by the option `contract`. Both reply with `score`: a number, or a list that
+begins with the number."""
 
 
 class HttpEvaluator:
-    """Grades through an HTTP service (see `HttpOptions`). The verdict has the reward, metrics and reason of the
+    """Grades through an HTTP service (see `HttpOptions`). The verdict's reward, metrics and reason come from the
     reply."""
 
     takes_endpoints = True
@@ -105,7 +107,7 @@ class HttpEvaluator:
                 "transcript": said,
                 "metrics": {"turns": outcome.turns, "exit_code": outcome.harness.exit_code},
             }
-        # The module json is used, because msgspec refuses lone surrogates, which tools and models can produce.
+        # The body is encoded by `json`, because msgspec refuses lone surrogates, which tools and models can produce.
         encoded = json.dumps(msgspec.to_builtins(body), ensure_ascii=False).encode("utf-8", "replace")
         secret = variable(grader.secret_variable, grader.name)
         headers = {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
@@ -127,8 +129,8 @@ class HttpEvaluator:
 
 
 def graded(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from a reply in Outrider's own contract. The field `version`, the grader's own version, becomes
-    part of the verdict's reason. Raises ValueError."""
+    """Read a verdict from a reply in Outrider's own format. The field `version`, the grader's own version, becomes part
+    of the verdict's reason. Raises ValueError."""
     fields = dict(answer)
     version = fields.pop("version", None)
     verdict = read_verdict(fields)
@@ -138,8 +140,8 @@ def graded(answer: dict[str, Any]) -> Verdict:
 
 
 def verified(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from NeMo Gym's reply. The field `reward` is the reward, and every other number is a metric.
-    Raises ValueError."""
+    """Read a verdict from NeMo Gym's reply. Its field `reward` is the reward, and its other numbers are metrics. Raises
+    ValueError."""
     if "reward" not in answer:
         raise ValueError("the answer has no reward")
     numbers = {
@@ -151,12 +153,12 @@ def verified(answer: dict[str, Any]) -> Verdict:
 
 
 def scored(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from the reply of ProRL's reward servers. Raises ValueError for a reply without a number, because
-    such a reply is not a score of 0."""
+    """Read a verdict from a reply of ProRL's reward servers. Raises ValueError if it has no number, because that is not
+    a score of 0."""
     score = answer.get("score")
     if isinstance(score, list) and score:
         score = score[0]
-    if isinstance(score, bool):  # for example, whether the answer is right
+    if isinstance(score, bool):  # some servers only tell whether the answer is right
         score = float(score)
     if not isinstance(score, int | float):
         raise ValueError("the answer has no score that is a number, or a list that begins with a number")
@@ -164,9 +166,11 @@ def scored(answer: dict[str, Any]) -> Verdict:
 
 
 def verify_request(row: dict[str, Any], said: Sequence[Message], number: str) -> dict[str, Any]:
-    """Build the body of `POST /verify`. The body has the row's fields. `responses_create_params` has the messages
-    before the first reply, unless the row has this field. `response` has the rest of the conversation, as an object of
-    OpenAI's Responses API. `number` is the id of the evaluation."""
+    """Return the body of NeMo Gym's `POST /verify`: the row's fields and two more.
+
+    responses_create_params: the messages before the model's first reply, unless the row has this field.
+    response: the rest of the conversation, as an object of OpenAI's Responses API. `number` is the id of the
+        evaluation."""
     first = next((at for at, message in enumerate(said) if message.role is Role.ASSISTANT), len(said))
     asked = [{"role": message.role.value, "content": message.content} for message in said[:first]]
     output: list[dict[str, Any]] = []

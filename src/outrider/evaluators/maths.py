@@ -1,7 +1,7 @@
-"""The math evaluator: compares the agent's answer with gold answers as mathematics, using math-verify.
+"""The evaluator `math`: compares the agent's answer with gold answers as mathematics, using math-verify.
 
-math-verify runs in other processes (see `checks/pool.py`). Invariant: an answer whose check exceeds the time limit gets
-reward 0 and a reason; if the machine cannot run the check, that is an EvaluatorError.
+math-verify runs in other processes (see `checks/pool.py`). Invariant: if the check of an answer exceeds the time limit,
+the reward is 0; if the machine cannot run the check, that is an EvaluatorError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Gold = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 
 def answers_of(given: Any) -> list[Any]:
-    """Return the gold answers as a list. Finite numbers become strings."""
+    """Return the gold answers as a list in which finite numbers are strings."""
     answers = given if isinstance(given, list | tuple) else [given]
     return [str(one) if type(one) in (int, float) and isfinite(one) else one for one in answers]
 
@@ -40,10 +40,10 @@ def answers_of(given: Any) -> list[Any]:
 class MathOptions(Spec):
     """Options of kind `math`.
 
-    gold: the right answer, or all accepted answers.
-    answer_file: the file to which the agent writes its answer. Without a file, the last reply is used.
-    relative_tolerance: the greatest accepted difference from the gold answer's number, divided by this number. Without
-        a tolerance, numbers must be equal.
+    gold: the right answer, or a list of accepted answers.
+    answer_file: the file to which the agent writes its answer. By default, the last reply is used.
+    relative_tolerance: the greatest accepted difference from the gold answer's number, divided by this number. By
+        default, numbers must be equal.
     seconds: maximum processor time of a check."""
 
     gold: Annotated[
@@ -64,7 +64,7 @@ class MathEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField for a gold answer that math-verify cannot use or cannot check in time (see
+        """Raise InvalidField if math-verify cannot use a gold answer, or cannot check it in time (see
         `math_check.check`)."""
         golds = self._options.gold
         checks = await checks_of(host, CHECKS)

@@ -1,8 +1,8 @@
-"""The specs of evaluators inside the spec of a combining evaluator (kinds `weighted` and `all`).
+"""Reads the specs of evaluators that are nested in the spec of a combining evaluator (kind `weighted` or `all`), as its
+parts.
 
-This module makes no evaluator and imports nothing that a task names, because the service reads the nested specs before
-it checks which names the task may use. Invariant: a part takes the time limit, the carried files and their sandbox from
-the combining evaluator. It has all other fields of `task.evaluator` itself.
+The service reads the nested specs before it checks which names a task may use. So this module makes no evaluator, and
+imports nothing that a task names. Invariant: a part takes only the fields in WHOLE from the combining evaluator.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from outrider.spec import EvaluatorSpec, Spec, complaints, fault_text
 
 FIELD = "task.evaluator"
 WHOLE = ("seconds", "carry", "runtime")
-"""Fields that a part takes from its combining evaluator, and must not set itself."""
+"""Fields of `task.evaluator` that a part takes from its combining evaluator, and must not set itself."""
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 Specs = Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=32)]
 
 
 class WeightedOptions(Spec):
-    """Options of kind `weighted`. `parts`: evaluators by name, each like `task.evaluator` without `seconds`, `carry`
-    and `runtime`. `weights`: the weight of each part; the default is 1."""
+    """Options of kind `weighted`.
+
+    parts: evaluators by name, each like `task.evaluator` without `seconds`, `carry` and `runtime`.
+    weights: the weight of each part. The default is 1."""
 
     parts: Specs
     weights: dict[str, Number] = Field(default_factory=dict)
 
 
 class AllOptions(Spec):
-    """Options of kind `all`. `parts`: as in `weighted`. `passed`: the lowest reward with which each part passes; the
-    default is 1."""
+    """Options of kind `all`.
+
+    parts: as in kind `weighted`.
+    passed: the lowest reward with which each part passes. The default is 1."""
 
     parts: Specs
     passed: dict[str, Number] = Field(default_factory=dict)
@@ -55,8 +59,8 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
 
 
 def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> EvaluatorSpec:
-    """Return the spec of a part, with the time limit, carried files and runtime of `whole`. Raises InvalidField; its
-    path begins with `field`."""
+    """Return the spec of a part, with the fields in WHOLE from `whole`, the combining evaluator's spec. Raises
+    InvalidField with a path that begins with `field`."""
     for name in WHOLE:
         if name in given:
             raise InvalidField("must be set on the combining evaluator, not on a part", field=f"{field}.{name}")

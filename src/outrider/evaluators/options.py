@@ -1,4 +1,4 @@
-"""Reads the options of an evaluator. They are first read when a task is submitted.
+"""Reads the options of an evaluator. This already happens when a task is submitted.
 
 Invariant: a misspelt option or a wrong type raises an InvalidField that names the option.
 """
@@ -17,8 +17,8 @@ S = TypeVar("S", bound=Spec)
 
 
 def read_options(kind: type[S], spec: EvaluatorSpec) -> S:
-    """Return `task.evaluator.options` as an object of the class `kind`. Raises InvalidField for invalid options. Also
-    raises InvalidField if `run` or `path` is given, which kinds with options do not accept."""
+    """Return `task.evaluator.options` as an object of the class `kind`. Raises InvalidField for an invalid option, and
+    for `run` and `path`, which evaluators with options do not accept."""
     for name in ("run", "path"):
         if getattr(spec, name) is not None:
             raise InvalidField(f"evaluator kind {spec.kind!r} does not take it", field=f"task.evaluator.{name}")

@@ -1,8 +1,8 @@
-"""The reasoning-gym evaluator: scores the agent's answer to a reasoning-gym entry, using the scorer of the entry's data
-set.
+"""The evaluator `reasoning-gym`: scores the agent's answer to an entry of reasoning-gym, using the scorer of the
+entry's data set.
 
-reasoning-gym runs in other processes (see `checks/pool.py`). Invariants: scorers that evaluate answers as Python get
-only plain expressions; a data set whose scorer is known to reward wrong answers is refused when the task is submitted.
+reasoning-gym runs in other processes (see `checks/pool.py`). Invariants: a scorer that evaluates answers as Python gets
+only plain expressions; a data set whose scorer is known to reward wrong answers is refused.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ CHECKS = partial(Checks, library=LIBRARY)
 
 
 class ReasoningOptions(Spec):
-    """Options of kind `reasoning-gym`. `entry`: an entry from reasoning-gym, with `question`, `answer` and `metadata`.
-    `answer_file` and `seconds` have the same meaning as in kind `math`."""
+    """Options of kind `reasoning-gym`.
+
+    entry: an entry of a data set, with `question`, `answer` and `metadata`.
+    answer_file, seconds: as in kind `math`."""
 
     entry: dict[str, Any]
     answer_file: SandboxPath | None = None
@@ -41,7 +43,7 @@ class ReasoningOptions(Spec):
 
 
 class ReasoningGymEvaluator:
-    """Gives the score of the data set's scorer (0 to 1) as the reward."""
+    """Gives the score that reasoning-gym computes, from 0 to 1, as the reward."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(ReasoningOptions, spec)
@@ -60,8 +62,7 @@ class ReasoningGymEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField for an entry that cannot be scored, for example because its own answer does not score
-        1."""
+        """Raise InvalidField if the entry cannot be scored, for example because its own answer does not score 1."""
         request = {"entry": self._options.entry}
         checks = await checks_of(host, CHECKS)
         checked = await checks.check(request, seconds=self._options.seconds, submitted=True)
@@ -91,7 +92,6 @@ class ReasoningGymEvaluator:
         if solved:
             metrics["answered"] = 1.0
         elif marked is None:
-            # Some scorers give a small score for any text, so this score is not given to a reply without a marked
-            # answer.
+            # Some scorers give a small score for any text. So a reply without a marked answer gets reward 0.
             return Verdict(reward=0.0, metrics=metrics, reason=f"no answer is marked; {reason}")
         return Verdict(reward=score, metrics=metrics, reason=reason)

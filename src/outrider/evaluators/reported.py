@@ -1,7 +1,7 @@
-"""The evaluator of external sessions whose agent reports the reward when it completes the session.
+"""The evaluator of external sessions whose agent reports the reward itself, when it completes the session.
 
-`sessions/external.py` makes the verdict from this report, so a session never calls this evaluator. Invariant: a session
-without a reported reward gets no verdict.
+`sessions/external.py` makes the verdict from this report and does not call this evaluator. Invariant: without a
+reported reward, a session gets no verdict.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from outrider.trajectory import Verdict
 
 
 class ReportedEvaluator:
-    """Takes no settings. If a session is graded again, raises EvaluatorError, because there is nothing to evaluate."""
+    """Accepts no settings. If a session is graded again, raises EvaluatorError, because there is nothing to
+    evaluate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         plain = EvaluatorSpec(kind=spec.kind)

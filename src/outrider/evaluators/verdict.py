@@ -1,4 +1,4 @@
-"""Reads a verdict from the return value or the output of a grader. The module is pure.
+"""Reads a verdict from what a grader returned or printed. The module is pure.
 
 Invariant: a reward is a number within MAX_REWARD, never True or False. An unknown field of a verdict is an error.
 """
@@ -18,14 +18,14 @@ from outrider.trajectory import GradedTurn, Verdict
 
 FIELDS = frozenset(Verdict.__struct_fields__)
 MAX_REASON = 65_536
-"""Maximum characters of a reason. Longer reasons are cut."""
+"""Maximum characters of a verdict's reason. The rest is cut."""
 MAX_REWARD = 1e15
-"""Maximum absolute value of a reward: the sum of the squares of a million such rewards still fits a float32."""
+"""Maximum absolute value of a reward. The sum of the squares of a million such rewards still fits into a float32."""
 
 
 def read_verdict(value: Any) -> Verdict:
     """Return the verdict in `value`: a number, a mapping with `reward` and other fields of a Verdict, or a Verdict. The
-    indexes of `turns` and `rows` may be strings, as in JSON. Raises ValueError for anything else.
+    indexes in `turns` and `rows` may be strings, as in JSON. Raises ValueError for anything else.
     """
     if isinstance(value, Verdict):
         value = msgspec.structs.asdict(value)
@@ -50,7 +50,7 @@ def read_verdict(value: Any) -> Verdict:
 
 
 def check_indexes(verdict: Verdict, calls: Collection[GradedTurn]) -> None:
-    """Raise ValueError if the verdict rewards a turn or a training row that is not in `calls`."""
+    """Raise ValueError if the verdict rewards a turn or a training row that does not occur in `calls`."""
     turns, rows = {call.index for call in calls}, {call.row for call in calls if call.row is not None}
     for index in verdict.turns.keys() - turns:
         raise ValueError(f"it rewards turn {index}, and the session has {len(turns)} turns, from 0")
@@ -92,7 +92,7 @@ def _reward(value: Any, what: str) -> float:
 
 
 def finite(value: Any, what: str) -> float:
-    """Return the value as a finite float. Raises ValueError for any other value. `what` names the value in the error's
+    """Return the value as a finite float. Raises ValueError for anything else. `what` names the value in the
     message."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{what} must be a number, not {type(value).__name__}")

@@ -1,5 +1,5 @@
-"""Harnesses: agent programs, and how each is installed, started and pointed at its model endpoint.
+"""Harnesses: agent programs, and how each one is installed, started and pointed at its model endpoint.
 
-Most harnesses are data: `presets/` has a TOML file for each, with the pinned version of the program. This package also
-has the code that runs harnesses in a sandbox.
+Most harnesses are data: `presets/` has a TOML file for each, which pins the version of its program. The modules here
+run harnesses in a sandbox.
 """

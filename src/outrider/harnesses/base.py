@@ -1,7 +1,6 @@
-"""The contract of a harness: an agent program, and how it is started and pointed at its model endpoint.
+"""The interface of a harness, which starts an agent program and points it at its model endpoint.
 
-Invariant: a harness that fails raises an error with the end of the program's output. It never returns as if it had
-succeeded.
+Invariant: a harness that fails raises an error with the end of the program's output. It never returns normally.
 """
 
 from __future__ import annotations
@@ -19,8 +18,11 @@ from outrider.spec import TaskSpec
 
 
 class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of a session's model for programs inside the sandbox. `base_url` is `http://host:port/s/<key>`,
-    without `/v1`. `api_key` is the session's credential. `model` is the name under which the model is served."""
+    """Where programs inside the sandbox reach the session's model.
+
+    base_url: `http://host:port/s/<key>`, without `/v1`.
+    api_key: the credential of the session.
+    model: the name under which the model is served."""
 
     base_url: str
     api_key: str
@@ -28,8 +30,8 @@ class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionIds(msgspec.Struct, frozen=True, kw_only=True):
-    """The ids of an attempt. `sample_index` is the session's position in its group, from 0. `attempt` is counted from
-    1."""
+    """The ids of an attempt to run a session. `sample_index` is the session's position in its group, from 0. `attempt`
+    counts from 1."""
 
     group_id: str = ""
     session_id: str = ""
@@ -39,7 +41,7 @@ class SessionIds(msgspec.Struct, frozen=True, kw_only=True):
 
 class SessionFolders(msgspec.Struct, frozen=True, kw_only=True):
     """Folders in the agent's sandbox whose files are kept as artifacts (docs/tasks.md): `artifacts` for the agent's
-    work, `logs` for its logs. Both exist before the agent starts, and are below `parent`."""
+    work, `logs` for its logs. Both are below `parent`, and exist before the agent starts."""
 
     parent: str = ""
 
@@ -53,22 +55,22 @@ class SessionFolders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def folders_in(runtime: Runtime) -> SessionFolders:
-    """Return the paths of the session's folders in a sandbox."""
+    """Return the paths of the session's folders in this sandbox."""
     return SessionFolders(parent=f"{runtime.scratch}/outrider-session")
 
 
 class ModelRefused(RequestError):
-    """A frozen model refused a call because of the agent: the session has used up its turns or tokens of this model, or
-    the prompt is too long. If an agent does not catch this error, the session is still graded, as after a program's
-    non-zero exit."""
+    """A frozen model, which is never trained, refused a call because of the agent: the session has used up its turns or
+    tokens of this model, or the prompt is too long. If the agent does not catch this error, the session is still
+    graded."""
 
     code = "model_refused"
     http_status = 429
 
 
 class ModelClient(Protocol):
-    """Client of the session's models, for in-process agents. A call is admitted and recorded like a call at the
-    gateway, but without HTTP. `model` is the name of a frozen model, or None for the policy.
+    """Calls the session's models for in-process agents. Limits apply and calls are recorded as at the gateway, but
+    without HTTP. `model` is the name of a frozen model, or None for the policy.
 
     A call of the policy raises ContextOverflow, EngineError, and the errors of the session's limits. A call of a frozen
     model raises ModelRefused, EngineError, and NotFound for an unknown name.
@@ -86,7 +88,7 @@ class ModelClient(Protocol):
 
 
 class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a harness for one session. `folders` are the session's folders in the sandbox."""
+    """What a harness gets for one session. `folders` are the session's folders in the sandbox."""
 
     task: TaskSpec
     runtime: Runtime
@@ -100,8 +102,11 @@ class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an agent's run. `log_tail` is the end of the log. `answer` is None if the agent gave no answer.
-    `exit_code` is non-zero if the program failed but its work is graded."""
+    """The result of an agent's run.
+
+    log_tail: the end of the agent's log.
+    answer: the answer that the agent returned, or None.
+    exit_code: not zero if the program failed but its work is still graded."""
 
     log_tail: str = ""
     answer: str | None = None
@@ -109,7 +114,7 @@ class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgramExit(HarnessError):
-    """An agent program ended with a non-zero `exit_code`. The session is graded if the model has replied at least
+    """An agent program ended with a non-zero exit code. The session is still graded if the model has replied at least
     once."""
 
     def __init__(self, message: str, *, exit_code: int, hint: str, log_tail: str) -> None:
@@ -118,24 +123,24 @@ class ProgramExit(HarnessError):
 
 
 class Harness(Protocol):
-    """An agent program for one session, made from the task's spec. A harness keeps no state between sessions."""
+    """An agent program for one session, made from the task's spec. It keeps no state from other sessions."""
 
     def available(self) -> Availability:
-        """Report whether the agent's program is installed on this node. Called when a task is submitted."""
+        """Report whether the agent's program is installed on this node. This is called when a task is submitted."""
         ...
 
     def mounts(self) -> tuple[Path, ...]:
-        """Return the host folders and files that the agent's program and its tools need. They are mounted read-only in
-        the sandbox at the same paths."""
+        """Return the folders and files of the host that the agent's program and its tools need. They are mounted
+        read-only in the sandbox, at the same paths."""
         ...
 
     async def install(self, context: HarnessContext) -> None:
-        """Write the agent's config files into the started sandbox. Called while the session is initializing, and again
-        before each later step of the task."""
+        """Write the agent's config files into the started sandbox. This is called while the session is initializing,
+        and again before each later step of the task."""
         ...
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         """Run the agent to its end. Raises ProgramExit if the program fails but its work can be graded, and
-        HarnessError for other failures. A time limit cancels this call. After a cancellation, every process that the
-        call has started must end."""
+        HarnessError for other failures. A time limit cancels this call, which must then end all processes that it has
+        started."""
         ...

@@ -1,8 +1,8 @@
 """Builds a folder at its final path, once for all processes that request it.
 
-The folder cannot be built elsewhere and renamed, as in concurrency/build_once.py, because the files of a virtual
-environment contain the path of its folder. A marker file, written last, marks a complete folder. Invariant: a folder
-with its marker is complete, even after a power loss; at most one process at a time builds a folder.
+The files of a virtual environment contain the path of their folder. So the folder cannot be built elsewhere and then
+renamed, as concurrency/build_once.py does. Instead, a marker file is written last. Invariant: a folder with its marker
+is complete, even after a power loss; at most one process at a time builds a folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MARKER = ".outrider-sealed.json"
 
 
 class BuildInputs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The inputs from which a folder is built. The marker records them. A folder whose marker has other inputs is
+    """What a folder is built from. The marker file records it. If the marker has other inputs, the folder counts as
     incomplete."""
 
     packages: tuple[str, ...]
@@ -29,7 +29,7 @@ class BuildInputs(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def is_complete(folder: Path, contents: BuildInputs) -> bool:
-    """Return True if the folder was built completely from `contents`."""
+    """Return True if the folder was completely built from the inputs `contents`."""
     try:
         return msgspec.json.decode((folder / MARKER).read_bytes(), type=BuildInputs) == contents
     except (OSError, msgspec.MsgspecError):
@@ -37,13 +37,13 @@ def is_complete(folder: Path, contents: BuildInputs) -> bool:
 
 
 def invalidate(folder: Path) -> None:
-    """Mark a broken folder as incomplete, so that the next request builds it again."""
+    """Remove the marker of a broken folder, so that the next request builds the folder again."""
     (folder / MARKER).unlink(missing_ok=True)
 
 
 def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None]) -> None:
-    """Build `folder` unless it is complete. The folder is emptied before `build` is called, and removed if `build`
-    raises. Blocks while another process builds the same folder."""
+    """Build `folder` unless it is complete. It is emptied before `build` is called, and removed if `build` raises. The
+    call blocks while another process builds the same folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         if is_complete(folder, contents):
@@ -57,6 +57,6 @@ def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None
             draft.write_bytes(msgspec.json.encode(contents))
             sync_file_system(folder)
             draft.rename(folder / MARKER)
-        except BaseException:  # an incomplete folder is removed, even after KeyboardInterrupt
+        except BaseException:  # this also removes the incomplete folder after KeyboardInterrupt
             shutil.rmtree(folder, ignore_errors=True)
             raise

@@ -1,7 +1,7 @@
-"""The command harness: runs any agent program in the sandbox, without a terminal and with the session's model endpoint.
+"""The command harness: runs an agent program in the sandbox, without a terminal.
 
-Invariant: every variable from which agents read the endpoint has the value of the session's endpoint, even if the task
-sets the variable.
+Invariant: every variable from which agents read the model endpoint has the session's value, even if the task sets this
+variable.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from outrider.sandbox.runtimes.base import Availability, Runtime
 from outrider.spec import McpServer
 
 LOOKUP_SECONDS = 60.0
-"""Time limit of a short lookup command in the sandbox."""
+"""Time limit in seconds of a short lookup command in the sandbox."""
 
 MAX_INSTRUCTION = 100_000
-"""Maximum bytes of an instruction. Linux refuses any single argument or variable above 128 KiB, and an argument may
-have other text in addition to the instruction."""
+"""Maximum bytes of an instruction. Linux refuses any argument or variable above 128 KiB, and an argument may contain
+more than the instruction."""
 
 TAIL_OF_NEWEST = (
     f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
 )
-"""Shell script that prints the end of the newest log file. It can parse the output of `ls`, because no program puts
-newlines into the names of its logs."""
+"""Shell script that prints the end of the newest log file. It can parse the output of `ls`, because no agent program
+puts newlines into the names of its logs."""
 
 OWN_SETTINGS = "give MCP servers by task.harness.mcp_servers, and skills by task.harness.skills"
 
@@ -46,8 +46,10 @@ FIND_HOME = 'printf %s "$HOME"'
 
 
 class CommandHarness:
-    """Runs a preset with its checked `options`. `env` has the task's own variables. They override the preset's
-    variables, but never those of the endpoint. `venv` is the path of the virtual environment for the program."""
+    """Runs a preset with its checked `options`.
+
+    env: the task's own variables. They override the preset's variables, but never those of the model endpoint.
+    venv: the path of the virtual environment for the program, or None."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class CommandHarness:
     ) -> None:
         self._preset = preset.with_options(options)
         self._options = dict(options)
-        self._home = ""  # the sandbox's HOME, once `install` has found it
+        self._home = ""  # HOME in the sandbox, set by `install`
         self._env = dict(env)
         self._venv = venv
         self._servers = servers
@@ -87,17 +89,16 @@ class CommandHarness:
         """Prepare the task's virtual environment, write the preset's config files, and copy the skills.
 
         Raises InvalidField if the instruction cannot be passed to a program, if the virtual environment is missing or
-        broken, if an MCP server or a skill is not in the sandbox, or if the sandbox already has one of the preset's
-        files. Raises HarnessUnavailable if the program is not installed, and HarnessError if the sandbox has no HOME
-        for the files."""
+        broken, or if an MCP server or a skill is not in the sandbox. Also raises it if the sandbox already has one of
+        the preset's files. Raises HarnessUnavailable if the program is not installed, and HarnessError if the sandbox
+        has no HOME."""
         check_instruction(context.task.instruction)
         words = self._words(context)
         if self._venv is not None:
             venv = await asyncio.to_thread(read_venv, self._venv)
             seconds = min(COMPILE_SECONDS, context.task.limits.session_seconds / 2)
             await compile_modules(venv, seconds=seconds)
-            # The environment's programs are first in PATH, before the PATH of the task or the sandbox, as after
-            # `activate`.
+            # As after `activate`, the environment's programs precede the PATH of the task or of the sandbox.
             inherited = await search_path(context.runtime, self._env, seconds=LOOKUP_SECONDS)
             self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
         files = self._preset.files_with(self._servers)
@@ -114,13 +115,13 @@ class CommandHarness:
             )
         self._home = str(home)
         words = self._words(context)
-        # In a later step, the sandbox still has the files from the previous step, and the agent may have changed them.
+        # In later steps, the sandbox still has the files of the previous step. The agent may have changed them.
         first, self._installed = not self._installed, True
         if first:
             for number, server in enumerate(self._servers):
                 await self._check_command(context.runtime, server, env, number)
         for file in files:
-            # A thread fills in the text, because the text may be several megabytes long.
+            # This runs in a thread, because the text may have several megabytes.
             text = await asyncio.to_thread(self._text_of, file, words)
             path = str(home / file.path)
             if first and self._guarded:
@@ -136,14 +137,14 @@ class CommandHarness:
         return with_servers(text, settings, self._servers) if settings and settings.file == file.path else text
 
     async def _check_free(self, runtime: Runtime, path: str, data: bytes) -> None:
-        """Raise InvalidField if the sandbox already has another file at the path of a file that the preset writes."""
+        """Raise InvalidField if the sandbox already has a file at `path` whose content is not `data`."""
         try:
             if await runtime.read(path) == data:
                 return
         except FileNotFoundError:
             return
         except (IsADirectoryError, RuntimeFailure):
-            pass  # the path has a folder, or a file that cannot be read
+            pass  # there is a folder, or a file that cannot be read
         raise InvalidField(
             f"{path} is in the sandbox, and harness {self._preset.name!r} writes a file of its own there",
             field="task.runtime.prepare",
@@ -151,8 +152,8 @@ class CommandHarness:
         )
 
     async def _check_command(self, runtime: Runtime, server: McpServer, env: Mapping[str, str], number: int) -> None:
-        """Raise InvalidField if the command of an MCP server is not in the sandbox. Most programs would continue
-        without the server's tools."""
+        """Raise InvalidField if the sandbox does not have the command of an MCP server. Most agent programs would
+        continue without the server's tools."""
         if server.command is None:
             return
         found = await runtime.exec(
@@ -173,7 +174,7 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # The session's own time limit ends the run earlier. Unlike this limit, it does not count time in which the
+            # The session's time limit ends the program earlier. Unlike this limit, it does not count time in which the
             # service was suspended.
             seconds=context.task.runtime.lifetime_seconds,
         )
@@ -184,7 +185,7 @@ class CommandHarness:
                 told = await context.runtime.exec(script, env=environment, seconds=LOOKUP_SECONDS)
                 own = told.stdout.decode("utf-8", errors="replace").strip()
                 log_tail += f"\n--- {self._preset.name}'s own log ---\n{own}" if own else ""
-            except RuntimeFailure as error:  # the run has ended, so a lost log must not change its outcome
+            except RuntimeFailure as error:  # the program has ended, so an unreadable log must not change the outcome
                 log_tail += f"\n--- {self._preset.name}'s own log cannot be read: {error} ---"
         if result.exit_code != 0:
             missing = await find_missing(context.runtime, command, environment, result)
@@ -205,7 +206,7 @@ class CommandHarness:
         return HarnessOutcome(log_tail=log_tail, answer=answer)
 
     def _words(self, context: HarnessContext) -> dict[str, str]:
-        """Return the values of all placeholders that the preset's texts may contain. Raises HarnessUnavailable if the
+        """Return the values of all placeholders that the preset's texts may use. Raises HarnessUnavailable if the
         program is not installed."""
         endpoint = context.endpoint
         words = {
@@ -223,7 +224,7 @@ class CommandHarness:
                 options[f"option.{name}.list"] = Verbatim(json.dumps(value))
                 options[f"option.{name}.members"] = Verbatim(json.dumps(dict.fromkeys(value, True))[1:-1])
                 continue
-            # booleans are written as in JSON and TOML
+            # Booleans are `true` and `false`, as in JSON and TOML.
             text = str(value).lower() if isinstance(value, bool) else str(value)
             text = option.spelling.get(text, text)
             options[f"option.{name}"] = fill(text, words) if option.type == "template" else text
@@ -239,8 +240,8 @@ class CommandHarness:
         return words | options | dialect | places
 
     def _of_servers(self) -> list[str]:
-        """Return entries for the program's list of allowed tools. There is one for each of the task's MCP servers,
-        which allows all tools of the server."""
+        """Return entries for the program's list of allowed tools. Each entry allows all tools of one of the task's MCP
+        servers."""
         allowed = self._preset.mcp.allowed if self._preset.mcp else ""
         return [allowed.format(server=server.name) for server in self._servers] if allowed else []
 
@@ -259,7 +260,7 @@ def _file_text(file: ConfigFile, words: Mapping[str, str]) -> str:
 
 
 def check_instruction(instruction: str) -> None:
-    """Raise InvalidField for an instruction that cannot be passed to a program."""
+    """Raise InvalidField if the instruction cannot be passed to a program."""
     if "\0" in instruction:
         raise InvalidField(
             "must not contain NUL, because programs get it as an argument or variable", field="task.instruction"

@@ -1,7 +1,7 @@
-"""The options that have the same name, type and meaning in every preset. A preset only adds how its program gets the
+"""Options that have the same name, type and meaning in all presets. A preset only defines how its program gets the
 option.
 
-The module is pure data. Invariant: a preset cannot give one of these names another type.
+The module is pure data. Invariant: a preset cannot give such an option another type.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from typing import Literal
 import msgspec
 
 ALLOWED_TOOLS = "allowed_tools"
-"""Name of the option that lists the built-in tools offered to the model. Tools of MCP servers are always offered."""
+"""Name of the option that lists the built-in tools to offer to the model. Tools of MCP servers are always offered."""
 
 OptionType = Literal["string", "template", "integer", "number", "boolean", "names"]
 
 
 class CommonOption(msgspec.Struct, frozen=True, kw_only=True):
-    """A common option. `choices`, if not empty, has every value that at least one program accepts. `minimum` is the
-    smallest number. `instead` is the hint to the user of a program that does not have the option."""
+    """An option that many presets have.
+
+    choices: every value that at least one program accepts. If empty, all values are allowed.
+    minimum: the smallest number.
+    instead: a hint for users of a program without the option."""
 
     type: OptionType
     help: str

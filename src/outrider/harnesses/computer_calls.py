@@ -1,7 +1,7 @@
 """Translates calls of the vendors' computer tools (`outrider.computer_tools`) to actions on a desktop.
 
 Invariant: a call either becomes the actions that the vendor documents, or raises ValueError with an explanation for the
-model; no part of a call is ignored silently.
+model. No part of a call is silently ignored.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ VENDORS: tuple[Vendor, ...] = get_args(Vendor)
 
 ANTHROPIC_NAME = "computer"
 NOTCH = 100
-"""Number of pixels by which one notch of the mouse wheel scrolls a page."""
+"""Number of pixels that a page scrolls at one notch of the mouse wheel."""
 _MAX_NOTCHES = 50
 _WAIT_SECONDS = 2.0
-"""Duration of OpenAI's action `wait`, which has no argument for a duration."""
+"""Duration of OpenAI's action `wait` in seconds. The action itself names no duration."""
 
 _KEYS = {
     "alt": "alt",
@@ -107,12 +107,12 @@ _KEYS = {
     "`": "grave",
     " ": "space",
 }
-"""Maps the vendors' names of keys, in lower case, to the X names."""
+"""Maps the vendors' names of keys, in lower case, to the names that X uses."""
 
 
 def tools(vendor: Vendor, width: int, height: int, *, zoom: bool) -> list[ToolSpec]:
-    """Return the vendor's computer tools for a screen of this size in pixels. `zoom` is true if the model may request
-    images of a part of the screen."""
+    """Return the computer tools of a vendor for a screen of this size in pixels. `zoom` tells whether the model may ask
+    for images of a part of the screen."""
     match vendor:
         case "anthropic":
             return [anthropic_tool(ANTHROPIC_NAME, width, height, zoom=zoom)]
@@ -123,15 +123,15 @@ def tools(vendor: Vendor, width: int, height: int, *, zoom: bool) -> list[ToolSp
 
 
 def names(vendor: Vendor) -> frozenset[str]:
-    """Return the names of the vendor's tools."""
+    """Return the names of the vendor's computer tools."""
     if vendor == "google":
         return GOOGLE_FUNCTIONS
     return frozenset({ANTHROPIC_NAME if vendor == "anthropic" else OPENAI_NAME})
 
 
 def actions(vendor: Vendor, name: str, arguments: str, width: int, height: int) -> list[Action]:
-    """Return the actions of a call, in order. Afterwards, the model is shown the screen, unless the last action has a
-    result of its own. Raises ValueError, with an explanation for the model, for a malformed call."""
+    """Return the actions of a call, in order. After the last one, the model is shown the screen, unless this action has
+    its own result. Raises ValueError with an explanation for the model if the call is malformed."""
     read = {"anthropic": _anthropic, "openai": _openai}.get(vendor)
     if read is not None:
         return read(arguments)
@@ -195,7 +195,7 @@ def _anthropic(arguments: str) -> list[Action]:
             return [_checked(Zoom, start=(x0, y0), end=(x1 - 1, y1 - 1))]
         case action if action in _CLICKS:
             button, count = _CLICKS[action]
-            if call.coordinate is None:  # without a coordinate, click at the mouse's position
+            if call.coordinate is None:  # without a coordinate, the click is at the mouse pointer
                 return [_holding(call.text, Press(button, "click"))] * count
             x, y = call.coordinate
             return [_holding(call.text, _checked(Click, x=x, y=y, button=button, count=count))]
@@ -298,7 +298,7 @@ def _notches(pixels: int) -> int:
 
 
 def _holding(keys: str | list[str] | None, action: Click | Drag | Move | Press | Scroll) -> Action:
-    """Return an action that holds `keys` during `action`. Returns `action` itself if `keys` is None or empty."""
+    """Return an action that holds `keys` down while `action` runs. Without keys, return `action` itself."""
     return Hold(_key(keys).keys, action=action) if keys else action
 
 
@@ -307,7 +307,7 @@ def _key(keys: str | list[str]) -> Key:
     ValueError."""
     if isinstance(keys, str):
         words = keys.split("+")
-        if keys.endswith("+"):  # the last key is the plus key
+        if keys.endswith("+"):  # the last key is "+" itself
             words = [*filter(None, words), "+"]
     else:
         words = keys
@@ -315,8 +315,8 @@ def _key(keys: str | list[str]) -> Key:
 
 
 def _x_name(key: str, *, alone: bool) -> str:
-    """Return the X name of a key. X names a letter's key by the lower-case letter, so a letter that is pressed together
-    with other keys becomes lower case."""
+    """Return X's name of a key. X names the key of a letter by the lower-case letter. So a letter becomes lower case if
+    other keys are pressed with it."""
     return _KEYS.get(key.lower()) or (key if alone or len(key) > 1 else key.lower())
 
 

@@ -1,8 +1,9 @@
-"""The tool set `desktop`: a screen in the sandbox. The model sees the screen in screenshots or as an accessibility
-tree, and controls it by mouse and keyboard.
+"""The tools `desktop`: a screen in the sandbox. The model sees it in screenshots or as an accessibility tree, and uses
+mouse and keyboard.
 
-The option `run` opens the programs to be used. Invariants: a call acts on the screen of its own sandbox or not at all;
-after a mistake of the model, the result is an explanation; an exception is raised only for a broken sandbox.
+The shell command in the option `run` opens programs on the screen. Invariants: a call acts on the screen of its own
+sandbox or not at all; if the model makes a mistake, the result of the call explains it; only a broken sandbox raises an
+exception.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from outrider.spec import Spec
 from outrider.spec import Text as LongText
 
 DISPLAY = ":1"
-"""The X display of the desktop, for programs in the sandbox."""
+"""X display of the desktop, as programs in the sandbox name it."""
 PROGRAMS = ("Xvfb", "openbox", "xdotool", "scrot")
 OPEN_SECONDS = 120.0
 SETTLE_SECONDS = 0.5
-"""Seconds between a vendor's action and the screenshot that is its result."""
+"""Seconds between an action of a vendor's tool and the screenshot that shows its effect."""
 TREE_SECONDS = 10.0
-"""Time limit for reading the accessibility tree. The result is the part that was read within this time."""
+"""Time limit in seconds for reading the accessibility tree. The part that was read by then is the result."""
 TREE_BYTES = 64_000
-"""Maximum size of an accessibility tree, in bytes of UTF-8. The output of `screen_tree.py` is never larger."""
+"""Maximum bytes of an accessibility tree in UTF-8. `screen_tree.py` never prints more."""
 BUS = "a11y-bus"
-"""Name of the socket of the accessibility bus in the desktop's folder."""
+"""Name of the accessibility bus's socket, in the folder of the desktop."""
 PYTHON = "/usr/bin/python3"
-"""The Python that has Debian's bindings of AT-SPI. PATH may find another Python first."""
+"""The Python with Debian's bindings of AT-SPI. PATH may find another Python first."""
 SCRIPT = Path(__file__).with_name("screen_tree.py")
 PNG = b"\x89PNG\r\n\x1a\n"
 
-# The configuration has no keys, mouse bindings or menus that would let an agent close or move the windows that the
-# grader needs.
+# The configuration has no key bindings, mouse bindings or menus. With them, an agent could close or move windows that
+# the grader needs.
 WINDOW_MANAGER = """\
 <?xml version="1.0"?>
 <openbox_config xmlns="http://openbox.org/3.4/rc">
@@ -70,9 +71,8 @@ WINDOW_MANAGER = """\
 </openbox_config>
 """
 
-# The script refuses an existing display. It would belong to the host or to another session, which is possible in a
-# runtime without namespaces. Without -noreset, Xvfb restarts when its last client exits, and refuses new clients in the
-# meantime.
+# The script refuses a display that exists. In a runtime without namespaces, it could be the host's or another
+# session's. Without -noreset, Xvfb restarts when its last client exits, and refuses new clients meanwhile.
 OPEN = """\
 for program in {programs}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
@@ -91,8 +91,8 @@ ready xdotool get_num_desktops
 """
 
 
-# AT-SPI's own bus runs without a session bus: programs find it by AT_SPI_BUS_ADDRESS. The daemon starts AT-SPI's
-# registry, which needs the same variable.
+# The bus of AT-SPI needs no session bus, because programs find it through AT_SPI_BUS_ADDRESS. The daemon starts
+# AT-SPI's registry, which needs the same variable.
 OPEN_BUS = """\
 for program in dbus-daemon {python}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
@@ -114,10 +114,10 @@ OBSERVATIONS: tuple[Observation, ...] = get_args(Observation)
 class DesktopOptions(Spec):
     """Options of a desktop.
 
-    width, height: size of the screen in pixels.
-    run: a shell command that opens the programs and ends when they are visible.
-    observation: what the model can look at.
-    actions: a vendor. The model then has the vendor's computer tool instead of the tools in ACTIONS."""
+    width, height: the size of the screen in pixels.
+    run: a shell command that opens programs, and ends when they are visible.
+    observation: how the model sees the screen.
+    actions: a vendor, or None. The model then gets this vendor's computer tool in place of the tools in ACTIONS."""
 
     width: Annotated[int, Field(ge=64, le=4096)] = 1024
     height: Annotated[int, Field(ge=64, le=4096)] = 768
@@ -130,7 +130,7 @@ DONE = "done"
 
 
 class Desktop:
-    """The screen of a sandbox. It stays open until the sandbox stops, so that a grader can inspect it."""
+    """The screen of a sandbox. It stays open until the sandbox stops, because a grader may look at it."""
 
     def __init__(
         self, runtime: Runtime, options: DesktopOptions, *, seconds: float, settle_seconds: float = SETTLE_SECONDS
@@ -142,23 +142,23 @@ class Desktop:
         self._folder = f"{runtime.scratch}/outrider-desktop"
 
     def tools(self) -> list[ToolSpec]:
-        """Return the descriptions of the tools for a model."""
+        """Return the descriptions of the desktop's tools for the model."""
         options = self._options
         if options.actions is not None:
             zoom = options.observation != "tree"
             return computer_calls.tools(options.actions, options.width, options.height, zoom=zoom)
         specs = [action_tool(name) for name in _actions(options)]
-        # Models and their servers scale images, so the description states the screen's size in pixels.
+        # The description tells the size of the screen, because models and their servers scale images.
         specs[0]["function"]["description"] += f" It has {options.width}x{options.height} pixels."
         return specs
 
     def names(self) -> frozenset[str]:
-        """Return the names of the tools."""
+        """Return the names of the desktop's tools."""
         return tool_names(self._options)
 
     async def open(self) -> None:
-        """Start the screen, its window manager and the programs. Raises HarnessError, with the output, if one of these
-        fails."""
+        """Start the screen, its window manager and the programs of the option `run`. Raises HarnessError with the
+        output of what failed."""
         options = self._options
         await self._runtime.write(f"{self._folder}/openbox.xml", WINDOW_MANAGER.encode())
         script = OPEN.format(
@@ -185,7 +185,7 @@ class Desktop:
                 )
 
     async def call(self, name: str, arguments: str) -> tuple[Part, ...]:
-        """Run a call of one of the tools and return the result. Raises RuntimeFailure if the sandbox is broken."""
+        """Run a call of one of the tools, and return its result. Raises RuntimeFailure if the sandbox is broken."""
         options = self._options
         try:
             if options.actions is None:
@@ -203,13 +203,13 @@ class Desktop:
             return (Text("nothing was done: the screen is given as text, which has no zoom"),)
         for action in actions:
             if options.actions is not None and isinstance(action, Screenshot):
-                break  # a screenshot is the last action, and is taken below
+                break  # a screenshot is always the last action, and is taken below
             result = await self._act(action)
             if result != Text(DONE):
                 return (result,)
         if options.actions is None:
             return (Text(DONE),)
-        # The vendors' models are trained to see the screen after each call. Programs need a moment to show the effect.
+        # The vendors' models expect to see the screen after each call. Programs need a moment to show an effect.
         if not any(isinstance(action, Screenshot) for action in actions):
             await asyncio.sleep(self._settle_seconds)
         shown = [await self._screenshot()] if options.observation != "tree" else []
@@ -229,7 +229,7 @@ class Desktop:
             case Wait():
                 await asyncio.sleep(min(action.seconds, self._seconds))
                 return Text(DONE)
-            case Type() if "\0" in action.text:  # a program's argument cannot contain NUL
+            case Type() if "\0" in action.text:  # an argument of a program cannot contain NUL
                 return Text("malformed arguments: the text has a NUL")
             case _:
                 return await self._xdotool(*xdotool_arguments(action))
@@ -238,11 +238,11 @@ class Desktop:
         done = await self._execute(["xdotool", *arguments], self._seconds)
         if done.timed_out:
             return Text(f"[timed out after {self._seconds:g} s]")
-        # xdotool exits with 0 even for an unknown key, so any output of xdotool becomes the result.
+        # xdotool exits with 0 even if a key is unknown. So if it prints anything, that is the result.
         return Text(done.log_tail().strip() or (DONE if done.exit_code == 0 else f"[exit code {done.exit_code}]"))
 
     async def _screenshot(self, part: Zoom | None = None) -> Part:
-        """Return an image of the screen, or of the part `part`."""
+        """Return an image of the screen, or only of the area `part`."""
         file = f"{self._folder}/screen.png"
         area = ""
         if part is not None:
@@ -256,7 +256,7 @@ class Desktop:
     async def _tree(self) -> Text:
         """Return the accessibility tree of the screen."""
         options, script = self._options, f"{self._folder}/{SCRIPT.name}"
-        # Half of the call's time is left for the start of the script, and for the reply of the last queried program.
+        # The script reads for half of the time. The rest is for its start, and for the last reply that it waits for.
         words = [PYTHON, script, str(options.width), str(options.height), f"{min(TREE_SECONDS, self._seconds / 2):g}"]
         done = await self._execute(words, self._seconds)
         if done.timed_out:
@@ -269,7 +269,7 @@ class Desktop:
     async def _execute(self, command: str | Sequence[str], seconds: float) -> ExecResult:
         env = {"DISPLAY": DISPLAY}
         if self._options.observation != "screenshot":
-            # The last two variables turn on accessibility in Chromium and in Qt. In GTK accessibility is always on.
+            # The last two variables turn on accessibility in Chromium and in Qt. GTK always has it.
             env |= {
                 "AT_SPI_BUS_ADDRESS": f"unix:path={self._folder}/{BUS}",
                 "GNOME_ACCESSIBILITY": "1",
@@ -279,11 +279,11 @@ class Desktop:
 
 
 def tool_names(options: DesktopOptions) -> frozenset[str]:
-    """Return the names of the tools that a desktop with these options has."""
+    """Return the names of the tools of a desktop with these options."""
     return frozenset(_actions(options)) if options.actions is None else computer_calls.names(options.actions)
 
 
 def _actions(options: DesktopOptions) -> list[str]:
-    """Return the names of the actions that the model has."""
+    """Return the names of the actions that the model may call."""
     without = {"screenshot": "tree", "tree": "screenshot"}.get(options.observation)
     return [name for name in ACTIONS if name != without]

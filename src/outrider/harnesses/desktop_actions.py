@@ -1,6 +1,7 @@
-"""The actions of an agent on a desktop: looking at the screen, and using the mouse and the keyboard.
+"""The actions of an agent on a desktop: looking at the screen, and using mouse and keyboard.
 
-The docstring of an action in `ACTIONS` is its description for a model. `pixels` must return the pixels of each action.
+The docstring of each action in ACTIONS is shown to the model as its description. `pixels` must return all pixels that
+an action names.
 """
 
 from __future__ import annotations
@@ -80,14 +81,14 @@ class Wait(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Press(msgspec.Struct):
-    """Press, release or click a button of the mouse at the mouse's position."""
+    """Press, release or click a mouse button where the pointer is."""
 
     button: Button
     event: Literal["mousedown", "mouseup", "click"]
 
 
 class Hold(msgspec.Struct):
-    """Hold keys while `action` runs, or for a number of seconds."""
+    """Hold keys down while `action` runs, or for some seconds."""
 
     keys: Keys
     seconds: PauseSeconds | None = None
@@ -95,11 +96,11 @@ class Hold(msgspec.Struct):
 
 
 class Position(msgspec.Struct):
-    """Return the pixel of the mouse pointer as text."""
+    """Return the position of the mouse pointer as text."""
 
 
 class Zoom(msgspec.Struct):
-    """Look at a part of the screen: the pixels from [x0, y0] up to [x1, y1]."""
+    """Look at a part of the screen: the pixels from [x0, y0] to [x1, y1]."""
 
     start: Point
     end: Point
@@ -109,7 +110,7 @@ Action = Screenshot | Tree | Click | Move | Drag | Type | Key | Scroll | Wait | 
 ACTIONS: dict[str, type[Action]] = {
     kind.__name__.lower(): kind for kind in (Screenshot, Tree, Click, Move, Drag, Type, Key, Scroll, Wait)
 }
-"""The actions that a model can call by name."""
+"""The actions that a model can call, by name."""
 
 
 def pixels(action: Action) -> list[Point]:
@@ -128,7 +129,7 @@ def pixels(action: Action) -> list[Point]:
 
 
 def xdotool_arguments(action: Action) -> list[str]:
-    """Return the arguments of xdotool that carry out an action of mouse or keyboard."""
+    """Return the arguments with which xdotool performs an action of the mouse or the keyboard."""
     match action:
         case Click():
             repeat = ["--repeat", str(action.count), "--delay", "50"]
@@ -139,7 +140,7 @@ def xdotool_arguments(action: Action) -> list[str]:
         case Move():
             return _move(action.x, action.y)
         case Drag():
-            # Programs recognise a drag by its movements, so a pause follows each.
+            # A pause follows each movement, because programs recognize a drag by several movements.
             first, *others = action.path
             through = [word for x, y in others for word in (*_move(x, y), "sleep", "0.05")]
             return [*_move(*first), "mousedown", "1", "sleep", "0.05", *through, "mouseup", "1"]
@@ -164,7 +165,7 @@ def _move(x: int, y: int) -> list[str]:
 
 
 def action_tool(name: str) -> ToolSpec:
-    """Return the description of an action in `ACTIONS` for a model."""
+    """Return the description of an action in ACTIONS for the model."""
     kind = ACTIONS[name]
     (_,), schemas = msgspec.json.schema_components([kind])
     schema: dict[str, Any] = schemas[kind.__name__]

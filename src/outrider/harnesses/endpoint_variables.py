@@ -1,7 +1,7 @@
-"""The environment variables of a session: its ids, its folders, and its model endpoint. The endpoint has the names that
-the vendors' programs read.
+"""The environment variables of a session: its ids, its folders, and its model endpoint. Those of the endpoint have the
+names that vendors' programs read.
 
-Invariant: no task can set these variables.
+Invariant: a task cannot set any of these variables.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from outrider.harnesses.base import ModelEndpoint, SessionFolders, SessionIds
 
 
 def folder_environment(folders: SessionFolders) -> dict[str, str]:
-    """Return the variables with the session's folders, for agents that are written for Outrider."""
+    """Return the variables that name the session's folders. Agents written for Outrider read them."""
     return {"OUTRIDER_ARTIFACTS": folders.artifacts, "OUTRIDER_LOGS": folders.logs}
 
 
 def endpoint_environment(endpoint: ModelEndpoint, instruction: str, ids: SessionIds) -> dict[str, str]:
-    """Return the variables with the endpoint and the instruction, under the names that each vendor's programs read. The
-    ids of the attempt are for agents that are written for Outrider."""
+    """Return the variables for the model endpoint and the instruction, under the names that the programs of each vendor
+    read. Agents written for Outrider also find the ids of the attempt there."""
     base, key = endpoint.base_url, endpoint.api_key
     return {
         "OPENAI_BASE_URL": f"{base}/v1",

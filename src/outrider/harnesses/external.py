@@ -1,6 +1,6 @@
-"""The harness of an agent that runs elsewhere.
+"""The harness of an external session, whose agent runs elsewhere.
 
-`sessions/external.py` runs sessions with this harness. A node makes this harness only to grade such a session.
+`sessions/external.py` runs such sessions. A node makes this harness only to grade one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outrider.sandbox.runtimes.base import Availability
 
 
 class ExternalHarness:
-    """A harness with nothing to install and nothing to run."""
+    """A harness that installs nothing and runs nothing."""
 
     def available(self) -> Availability:
         return Availability(ok=True, detail="")

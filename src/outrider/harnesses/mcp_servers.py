@@ -1,7 +1,7 @@
-"""Writes a task's MCP servers into the file from which an agent program reads its servers.
+"""Writes the MCP servers of a task into the file from which an agent program reads its servers.
 
-The module is pure. Invariants: the values of a server are not searched for placeholders; the rest of the file keeps its
-values.
+The module is pure. Invariants: placeholders in the values of a server are not replaced; everything else in the file
+keeps its value.
 """
 
 from __future__ import annotations
@@ -20,25 +20,22 @@ from outrider.spec import McpServer, McpTransport
 
 FIELD = "task.harness.mcp_servers"
 FORMATS = (".json", ".toml", ".yaml")
-"""Suffixes of the files into which servers can be written. A preset writes its .yaml file as JSON, which is also
-YAML."""
+"""Suffixes of files into which servers can be written. The .yaml file of a preset must be JSON, which is also YAML."""
 
 
 class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Describes how a program gets MCP servers. {server} in `name`, `tool` and `allowed` is replaced by the name of a
-    server.
+    """How a program gets MCP servers. In `name`, `tool` and `allowed`, {server} stands for the name of a server.
 
-    file: the file with the servers. It is written like a file of the preset, and may be one of these files.
-    key: the table in `file` whose entries are the servers, by name. A key with dots is a path of tables.
-    entries: the form of an entry for each transport that the program supports. The values "{name}", "{command}",
-        "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" in a form are replaced. If
-        the forms have "{name}", `key` is a list of entries instead of a table.
+    file: the file with the servers. It may be one of the preset's files, and is written in the same way.
+    key: the path of a table in `file`, with dots between nested tables. Its entries are the servers, by name.
+    entries: the form of an entry for each transport that the program supports. In a form, "{name}", "{command}",
+        "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. If the forms
+        have "{name}", `key` is the path of a list instead of a table.
     env, text: for a task with servers, these variables are set, and this text is merged into `file`.
-    name: the name under which a server is written into `file`. It differs from "{server}" if the program uses some
-        names itself.
-    tool: the name of the server's tool {tool} in the program's requests.
-    allowed: the entry for all tools of a server in the program's list of allowed tools. It is empty if the list does
-        not apply to the tools of servers.
+    name: the name of a server in `file`. It is not just "{server}" if the program uses some names itself.
+    tool: the model's name for the tool {tool} of a server.
+    allowed: the entry that allows all tools of a server in the program's list of allowed tools. It is empty if the list
+        does not apply to servers.
     """
 
     file: str
@@ -63,8 +60,8 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence[McpServer], *, hint: str) -> None:
-    """Raise InvalidField if the harness `name` does not support the servers. `hint` is for a harness that supports no
-    servers."""
+    """Raise InvalidField if the harness `name` does not support one of the servers. `hint` is for a harness that
+    supports none."""
     if servers and settings is None:
         raise InvalidField(f"harness {name!r} cannot be given MCP servers", field=FIELD, hint=hint)
     for number, server in enumerate(servers):
@@ -77,8 +74,8 @@ def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence
 
 
 def check_reachable(servers: Sequence[McpServer], destinations: Sequence[str] = ()) -> None:
-    """Raise InvalidField for a server that a sandbox cannot reach. Reachable servers are on the sandbox's own loopback,
-    or among the destinations of its network while the agent runs."""
+    """Raise InvalidField if the sandbox cannot reach a server. A sandbox reaches its own loopback, and the
+    `destinations` of its network while the agent runs."""
     for number, server in enumerate(servers):
         if server.url is None:
             continue
@@ -111,13 +108,14 @@ def _is_loopback(host: str) -> bool:
 
 
 def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer]) -> str:
-    """Return the text of the program's file with the servers added. An empty text means a file without settings."""
+    """Return the text of the program's file with the servers added. `text` is the file without them, and may be
+    empty."""
     entries: dict[str, dict[str, Any]] = {}
     for server in servers:
         name = settings.name.format(server=server.name)
         entries[name] = _entry(settings.entries[server.transport], name, server)
     if PurePosixPath(settings.file).suffix == ".toml":
-        # In TOML, a new table may be appended to the end of the file.
+        # A new table in TOML can simply be appended to the file.
         tables = (_table(settings, name, entry) for name, entry in entries.items())
         return "\n".join((text.rstrip("\n"), *tables)) + "\n"
     data = json.loads(text or "{}")
@@ -155,5 +153,5 @@ def _in_toml(value: Any) -> str:
         return f"{{{', '.join(f'{_in_toml(name)} = {_in_toml(each)}' for name, each in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_in_toml, value))}]"
-    # A JSON string is also a TOML string, except that TOML requires an escape for DEL.
+    # A JSON string is also a TOML string, but TOML requires that DEL is escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,9 +1,9 @@
-"""The tools of a task's MCP servers, for in-process agents. The servers run in the sandbox.
+"""The tools of the MCP servers of a task, for in-process agents. The servers run in the sandbox.
 
 The client is the optional package `mcp`, which is imported only when needed. A runtime cannot keep the pipes of a
-process open, so the server reads and writes two named pipes. A live shell reads the server's lines one after another.
-For each message to the server, a separate command writes to the pipe. Invariant: the servers end with the block of
-`mcp_tools`, and an exception in the block is raised unchanged.
+process open, so a server reads and writes two named pipes. A live shell reads the server's output line by line. Each
+message to the server is written by a separate command. Invariant: when the block of `mcp_tools` ends, the servers end,
+and an exception in the block is raised unchanged.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from mcp.shared.message import SessionMessage
 
 NAME = "mcp__{server}__{tool}"
-"""The name by which the model calls a server's tool."""
+"""The model's name for a tool of a server."""
 START_SECONDS = 120.0
-"""Maximum seconds until a server has listed its tools."""
+"""Maximum seconds to start a server and list its tools."""
 SEND_SECONDS = 30.0
-"""Maximum seconds until a server has read a message."""
+"""Maximum seconds that a server takes to read a message."""
 MAX_PAGES = 100
-"""Maximum number of pages in a server's list of tools."""
+"""Maximum pages of a server's list of tools."""
 
 START = """
 mkdir -p {folder} && rm -f {folder}/in {folder}/out && mkfifo {folder}/in {folder}/out
 (. {folder}/start) <>{folder}/in >{folder}/out 2>{folder}/err &
 exec 4<{folder}/out
 """
-"""Starts a server in the background. The server itself also opens its input for writing, so that the input never ends.
-The shell waits until the server's output is open."""
+"""Starts a server in the background, and waits until its output is open. The server opens its input for writing, too,
+so that the input never ends."""
 NEXT = """IFS= read -r line <&4 && printf '%s\\n' "$line\""""
 SEND = 'cat > "$0"'
 
@@ -54,8 +54,8 @@ def mcp_available() -> bool:
 
 @asynccontextmanager
 async def mcp_tools(context: HarnessContext) -> AsyncIterator[list[Tool]]:
-    """Start the task's servers, and yield their tools. Raises HarnessUnavailable if the package `mcp` is missing, and
-    HarnessError if a server does not start."""
+    """Start the task's MCP servers, and yield their tools. Raises HarnessUnavailable if the package `mcp` is not
+    installed, and HarnessError if a server does not start."""
     servers = context.task.harness.mcp_servers
     if servers and not mcp_available():
         raise HarnessUnavailable(
@@ -89,7 +89,7 @@ async def _served(runtime: Runtime, server: McpServer, folder: str) -> AsyncIter
             group.start_soon(_receive, shell, to_session)
             group.start_soon(_send, runtime, f"{folder}/in", from_session)
             async with ClientSession(received, sent) as session:
-                # An exception in the block is raised again outside the task groups, which would wrap it in an
+                # An exception in the block is raised again outside of the task groups, which would wrap it in an
                 # ExceptionGroup.
                 try:
                     yield await _started(session, runtime, server, folder)
@@ -104,7 +104,7 @@ async def _served(runtime: Runtime, server: McpServer, folder: str) -> AsyncIter
 
 
 async def _started(session: ClientSession, runtime: Runtime, server: McpServer, folder: str) -> list[Tool]:
-    """Return the tools of a server that has just been started."""
+    """Return the tools of a server that has started."""
     from mcp_types import PaginatedRequestParams
 
     try:
@@ -118,7 +118,7 @@ async def _started(session: ClientSession, runtime: Runtime, server: McpServer, 
                     break
                 page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
             return tools
-    except Exception as error:  # the package raises errors of several types
+    except Exception as error:  # the package mcp raises several types of errors
         try:
             said = (await runtime.read(f"{folder}/err")).decode("utf-8", errors="replace")
         except FileNotFoundError:
@@ -131,7 +131,7 @@ async def _started(session: ClientSession, runtime: Runtime, server: McpServer, 
 
 
 def _tool(session: ClientSession, server: McpServer, found: Any) -> Tool:
-    """Return a server's tool `found` as a tool of the agent."""
+    """Return the server's tool `found` as a tool for the agent."""
 
     async def call(context: HarnessContext, arguments: Mapping[str, Any]) -> str:
         try:
@@ -159,19 +159,19 @@ def _tool(session: ClientSession, server: McpServer, found: Any) -> Tool:
 
 
 def _text(part: Any) -> str:
-    """Return a part of a result as text."""
+    """Return one part of a tool's result as text."""
     text = getattr(part, "text", None) or getattr(getattr(part, "resource", None), "text", None)
     return text if isinstance(text, str) else f"[{part.type}: not shown]"
 
 
 def _script(server: McpServer) -> str:
-    """Return a shell script that replaces itself with the server."""
+    """Return a shell script that becomes the server, using exec."""
     variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in server.env.items())
     return f"{variables}exec {shlex.join([server.command or '', *server.args])}\n"
 
 
 async def _receive(shell: Shell, to_session: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
-    """Pass on the server's messages until the server ends, or the sandbox is broken."""
+    """Pass the server's messages on until the server ends or the sandbox breaks."""
     import anyio
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
@@ -188,7 +188,7 @@ async def _receive(shell: Shell, to_session: MemoryObjectSendStream[SessionMessa
             try:
                 message = jsonrpc_message_adapter.validate_json(line.output, by_name=False)
             except ValidationError:
-                continue  # the line is not a message of the protocol
+                continue  # this line is not a protocol message
             try:
                 await to_session.send(SessionMessage(message))
             except (anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -196,7 +196,7 @@ async def _receive(shell: Shell, to_session: MemoryObjectSendStream[SessionMessa
 
 
 async def _send(runtime: Runtime, pipe: str, from_session: MemoryObjectReceiveStream[SessionMessage]) -> None:
-    """Pass on the session's messages until the server no longer reads them, or the sandbox is broken."""
+    """Pass messages on to the server until it no longer reads them or the sandbox breaks."""
     async with from_session:
         async for message in from_session:
             line = message.message.model_dump_json(by_alias=True, exclude_unset=True) + "\n"

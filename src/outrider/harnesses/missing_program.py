@@ -1,7 +1,7 @@
 """Finds out why a program could not be started in a sandbox: which file is missing, and how to change the task.
 
 Invariant: a program, an interpreter or a loader is reported as missing only after a check in the sandbox. A library is
-reported as missing only after a message of the dynamic loader. If the cause is unknown, the result is None.
+reported as missing only if the dynamic loader has said so. If the cause is unknown, the result is None.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from outrider.sandbox.runtimes.base import ExecResult, Runtime
 
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
-"""Exit codes of shells and the tool server for a program that cannot be started."""
+"""Exit codes with which shells and the sandbox's tool server report that a program cannot be started."""
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""PATH for a sandbox that sets no PATH, or has no shell."""
+"""PATH for a sandbox that does not set it or has no shell."""
 FIND_PATH = 'printf %s "$PATH"'
 HEAD = 4096
-"""Number of bytes read from the beginning of a file. This is enough for its first line, or for the program headers of
-an ELF file."""
+"""Number of bytes to read from the beginning of a file. They contain the first line of a script, or the program headers
+of an ELF file."""
 SMALL = 1 << 16
 """Maximum bytes of a file that is read whole."""
 MAX_SCRIPTS = 4
-"""Maximum length of a chain of scripts in which each script is the interpreter of the one before. Linux has the same
+"""Maximum length of a chain of scripts, in which each script is the interpreter of the previous one. Linux has the same
 limit."""
 LOOK_SECONDS = 10.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
@@ -46,10 +46,10 @@ _COMPLAINTS = (
     re.compile(r"^(?:\S*sh): (?:line )?\d+: (?P<name>/.+?): No such file or directory$", re.MULTILINE),
     re.compile(r"^(?:\S*/)?env: [\u2018'\"]?(?P<name>.+?)[\u2019'\"]?: No such file or directory$", re.MULTILINE),
 )
-"""Messages of bash, dash and env for a program that is not found."""
+"""Messages of bash, dash and env about a program that they do not find."""
 
 _LIBRARY = re.compile(r"error while loading shared libraries: (?P<name>[^:\n]+): cannot open shared object file")
-"""Message of the GNU C library's dynamic loader for a missing library. The loader then exits with 127, like a shell
+"""Message of the GNU C library's dynamic loader about a missing library. The loader then exits with 127, like a shell
 that does not find a program."""
 
 OTHER_ROOT = (
@@ -59,7 +59,7 @@ OTHER_ROOT = (
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """A missing or unusable file (`message`), and how to change the task (`hint`)."""
+    """A missing or unusable file: `message` describes it, and `hint` tells how to change the task."""
 
     message: str
     hint: str
@@ -68,8 +68,8 @@ class Missing(msgspec.Struct, frozen=True):
 async def find_missing(
     runtime: Runtime, command: Sequence[str], env: Mapping[str, str], result: ExecResult
 ) -> Missing | None:
-    """Return why the command that gave `result` could not be started. Returns None if it was started, or if the cause
-    is unknown."""
+    """Return why `command` could not be started, given its `result`. Returns None if it was started, or if the cause is
+    unknown."""
     if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
         return None
     sandbox = _Sandbox(runtime, env)
@@ -87,7 +87,7 @@ async def find_missing(
 
 
 async def search_path(runtime: Runtime, env: Mapping[str, str], *, seconds: float) -> str:
-    """Return the PATH of programs that are started in the sandbox with the variables `env`. Raises RuntimeFailure."""
+    """Return the PATH of a program that is started in the sandbox with the variables `env`. Raises RuntimeFailure."""
     if own := env.get("PATH"):
         return own
     told = await runtime.exec(FIND_PATH, seconds=seconds)
@@ -95,7 +95,7 @@ async def search_path(runtime: Runtime, env: Mapping[str, str], *, seconds: floa
 
 
 class _Sandbox:
-    """Searches for programs in a sandbox, with the given environment variables."""
+    """Looks for programs in a sandbox whose programs have the variables `env`."""
 
     def __init__(self, runtime: Runtime, env: Mapping[str, str]) -> None:
         self._runtime = runtime
@@ -103,13 +103,13 @@ class _Sandbox:
         self._path = ""
 
     async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
-        """Return why the program cannot be started, or None if no cause is found. For a script, its interpreter is
-        checked. If the interpreter is also a script, its own interpreter is checked next, up to `depth` times."""
+        """Return why the program cannot be started, or None if no cause is found. For a script, check its interpreter,
+        too. An interpreter may itself be a script, so this is repeated up to `depth` times."""
         place = await self._find(name)
         if place is None:
             return _not_there(name)
         test = await self._runtime.exec(["test", "-f", place, "-a", "-x", place], seconds=LOOK_SECONDS)
-        # Any other exit code means that the file is executable, or that the sandbox does not have the command `test`.
+        # With any other exit code, the file is executable, or the sandbox has no command `test`.
         if test.exit_code == 1:
             return Missing(
                 f"{place} is not executable", "chmod +x it; a prepare step that writes it takes executable = true"
@@ -133,7 +133,7 @@ class _Sandbox:
         return Missing(f"{place} is a script for {interpreter}, which is not in the sandbox", why.hint)
 
     async def _find(self, name: str) -> str | None:
-        """Return the path of a program, or None. A name with a slash is a path. Any other name is searched in the
+        """Return the path of a program, or None. A name with a slash is a path. Any other name is looked up in the
         folders of PATH."""
         if "/" in name:
             return name if await self._exists(name) else None
@@ -148,15 +148,14 @@ class _Sandbox:
             await self._runtime.read(path, limit=0)
         except FileNotFoundError:
             return False
-        # The path exists. It is a folder, a file that cannot be read, or a file that is longer than the limit of 0
-        # bytes.
+        # The path exists: as a folder, as a file that cannot be read, or as a file longer than the limit of 0 bytes.
         except (RuntimeFailure, OSError):
             return True
         return True
 
     async def _head(self, path: str) -> bytes:
-        """Return the first HEAD bytes of a file. If the file is large and the sandbox has no `head`, it is read on the
-        host. This works only for programs that Outrider has installed, because only they have the same path there."""
+        """Return the first HEAD bytes of a file. If the file is large and the sandbox has no command `head`, read it on
+        the host. Only programs that Outrider has installed have the same path there."""
         try:
             return (await self._runtime.read(path, limit=SMALL))[:HEAD]
         except RuntimeFailure:
@@ -165,8 +164,8 @@ class _Sandbox:
 
 
 def _head_on_host(path: str) -> bytes:
-    """Read the beginning of a program in Outrider's cache. Returns b"" for any other path. The task chooses the path,
-    and other files of the host may be secret, or pipes."""
+    """Read the beginning of a program in Outrider's cache on the host. Returns b"" for any other path: the task chooses
+    it, and other files of the host may be secret, or pipes."""
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(cache_home())):
         return b""
@@ -179,14 +178,14 @@ def _head_on_host(path: str) -> bytes:
 
 
 def _not_there(name: str) -> Missing:
-    """Describe a program that is missing in the sandbox. The hint depends on whether the service's PATH on the host has
-    the program."""
+    """Describe a program that the sandbox does not have. The hint depends on whether the host has it in the service's
+    PATH."""
     if "/" in name and not posixpath.isabs(name):
         return Missing(
             f"{name} is not in the sandbox, where it was looked for below the working directory",
             "a prepare step with `write` or `upload` puts it there",
         )
-    # Only the service's own PATH is searched, because a task must not find out which other paths exist on the host.
+    # On the host, only the service's own PATH is searched. A task must not find out which other paths exist there.
     looked = f"{environment('PATH') or SYSTEM_PATH}:{SYSTEM_PATH}"
     named = "/" not in name or posixpath.dirname(name) in looked.split(":")
     on_host = shutil.which(name, path=looked) if named else None
@@ -213,7 +212,7 @@ def _not_there(name: str) -> Missing:
         hint = f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
     else:
         folder = program.parent.parent if program.parent.name == "bin" else program.parent
-        # these folders have many other files, so only the program is mounted
+        # These folders contain much else, so only the program is mounted.
         if folder in (Path("/"), Path.home(), Path.home() / ".local"):
             folder = program
         hint = f'show it to the sandbox: write mounts = [{{source = "{folder}"}}] below [runtime]; {_allow(folder)}'
@@ -225,7 +224,7 @@ def _allow(path: Path) -> str:
 
 
 def _loader(head: bytes) -> str | None:
-    """Return the dynamic loader named in the first bytes of a 64-bit ELF program, or None."""
+    """Return the dynamic loader that the first bytes of a 64-bit ELF program name, or None."""
     if head[:6] != b"\x7fELF\x02\x01" or len(head) < 64:
         return None
     (start,) = struct.unpack_from("<Q", head, 32)

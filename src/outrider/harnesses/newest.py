@@ -1,6 +1,6 @@
-"""Finds the newest version of a preset's program in its registry, and writes a new pinned version into a preset's file.
+"""Finds the newest version of a preset's program in its registry, and changes the pinned version in a preset's file.
 
-The registries are queried by their ordinary clients: npm, uv, pip. All functions of this module block.
+The registries are queried by their ordinary clients: npm, uv, pip. All functions here block.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ REGISTRIES = {"npm": "the npm registry", "pip": "the Python package index"}
 
 
 def newest_version(preset: Preset, say: Progress) -> str:
-    """Return the newest version of the preset's program that its registry offers.
+    """Return the newest version of the preset's program in its registry.
 
-    Raises InvalidField for a preset without a program, and HarnessUnavailable if the query fails.
+    Raises InvalidField if the preset installs no program, and HarnessUnavailable if the query fails.
     """
     recipe = preset.install
     if recipe is None:
@@ -45,7 +45,8 @@ def newest_version(preset: Preset, say: Progress) -> str:
 
 
 def pin_file(preset: Preset) -> Path:
-    """Return the path of a preset's file. Raises InvalidField unless Outrider runs from a checkout of its source."""
+    """Return the path of a preset's file. Raises InvalidField if Outrider does not run from a checkout of its
+    source."""
     path = Path(str(files("outrider.harnesses").joinpath("presets", f"{preset.name}.toml")))
     checkout = path.parents[4]
     if not (checkout / "pyproject.toml").is_file() or path.parents[3].name != "src":
@@ -58,7 +59,7 @@ def pin_file(preset: Preset) -> Path:
 
 
 def write_pin(preset: Preset, version: str) -> None:
-    """Write another pinned version into the file of a preset. Raises InvalidField (see `pin_file`)."""
+    """Change the pinned version in the file of a preset. Raises InvalidField (see `pin_file`)."""
     path = pin_file(preset)
     pinned = preset.install
     assert pinned is not None
@@ -72,7 +73,7 @@ def write_pin(preset: Preset, version: str) -> None:
 def _of_npm(package: str, recipe: Install, folder: Path, say: Progress) -> str:
     assert recipe.node is not None
     npm = npm_command(install_node(recipe.node, say))
-    # By default npm repeats a failed request for minutes.
+    # By default, npm would repeat a failed request for minutes.
     output = run([*npm, "view", "--json", "--fetch-retries=0", package, "version"], cwd=folder, seconds=ASK_SECONDS)
     try:
         return str(json.loads(output))

@@ -1,7 +1,7 @@
-"""Fills in the {placeholders} of a preset's or a task's texts. The module is pure.
+"""Replaces the {placeholders} in texts of a preset or a task. The module is pure.
 
-Invariant: only the given names are replaced. Each text is scanned once, so that values are never scanned. Other braces,
-such as in JSON, are unchanged.
+Invariant: only the given names are replaced. Each text is scanned once, so placeholders within values stay. Other
+braces, such as those of JSON, also stay.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, Literal
 
 
 class Verbatim(str):
-    """A value that is never escaped, because it is already a piece of JSON."""
+    """A value that is inserted without escapes, because it is already JSON or YAML."""
 
 
 def _in_json_string(value: str) -> str:
-    """Escape a value for a JSON string. The escapes are also valid in a basic string of TOML."""
+    """Return a value with the escapes of a JSON string, which are also valid in a basic string of TOML."""
     return json.dumps(value, ensure_ascii=False)[1:-1]
 
 
 def yaml_string(value: str) -> Verbatim:
-    """Return a value as a double-quoted string of YAML. Characters that YAML might refuse or take for a line break are
+    """Return a value as a double-quoted YAML string. Characters that YAML might refuse or treat as a line break are
     escaped."""
 
     def escaped(char: str) -> str:
@@ -39,7 +39,7 @@ _ESCAPES: dict[str, Callable[[str], str]] = {".json": _in_json_string, ".toml": 
 
 
 def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = str) -> str:
-    """Return `text` with `{word}` replaced by its escaped value, for every word of `words`."""
+    """Return `text` with every `{word}` replaced by the escaped value of that word in `words`."""
     if not words:
         return text
     pattern = "|".join(re.escape(word) for word in words)
@@ -52,17 +52,16 @@ def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = 
 
 
 def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
-    """Fill in the text of a file. The suffix of `path` determines the file's format. Values are escaped for a string in
-    this format."""
+    """Replace the placeholders in the text of a file. Values are escaped for a string in the file's format, which the
+    suffix of `path` tells."""
     return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, str))
 
 
 def merged(path: str, text: str, added: Iterable[str]) -> str:
-    """Return the text of a file with the texts in `added` merged into it. All placeholders have already been filled in.
-    If `added` is empty, the text is unchanged.
+    """Return the text of a file with the texts in `added` merged into it. All placeholders have already been replaced.
 
-    In a .json file, objects and lists are joined at every depth, and a later text overrides other values. Lines added
-    to a .toml file come first, so that they are not part of a table. Any other text is appended.
+    In a .json file, objects and lists are joined at every depth, and any other value is overridden by later texts. In a
+    .toml file, added lines come first, so that they do not become part of a table. In any other file, they come last.
     """
     added = tuple(added)
     if not added:
@@ -86,11 +85,11 @@ def _merge(base: Any, more: Any) -> Any:
 
 
 def filled_size(path: str, text: str, words: Mapping[str, str]) -> int:
-    """Return an upper bound of the length of `fill_file`'s result, without building the result."""
+    """Return an upper bound for the length of what `fill_file` would return, without building it."""
     escape = _ESCAPES.get(PurePosixPath(path).suffix, str)
     return len(text) + sum(text.count(f"{{{word}}}") * len(escape(value)) for word, value in words.items())
 
 
 def names_in(texts: Iterable[str], kind: Literal["option", "dialect"]) -> frozenset[str]:
-    """Return every name x in placeholders `{option.x}` or `{dialect.x}`. `kind` chooses one of the two forms."""
+    """Return the names x in all placeholders `{option.x}` or, if `kind` is "dialect", `{dialect.x}`."""
     return frozenset(name for text in texts for name in re.findall(rf"\{{{kind}\.([A-Za-z0-9_.-]+)\}}", text))

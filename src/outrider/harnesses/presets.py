@@ -1,6 +1,6 @@
 """Presets: agent programs as data. A TOML file defines how a program is installed, started and pointed at its model.
 
-Invariant: a loaded preset is complete and declares every option that it uses.
+Invariant: a loaded preset is complete and declares every option that its texts use.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from outrider.spec import McpServer, NonzeroExit
 OptionValue = str | int | float | bool | tuple[str, ...]
 
 DIALECT = "dialect"
-"""Name of the option that selects the dialect of a preset with several dialects."""
+"""Name of the option that selects a dialect (an API that the program can speak)."""
 
 MAX_ARGUMENT = 100_000
-"""Maximum bytes of a text within an argument or a variable. Linux refuses arguments and variables above 128 KiB."""
+"""Maximum bytes of a text in an argument or a variable. Linux refuses arguments and variables above 128 KiB."""
 
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]{0,63}")
 
@@ -46,24 +46,24 @@ _TYPES: dict[str, type | UnionType] = {
 _CALLED = {"integer": "an integer", "names": "a list of names", "template": "a string"}
 
 _NAME = re.compile(r"(?!-)[^\s,\"'\\{}\x00-\x1f]{1,256}")
-"""Matches a name in an option of type `names`. It has no character with a special meaning in the lists and settings to
-which the name is written."""
+"""Matches a name in an option of type `names`. The name has no character with a special meaning in the lists and
+settings that contain it."""
 
 
 class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One option of a preset.
 
-    type: in a value of type `template`, the endpoint's placeholders ({base_url}, {api_key}, {model}, {instruction}) are
-        filled in. A value of type `names` is a list of names, or a text with commas.
-    default, optional: an option without a default is required, unless it is optional.
-    choices, minimum: the allowed values, if not empty, and the smallest number.
-    spelling: the program's own word for a value.
-    dialects: if not empty, the dialects in which the program has the option.
-    arguments, env, files: added only if the option has a value: arguments at the end of the command, variables, and
-        files by path. If the preset writes a file of the same path, the text is merged into the file.
+    type: `template` means that the value may have the placeholders of the endpoint: {base_url}, {api_key}, {model},
+        {instruction}. `names` means a list of names, or a text with names and commas.
+    default, optional: an option must be given unless it has a default or is optional.
+    choices, minimum: the allowed values (all, if empty), and the smallest number.
+    spelling: for some values, the program's own word.
+    dialects: the dialects in which the program has the option (all, if empty).
+    arguments, env, files: what is added if the option has a value: arguments at the end of the command, variables, and
+        files by path. If the preset also writes a file at this path, the texts are merged.
 
-    In the preset's texts, {option.x} is the value of option x. If its type is `names`, {option.x} is the names with
-    commas, {option.x.list} is a JSON list, and {option.x.members} is the members `"name": true` of a JSON object.
+    In texts of the preset, {option.x} is the value of the option x. For names, {option.x} has commas between them,
+    {option.x.list} is a JSON list, and {option.x.members} has the members `"name": true` of a JSON object.
     """
 
     type: OptionType
@@ -79,13 +79,13 @@ class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     files: dict[str, str] = {}
 
     def texts(self) -> tuple[str, ...]:
-        """Return the texts that are added if the option has a value."""
+        """Return the texts that the option adds if it has a value."""
         return (*self.arguments, *self.env.values(), *self.files.values())
 
 
 class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file to write before the program starts. `path` is absolute, or relative to the sandbox's HOME. The texts in
-    `added` are merged into `text`."""
+    """A file that is written before the program starts. `path` is absolute, or relative to HOME in the sandbox. The
+    texts in `added` are merged into `text`."""
 
     path: str
     text: str
@@ -94,20 +94,21 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SkillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Describes how a program gets skills. It reads them from `folder`, below HOME. The variables `env` are set for a
-    task with skills."""
+    """How a program gets skills: it reads them from `folder`, a path below HOME. For a task with skills, the variables
+    `env` are set."""
 
     folder: str
     env: dict[str, str] = {}
 
 
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The installation of the program on a node. Install scripts of packages are never run.
+    """How the program is installed on a node. Install scripts of packages are never run.
 
-    packages: requirements in the registry of `kind`. The first one is the program, and ends with `version`.
+    packages: the packages to install from the registry of `kind`. The first one is the program, and ends with
+        `version`.
     check: a command that prints `version` if the program works.
-    node: the version of Node.js for npm packages.
-    python: the Python version ("3.12") for pip packages, or None for the Python that runs Outrider.
+    node: the version of Node.js, for npm packages.
+    python: the version of Python ("3.12"), for pip packages, or None for the Python that runs Outrider.
     after: commands to run in the program's folder after the installation.
     """
 
@@ -129,8 +130,8 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError("the first package must be the program, in its 'version'")
 
     def at_version(self, version: str) -> Install:
-        """Return the installation of another version of the program. Other packages with the same version as the
-        program also get the other version."""
+        """Return how to install another version of the program. Other packages that are pinned to the program's version
+        also get the new version."""
         ends = (f"=={self.version}", f"@{self.version}")
         packages = tuple(
             package.removesuffix(self.version) + version if package.endswith(ends) else package
@@ -140,8 +141,8 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A program that the model writes to call a tool of an MCP server. The model passes it as the `argument` of the
-    agent's tool `tool`. `text` is the program, in which {server}, {tool} and {arguments} (a JSON object) are
+    """How the model calls a tool of an MCP server by writing a program. The model calls the agent's tool `tool` with
+    the program as its `argument`. `text` is the program, in which {server}, {tool} and {arguments} (a JSON object) are
     replaced."""
 
     tool: str
@@ -150,14 +151,14 @@ class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Facts about a program that `outrider harness check` needs and cannot find in the program's requests.
+    """Facts about a program that `outrider harness check` cannot find in the program's requests.
 
-    shell: the tool for running a command.
+    shell: the tool that runs a command.
     finish_command: a command that ends the run.
     subagent_arguments: arguments for the tool that starts a sub-agent.
-    wait: the tool that waits for the sub-agent with an id, if the program does not always wait for its sub-agents.
+    wait: the tool that waits for a sub-agent by its id, if the program does not always wait for sub-agents.
     skill: the tool that loads a skill.
-    mcp_call: for a program that does not show its model the tools of MCP servers as tools.
+    mcp_call: how the model calls a tool of an MCP server, if the program does not show such tools to the model.
     """
 
     shell: str | None = None
@@ -169,34 +170,34 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 Finding = Literal["yes", "no", "not tried"]
-"""The result of `outrider harness check` for a feature of a program. "not tried" means that it found no tool for the
+"""What `outrider harness check` says about a feature of a program. "not tried" means that it found no tool to test the
 feature."""
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The features that `outrider harness check` finds in a preset's program, in its default dialect. A test with the
-    real programs compares these values.
+    """What `outrider harness check` finds out about the features of a preset's program in its default dialect. A test
+    with the real programs compares these values.
 
-    image: if the model looks at an image file with a tool, the image is sent to the model.
-    subagent: a tool starts a sub-agent of the program."""
+    image: if the model looks at an image file with a tool, it gets the image.
+    subagent: the program has a tool that starts a sub-agent."""
 
     image: Finding = "not tried"
     subagent: Finding = "not tried"
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An agent program. Its texts may use these placeholders: those of the endpoint; {option.x}; {prefix} and {node},
-    the paths of the program and its Node.js; {home}, the sandbox's HOME; and {dialect.x}.
+    """An agent program. Its texts may use the placeholders of the endpoint, {option.x}, {dialect.x}, {prefix} and
+    {node} (the paths of the program and of its Node.js), and {home} (HOME in the sandbox).
 
-    answer: the output that is the final answer, or None.
-    refused: for each common option that the program does not have, the reason.
-    dialects: the program's dialects, the default first. A preset with several dialects has the option `dialect`.
+    answer: which output is the final answer, or None.
+    refused: the common options that the program does not have, each with the reason.
+    dialects: the APIs that the program can speak, the default first. If there are several, the preset has the option
+        `dialect`.
     words: for each dialect, the texts that replace {dialect.x}. They may use the endpoint's placeholders.
-    logs: the program's log files, as shell patterns below HOME. The end of the newest file is added to the program's
-        output.
-    nonzero_exit: the meaning of a non-zero exit code after the model has replied (see NonzeroExit).
+    logs: shell patterns of the program's log files below HOME. The end of the newest file is added to the output.
+    nonzero_exit: what a non-zero exit code means if the model has replied (see NonzeroExit).
     mcp, skills: how the program gets MCP servers and skills, or None if it does not support them.
-    certified: for the table of programs in the docs.
+    certified: the features for the table of programs in the docs.
     """
 
     name: str
@@ -230,12 +231,12 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ValueError(f"preset {self.name!r} cannot refuse: {', '.join(sorted(wrong))}")
 
     def texts(self) -> tuple[str, ...]:
-        """Return all texts in which placeholders are filled in."""
+        """Return all texts in which placeholders are replaced."""
         own = (*self.command, self.stdin, *self.env.values(), *(file.text for file in self.files))
         return (*own, *(text for option in self.options.values() for text in option.texts()))
 
     def files_with(self, servers: Sequence[McpServer]) -> tuple[ConfigFile, ...]:
-        """Return the files, with the file for MCP servers if there are `servers`."""
+        """Return the preset's files, with the file for MCP servers if there are `servers`."""
         if not servers or self.mcp is None:
             return self.files
         files = {file.path: file for file in self.files}
@@ -244,8 +245,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return tuple((files | {file.path: msgspec.structs.replace(file, added=added)}).values())
 
     def at_version(self, version: str | None, *, field: str = "version") -> Preset:
-        """Return the preset with another version of its program, or this preset if `version` is None. Raises
-        InvalidField if the preset has no program, or if the text is not a version."""
+        """Return the preset with another version of its program. If `version` is None, return this preset. Raises
+        InvalidField if the preset installs no program, or if `version` is not an exact version."""
         if version is None:
             return self
         if self.install is None:
@@ -255,7 +256,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return msgspec.structs.replace(self, install=self.install.at_version(version))
 
     def with_options(self, values: Mapping[str, OptionValue]) -> Preset:
-        """Return the preset with the arguments, variables and files of the options in `values`."""
+        """Return the preset with the arguments, variables and files that the options in `values` add."""
         given = [option for name, option in self.options.items() if name in values]
         files = {file.path: file for file in self.files}
         for path, text in (each for option in given for each in option.files.items()):
@@ -271,25 +272,25 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def is_version(text: str) -> bool:
-    """Return True if the text has the form of one exact version."""
+    """Return True if the text looks like one exact version."""
     return _VERSION.fullmatch(text) is not None
 
 
 def preset_names() -> list[str]:
-    """Return the names of all built-in presets, sorted."""
+    """Return the names of the built-in presets, sorted."""
     found = files("outrider.harnesses").joinpath("presets").iterdir()
     return sorted(entry.name.removesuffix(".toml") for entry in found if entry.name.endswith(".toml"))
 
 
 def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Preset:
-    """Return the preset with this name. Raises InvalidField for an unknown name, with a hint that lists all names."""
+    """Return the preset with this name. If there is none, raises InvalidField with a hint that lists all names."""
     known = preset_names()
     if name not in known:
         raise InvalidField(f"unknown preset {name!r}", field=field, hint=f"known: {', '.join(known)}")
     return _read(name)
 
 
-@functools.cache  # cached, because every session loads its preset, and the file does not change while the service runs
+@functools.cache  # every session loads its preset, and the file does not change while the service runs
 def _read(name: str) -> Preset:
     text = files("outrider.harnesses").joinpath("presets", f"{name}.toml").read_text("utf-8")
     raw = tomllib.loads(text)
@@ -307,8 +308,8 @@ def _read(name: str) -> Preset:
 
 
 def _with_common(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an option. If there is a common option with this name, its type, help, choices and minimum
-    are added."""
+    """Return the fields of an option. If it is a common option, this adds the common type, help, choices and
+    minimum."""
     common = COMMON.get(name)
     if common is None:
         return given
@@ -319,7 +320,7 @@ def _with_common(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(preset: Preset, name: str, field: str) -> InvalidField:
-    """Return the error for an option that the preset does not have."""
+    """Return the error for an option `name` that the preset does not have."""
     if name in COMMON:
         reason = f": {preset.refused[name]}" if name in preset.refused else ""
         return InvalidField(
@@ -334,7 +335,7 @@ def _unknown(preset: Preset, name: str, field: str) -> InvalidField:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Return a list of names, or a text with commas, as a tuple of distinct names. Returns () for any other value."""
+    """Return the names in a list, or in a text with commas, without repetitions. Returns () for any other value."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return ()
@@ -344,8 +345,9 @@ def _names(value: Any) -> tuple[str, ...]:
 def checked_options(
     preset: Preset, given: Mapping[str, Any], *, field: str = "task.harness.options"
 ) -> dict[str, OptionValue]:
-    """Return the preset's options with defaults filled in, without optional options that have no value. Raises
-    InvalidField for an option that is unknown, missing, of the wrong type, too small, or not one of its choices."""
+    """Return the values of the preset's options, including defaults. Optional options without a value are left out.
+    Raises InvalidField for an option that is unknown, missing, of the wrong type, too small, or not one of its
+    choices."""
     for name in given:
         if name not in preset.options:
             raise _unknown(preset, name, field)
@@ -369,11 +371,11 @@ def checked_options(
 
 
 def _checked(option: Option, name: str, value: Any, where: str) -> OptionValue:
-    """Return the value of an option after checking its type and limits. Raises InvalidField with the field `where`."""
+    """Return the value of an option after checking its type and limits. Raises InvalidField for the field `where`."""
     names = _names(value) if option.type == "names" else ()
     if names:
         value = names
-    # True is an int in Python, but an option of a number type does not accept it.
+    # True and False are ints in Python, but an option that is a number does not accept them.
     fits = isinstance(value, _TYPES[option.type]) and (option.type == "boolean" or not isinstance(value, bool))
     if not fits:
         called = _CALLED.get(option.type, f"a {option.type}")

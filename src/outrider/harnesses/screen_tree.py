@@ -1,11 +1,11 @@
 """Prints the accessibility tree of a screen: python3 screen_tree.py WIDTH HEIGHT SECONDS.
 
-This program runs inside a sandbox with Debian's Python and its bindings of AT-SPI (`gir1.2-atspi-2.0`, `python3-gi`).
-Each line is one element on the screen: its role, name, value, states and box in pixels of the screen, indented below
-its parent.
+This program runs inside a sandbox, with Debian's Python and its bindings of AT-SPI (`gir1.2-atspi-2.0`, `python3-gi`).
+Each line describes one element on the screen: its role, name, value, states, and box in pixels. It is indented below
+its parent's line.
 
-Invariant: the output has at most MAX_CHARACTERS characters and is complete after about SECONDS, even if a program on
-the screen reports endless elements. Notes at the end count the elements that are left out.
+Invariant: the output has at most MAX_CHARACTERS characters and is complete after about SECONDS, even if a program
+reports elements without end. Notes at the end count the elements that are left out.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 MAX_CHARACTERS = 16_000
-"""Maximum characters of the output. This is below the limit of a tool's result, so the result is not cut again."""
+"""Maximum characters of the output. The limit for results of tools is higher, so the output is not cut again."""
 MAX_ELEMENTS = 5_000
 """Maximum number of elements that are read, printed or not."""
 MAX_DEPTH = 50
-"""Maximum depth of elements below a window."""
+"""Maximum levels of elements below a window."""
 MAX_TEXT = 200
-"""Maximum characters of a name or a value."""
+"""Maximum characters of an element's name or value."""
 CALL_SECONDS = 1.0
 """Time limit of one query to a program, in seconds."""
 
 EMBEDDED = "\ufffc"
-"""The character that represents a child in an element's text."""
+"""In an element's text, this character stands for a child."""
 
 WRAPPERS = frozenset(
     (
@@ -53,7 +53,7 @@ WRAPPERS = frozenset(
         "viewport",
     )
 )
-"""Roles of elements that are left out if they have no name, no value and no state of NOTED."""
+"""Roles of elements that are not printed, unless they have a name, a value or a state in NOTED."""
 
 NOTED = (
     "active",
@@ -70,7 +70,7 @@ NOTED = (
     "busy",
     "modal",
 )
-"""States that are printed for an element. Other states are left out, because most elements have them."""
+"""The states that are printed. Other states are not, because most elements have them."""
 
 
 class Box(NamedTuple):
@@ -98,11 +98,11 @@ class Element(Protocol):
 
 
 class Full(Exception):
-    """A limit of the output is reached. The exception's message becomes a note at the end of the output."""
+    """The output has reached a limit. The message becomes a note at the end of the output."""
 
 
 class ScreenTree:
-    """Writes an accessibility tree as text. `until` is the time on `clock` at which reading ends."""
+    """Writes an accessibility tree as text. `until` is the time, as told by `clock`, at which reading stops."""
 
     def __init__(self, width: int, height: int, until: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._width, self._height = width, height
@@ -115,7 +115,7 @@ class ScreenTree:
         self._gone = 0
 
     def read(self, desktop: Element) -> str:
-        """Return the text of the programs on a desktop, the active program first."""
+        """Return the accessibility trees of the programs on a desktop as text, the active program first."""
         try:
             programs = [(program, self._windows(program)) for program in self._children(desktop)]
             for program, windows in sorted(programs, key=lambda each: not any(active for active, _ in each[1])):
@@ -145,7 +145,7 @@ class ScreenTree:
                 self._gone += 1
 
     def _windows(self, program: Element) -> list[tuple[bool, Element]]:
-        """Return the windows of a program, the active window first, each with True if the window is active."""
+        """Return the windows of a program, each with True if it is active. The active window comes first."""
         windows = []
         for window in self._children(program):
             try:
@@ -167,7 +167,8 @@ class ScreenTree:
             self._left += len(self._lines.pop()) + 1
 
     def _element(self, element: Element, indent: int, depth: int, *, within: str | None) -> None:
-        """Add an element and all elements below it. `within` is the name of its parent, or None for a window."""
+        """Add the lines of an element and of all elements below it. `within` is its parent's name, or None for a
+        window."""
         try:
             states, role = element.states(), element.role()
             shown = "showing" in states
@@ -175,7 +176,7 @@ class ScreenTree:
                 self._hidden += 1
                 return
             name = _one_line(element.name())
-            # A closed combo box has its chosen entry in a menu, and this menu is not on the screen.
+            # The chosen entry of a closed combo box is in a menu that is not on the screen.
             line = self._line(element, role, name, states) if shown else None
             if line is not None and not (role in ("static", "text") and name == within and not line.noted):
                 self._add("  " * indent + line.text)
@@ -190,7 +191,8 @@ class ScreenTree:
             self._element(child, indent, depth + 1, within=name)
 
     def _line(self, element: Element, role: str, name: str, states: frozenset[str]) -> _Line | None:
-        """Return the line of an element, or None if there is nothing to print or the element is not on the screen."""
+        """Return the line of an element. Returns None if there is nothing to print, or if the element is not on the
+        screen."""
         box = element.box()
         if box is None or box.width <= 0 or box.height <= 0:
             return None
@@ -248,7 +250,7 @@ def _quoted(text: str) -> str:
 
 
 class Accessible:
-    """An element of an accessibility tree that AT-SPI reports. `atspi` is the module."""
+    """An element of an accessibility tree from AT-SPI. `atspi` is the module with the bindings."""
 
     def __init__(self, atspi: Any, accessible: Any) -> None:
         self._atspi = atspi
@@ -270,8 +272,8 @@ class Accessible:
         return Box(box.x, box.y, box.width, box.height)
 
     def text(self) -> str:
-        """Return the beginning of the element's own text. Returns "" for an element without a text, and for an element
-        that has children and cannot be edited."""
+        """Return the beginning of the element's own text. Returns "" if it has no text, or if it has children and
+        cannot be edited."""
         interfaces = self._interfaces()
         if "Text" not in interfaces or ("EditableText" not in interfaces and self.count() > 0):
             return ""
@@ -295,9 +297,9 @@ class Accessible:
         start = time.monotonic()
         try:
             answer = question(*arguments)
-        except Exception as error:  # GLib.Error cannot be named here, because its module may be missing, like AT-SPI
+        except Exception as error:  # this catches GLib.Error, whose module may be missing, so it cannot be named here
             raise Gone from error
-        # After the time limit, the library returns 0 or "" for some questions instead of raising an error.
+        # After its time limit, the library answers some questions with 0 or "" instead of an error.
         if answer is None or time.monotonic() - start >= CALL_SECONDS:
             raise Gone
         return answer
@@ -305,7 +307,7 @@ class Accessible:
 
 def main(width: int, height: int, seconds: float) -> None:
     until = time.monotonic() + seconds
-    warnings.simplefilter("ignore")  # the bindings warn that many of their own functions are deprecated
+    warnings.simplefilter("ignore")  # the bindings warn about many of their own functions, which are deprecated
     importlib.import_module("gi").require_version("Atspi", "2.0")
     atspi = importlib.import_module("gi.repository.Atspi")
     atspi.set_timeout(int(CALL_SECONDS * 1000), int(CALL_SECONDS * 1000))

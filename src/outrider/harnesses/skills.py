@@ -1,6 +1,6 @@
-"""Finds a task's skills in the sandbox, and copies them to the folder from which an agent program reads its skills.
+"""Finds a task's skills in the sandbox, and copies them to the folder from which an agent program reads skills.
 
-A skill is a folder with a SKILL.md, which begins with the skill's name and description between lines of `---`.
+A skill is a folder with a SKILL.md, which begins with the skill's name and description between two lines `---`.
 Invariant: no skill of the program or of the task is replaced.
 """
 
@@ -19,7 +19,7 @@ from outrider.sandbox.runtimes.base import Runtime
 FIELD = "task.harness.skills"
 SKILL = "SKILL.md"
 MAX_SKILL = 1 << 20
-"""Maximum bytes of a SKILL.md."""
+"""Maximum bytes of a file SKILL.md."""
 MAX_SKILLS = 256
 COPY_SECONDS = 60.0
 
@@ -31,8 +31,8 @@ for folder in "$@"; do
   cp -RL -- "$folder" "$0/$name" || exit 1
 done
 """
-"""Shell script that copies folders into the folder $0. If $0 already has one of their names, the script prints the name
-and exits with code 3."""
+"""Shell script that copies folders into the folder $0. If $0 already has a folder with one of their names, it prints
+this name and exits with 3."""
 TAKEN = 3
 
 _HEAD = re.compile(r"\A---[ \t]*\r?\n(?P<lines>.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
@@ -40,7 +40,7 @@ _VALUE = r"^{}:[ \t]*(?P<value>.*(?:\n[ \t]+.*)*)"
 
 
 class Skill(msgspec.Struct, frozen=True, kw_only=True):
-    """A skill in the sandbox: the name and the description from its SKILL.md, and its folder."""
+    """A skill in the sandbox: its folder, and the name and the description from its SKILL.md."""
 
     name: str
     description: str
@@ -48,8 +48,8 @@ class Skill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def find_skills(runtime: Runtime, paths: Sequence[str]) -> list[Skill]:
-    """Return the skills at the paths of a task. Raises InvalidField for a path without skills, and for a SKILL.md that
-    agent programs cannot read."""
+    """Return the skills at the paths that a task gives. Raises InvalidField for a path without skills, and for a
+    SKILL.md that agent programs could not read."""
     found: list[Skill] = []
     for number, path in enumerate(paths):
         field = f"{FIELD}.{number}"
@@ -73,8 +73,8 @@ async def find_skills(runtime: Runtime, paths: Sequence[str]) -> list[Skill]:
 
 
 async def copy_skills(runtime: Runtime, skills: Sequence[Skill], target: str) -> None:
-    """Copy the skills into the folder `target`. Raises InvalidField if the folder has a skill of the same name, and
-    HarnessError if a skill cannot be copied."""
+    """Copy the skills into the folder `target`. Raises InvalidField if it already has a skill with one of their names,
+    and HarnessError if a skill cannot be copied."""
     folders = [skill.folder for skill in skills]
     done = await runtime.exec(["sh", "-c", COPY, target, *folders], seconds=COPY_SECONDS)
     if done.exit_code == TAKEN:
@@ -89,7 +89,7 @@ async def copy_skills(runtime: Runtime, skills: Sequence[Skill], target: str) ->
 
 
 def described(skills: Sequence[Skill]) -> str:
-    """Describe the skills to the model of an agent that does not support skills itself."""
+    """Describe the skills to the model, for an agent that does not support skills itself."""
     lines = (f"- {skill.name}: {skill.description} ({skill.folder}/{SKILL})" for skill in skills)
     return "\n".join(("You have skills. Read the file of a skill before you do what the skill is for.", *lines))
 

@@ -1,7 +1,8 @@
-"""The built-in agent `tools`: calls the model and runs its tool calls in the sandbox until the model gives an answer.
+"""The built-in agent `tools`: calls the model and runs its tool calls in the sandbox, until the model replies without a
+tool call.
 
-In the option `tools`, `desktop` names a set of tools (see desktop.py). Every other name is a single tool. Invariant:
-every tool call gets exactly one result, in the order of the calls.
+The option `tools` has names of tools. One name, `desktop`, stands for several tools (see desktop.py). Invariant: every
+tool call gets exactly one result, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from outrider.spec import Seconds, Spec, Text
 
 
 class ToolOptions(Spec):
-    """Options of the agent. `tools` may be empty. `max_turns` is the maximum number of model calls. `tool_seconds` is
-    the time limit of one tool call. `desktop` has the options of the tools of the desktop, and needs "desktop" in
-    `tools`."""
+    """Options of the agent.
+
+    tools: the names of the tools. It may be empty.
+    max_turns: the maximum number of model calls.
+    tool_seconds: the time limit of one tool call.
+    desktop: the options of the desktop. They require "desktop" in `tools`."""
 
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ("bash", "python")
     system: Text | None = None
@@ -49,11 +53,11 @@ class ToolOptions(Spec):
 
 
 class ToolAgent:
-    """An `Agent` that calls the model and its tools in a loop. The first reply without a tool call is the agent's
-    answer. If `max_turns` is reached first, the last calls still run and there is no answer.
+    """An `Agent` that calls the model and runs its tools in a loop. The first reply without a tool call is the answer.
+    If `max_turns` is reached before, the last tool calls still run, and there is no answer.
 
-    To add tools, write a subclass that passes `own`. The model gets these tools after the tools of the option `tools`.
-    The constructor raises ValueError for a tool with the name of a built-in tool."""
+    To add tools, write a subclass that passes `own` to the constructor. The model gets them after the tools of the
+    option `tools`. The constructor raises ValueError if one has the name of a built-in tool."""
 
     def __init__(self, options: Mapping[str, Any], *, own: Sequence[Tool] = ()) -> None:
         self._options = ToolOptions.model_validate(dict(options))
@@ -66,8 +70,8 @@ class ToolAgent:
 
     @property
     def takes(self) -> frozenset[str]:
-        """The fields of the harness that the agent uses. Skills need a tool that runs commands or code, because the
-        model reads skills with it."""
+        """The fields of the task's harness that the agent supports. Skills require a tool that runs commands or code,
+        with which the model reads them."""
         readers = {"bash", "python", "ipython"}.intersection(self._options.tools)
         return frozenset({"mcp_servers", "skills"} if readers else {"mcp_servers"})
 
@@ -75,8 +79,8 @@ class ToolAgent:
         return ipython_mounts() if "ipython" in self._options.tools else ()
 
     async def init(self, context: HarnessContext) -> None:
-        """Find the task's skills, and open the desktop if the option `tools` has it. The desktop stays open between the
-        steps of a task. Other tools start when they are first called."""
+        """Find the task's skills, and open the desktop if it is among the tools. The desktop stays open for all steps
+        of a task. Other tools start with their first call."""
         if self._skills is None:
             self._skills = await find_skills(context.runtime, context.task.harness.skills)
         if "desktop" in self._options.tools and not self._desktop_open:

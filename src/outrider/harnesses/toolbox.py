@@ -1,8 +1,7 @@
-"""The tools of the built-in agent, which turn each tool call into a result for the model.
+"""The tools of the built-in agent. They turn each tool call into a result for the model.
 
-Invariant: every call that a model generates, valid or not, has a result for the model: a text, a screenshot, or both.
-Only three causes raise an exception instead: a broken sandbox, a sandbox without a tool's interpreter, and an agent's
-own tool that raises.
+Invariant: every call that a model generates, valid or not, has a text, a screenshot, or both as its result. Only a
+broken sandbox, a sandbox without a tool's interpreter, or an error in an agent's own tool raises an exception.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ PlainTool = Literal["bash", "python", "ipython", "edit", "think"]
 ToolName = Literal[PlainTool, "desktop"]
 
 MAX_RESULT = 16_384
-"""Maximum characters of one tool result shown to the model. The middle of a longer result is cut out."""
+"""Maximum characters of a tool's result. The middle of a longer result is cut out."""
 
 SHELLS: tuple[ShellKind, ...] = get_args(ShellKind)
 PROBE_SECONDS = 30.0
 MAX_PATH = 4096
-"""Maximum bytes of a path, as in Linux."""
+"""Maximum bytes of a path. Linux has the same limit."""
 
 
 def tool_spec(name: str, description: str, *arguments: str) -> ToolSpec:
-    """Return the description of a tool for models. All arguments are required strings."""
+    """Return the description of a tool for the model. All its arguments are required strings."""
     return {
         "type": "function",
         "function": {
@@ -63,17 +62,17 @@ TOOLS: dict[PlainTool, ToolSpec] = {
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool defined by an agent. `run` gets the arguments that `spec` lists as properties, with all required
-    arguments, and returns the text for the model. It is cancelled at the toolbox's time limit. Any exception of `run`
-    ends the agent."""
+    """A tool that an agent defines. `run` returns the text for the model. Its arguments are those that `spec` lists as
+    properties, and include all required ones. It is cancelled after the toolbox's time limit. If it raises an
+    exception, the agent ends."""
 
     spec: ToolSpec
     run: Callable[[HarnessContext, Mapping[str, Any]], Awaitable[str]]
 
 
 class Toolbox:
-    """The tools of one run of an agent. A shell opens when it is first called, and closes at the end of the run.
-    `seconds` is the time limit of each call."""
+    """The tools for one run of an agent. A shell opens when it is first called, and closes when the run ends. `seconds`
+    is the time limit of each call."""
 
     def __init__(
         self,
@@ -104,15 +103,15 @@ class Toolbox:
             self._shells = {}
 
     async def result(self, call: ToolCall) -> Message:
-        """Return the result of a call as a message for the model. Raises RuntimeFailure if the sandbox is broken or
-        lacks the tool's interpreter."""
+        """Return the result of a call as a message. Raises RuntimeFailure if the sandbox is broken, or does not have
+        the tool's interpreter."""
         if self._desktop is not None and call.name in self._desktop.names():
             parts = await self._desktop.call(call.name, call.arguments)
             return message_of_parts(Role.TOOL, parts, tool_call_id=call.id)
         return Message(role=Role.TOOL, content=await self.call(call), tool_call_id=call.id)
 
     async def call(self, call: ToolCall) -> str:
-        """Return the result of a call as text, for all tools except the desktop's. Raises RuntimeFailure (see
+        """Return the result of a call as text. It must not be a tool of the desktop. Raises RuntimeFailure (see
         `result`)."""
         if call.name not in self._by_name:
             known = [spec["function"]["name"] for spec in self.specs]
@@ -123,7 +122,7 @@ class Toolbox:
             return f"malformed arguments: give a JSON object with {_described(parameters)}"
         shell = next((kind for kind in SHELLS if kind == call.name), None)
         try:
-            async with asyncio.timeout(None if shell else self._seconds) as limit:  # a shell applies the limit itself
+            async with asyncio.timeout(None if shell else self._seconds) as limit:  # shells have their own time limit
                 if shell is not None:
                     return await self._in_shell(shell, *arguments.values())
                 return shortened(await self._run(call.name, arguments))
@@ -146,8 +145,8 @@ class Toolbox:
         try:
             result = await shell.run(text, seconds=self._seconds)
         except RuntimeFailure:
-            # The model may have ended its own shell (`exit`). If the sandbox is broken instead, the next call fails to
-            # open a shell and raises.
+            # The model may have ended its own shell with `exit`. If the sandbox is broken instead, the next call
+            # raises, because it cannot open a shell.
             del self._shells[kind]
             await shell.close()
             return f"[the {kind} session ended; the next call starts a new one]"
@@ -159,12 +158,12 @@ class Toolbox:
 
 
 async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
-    """Replace the only occurrence of `old` in a file. If `old` is empty, write `new` as the whole file. Relative paths
-    are below the working directory. Returns the text for the model. Raises RuntimeFailure if the sandbox is broken."""
+    """Replace `old`, which must occur once, by `new` in a file. If `old` is empty, `new` becomes the whole file. A
+    relative path is below the working directory. Returns the text for the model. Raises RuntimeFailure if the sandbox
+    is broken."""
     if not 0 < len(path.encode()) <= MAX_PATH or "\0" in path:
         return "give the path of a file"
-    # The mode is read first, because the write sets the file's mode. This command raises RuntimeFailure if the sandbox
-    # is broken.
+    # The mode is read first, because writing sets it. If the sandbox is broken, this command raises RuntimeFailure.
     executable = (await runtime.exec(["test", "-x", path], seconds=PROBE_SECONDS)).exit_code == 0
     try:
         text = (await runtime.read(path)).decode() if old else ""
@@ -176,7 +175,7 @@ async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
     except (IsADirectoryError, UnicodeDecodeError):
         return f"{path} is no text file"
     except RuntimeFailure as error:
-        # The file cannot be read or written, or the sandbox is broken. In a broken sandbox, the next command raises
+        # Either this file cannot be read or written, or the sandbox is broken. If it is broken, this command raises
         # RuntimeFailure.
         await runtime.exec(["true"], seconds=PROBE_SECONDS)
         return error.message
@@ -184,7 +183,7 @@ async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the text. If it is longer than MAX_RESULT, its middle is cut out."""
+    """Return the text. If it is longer than MAX_RESULT, a note replaces its middle."""
     if len(text) <= MAX_RESULT:
         return text
     half = MAX_RESULT // 2
@@ -192,8 +191,8 @@ def shortened(text: str) -> str:
 
 
 def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of a call, by name. Returns None if the text is not a JSON object, if a required argument is
-    missing, or if a string argument is not a string."""
+    """Return the arguments of a call by name. Returns None if the text is not a JSON object, if a required argument is
+    missing, or if an argument should be a string but is not."""
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     try:
         given = json.loads(text)
@@ -202,16 +201,15 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
         arguments = {name: given[name] for name in properties if name in required or name in given}
         for name, value in arguments.items():
             if properties[name].get("type") == "string":
-                # `encode` raises an error for a lone surrogate, which no program accepts
+                # This raises for a lone surrogate, which no program accepts.
                 value.encode()
-    # The text is not JSON, or an argument is invalid.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return arguments
 
 
 def _described(parameters: Mapping[str, Any]) -> str:
-    """Describe the required arguments of a tool in words."""
+    """Return a description of the arguments that a tool requires."""
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     wanted = [f'a {schema.get("type", "value")} "{name}"' for name, schema in properties.items() if name in required]
     return ", ".join(wanted) or "the arguments of the tool"

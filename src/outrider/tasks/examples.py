@@ -12,7 +12,7 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     patch: a diff of the working directory.
     run, env: a command for the sandbox, and its environment variables.
-    files: prepare steps that write files before `run`.
+    files: prepare steps that write files before the command runs.
     reply: the agent's last reply.
     then: the solutions of the task's later steps."""
 
@@ -25,8 +25,11 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A fault because of which a row cannot become a task. `column` is the faulty column, or the option that would
-    replace it. `problem` completes a sentence that begins with the column's name. `remedy` is advice for the user."""
+    """Why a row cannot become a task.
+
+    column: the faulty column, or the option that would replace it.
+    problem: the rest of a sentence that begins with the column's name, such as `is missing`.
+    remedy: advice for the user, or ""."""
 
     column: str
     problem: str
@@ -37,11 +40,11 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     """A row of a dataset as a task.
 
     id: unique in the dataset.
-    task: a group's task, or the part of a task that comes from the dataset.
+    task: the task of a group, or the part of it that comes from the dataset.
     row: the columns from which `task` was made.
     gold: the known solution, used only by `outrider task check` and never given to an agent.
-    faults: an example with faults is listed, but cannot be run.
-    notes: conditions because of which the task may be impossible to solve or to grade."""
+    faults: why the row cannot become a task. Such an example is listed, but cannot be run.
+    notes: conditions that may make the task impossible to solve or to grade."""
 
     id: str
     task: dict[str, Any]

@@ -1,7 +1,7 @@
-"""Writes Harbor task folders as a dataset for verl's recipe RemoteAgentLoop.
+"""Writes a dataset of Harbor task folders for verl's recipe RemoteAgentLoop.
 
-The rows name the folders and contain no tasks, because the recipe uploads a folder when it runs a task. Invariant: the
-name of the written file changes with every file of every folder, and with every argument.
+A row has the path of a folder instead of a task, because the recipe uploads the folder when it runs the task.
+Invariant: the written file's name changes with every file of the folders, and with every argument.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def recipe_rows(
     root: Path, *, data_source: str = "harbor", ability: str = "agent", split: str = "train", limit: int | None = None
 ) -> list[dict[str, Any]]:
     """Return a row for each Harbor task folder below `root`, sorted by path. The ground truth is the task's id: the
-    folder's path below `root`, with `__` in place of slashes. `task_metadata` is the table `metadata` of task.toml, as
-    JSON. Raises InvalidField for a broken folder, and if `root` has no task folder."""
+    folder's path below `root`, with `__` in place of slashes. `task_metadata` is the table `metadata` of task.toml as
+    JSON. Raises InvalidField for a broken folder, and if there is none."""
     folders = harbor_folders(root)
     if not folders:
         raise InvalidField(f"no folder below {root} has {TASK_TOML} and instruction.md", field="source")
@@ -67,8 +67,8 @@ def recipe_parquet(
     split: str = "train",
     limit: int | None = None,
 ) -> Written:
-    """Write the rows of `recipe_rows` to `{split}-{key}.parquet` in `folder`, unless the file exists. Blocks. Raises
-    InvalidField, for example if pyarrow is missing."""
+    """Write the rows of `recipe_rows` to `{split}-{key}.parquet` in `folder`, unless it exists. The call blocks. Raises
+    InvalidField, for example if pyarrow is not installed."""
     rows = recipe_rows(root, data_source=data_source, ability=ability, split=split, limit=limit)
     digest = hashlib.sha256(json.dumps([FORMAT, rows], sort_keys=True).encode())
     for row in rows:

@@ -1,10 +1,10 @@
-"""Makes three tasks of real software from pairs of releases on PyPI. In each task, the agent must apply a fix of the
-newer release to the older release. The tests of the newer release grade the result.
+"""Makes three tasks of real software from pairs of releases on PyPI. The agent must apply a fix of the newer release to
+the older release. Tests of the newer release grade the result.
 
-The first request for the tasks downloads the source distributions of both releases, and stores the tasks in the cache.
-The older release is the repository. The releases' tests differ by the test patch, and their sources differ by the known
-solution. Test runs in sandboxes find the tests that fail without the solution and pass with it. Invariant: Outrider
-contains no code of these packages.
+The first call downloads the source distributions of both releases, makes the tasks and caches them. The older release
+is the repository. The test patch is the difference between the releases' tests, and the known solution is the
+difference between their sources. Tests that fail without the solution and pass with it are found by running them in
+sandboxes. Invariant: Outrider contains no code of these packages.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from outrider.tasks.datasets import Example
 from outrider.tasks.swebench import swebench_example
 
 FORMAT = 2
-"""Part of the cache's key. Increase this number if a change of the code makes different tasks of the same releases."""
+"""Part of the key in the cache. Increase this number if the code makes other tasks of the same releases than before."""
 TOOLS = ("pytest==8.4.2", "markupsafe==3.0.3")
 PARSER = "parse_log_pytest"
 PASSING = frozenset(("PASSED", "XFAIL"))
-"""Statuses that swebench counts as passed. XFAIL is needed because two tests of sqlparse are expected failures."""
+"""Statuses that count as passed in swebench. XFAIL is needed because two tests of sqlparse are expected to fail."""
 COMMAND = "python3 -B -m pytest -rA -p no:cacheprovider {tests}"
 DOWNLOAD_SECONDS, TEST_SECONDS, CHECK_SECONDS = 600, 300.0, 20.0
 PAIRS = "/pairs"
-"""Path of the repository and the tools in sandboxes, where they are read-only."""
+"""Path in sandboxes of the repository and the tools, which are mounted read-only."""
 COPY = f"cp -r {PAIRS}/base/. ."
 
 
 class ReleasePair(NamedTuple):
-    """Two releases, `old` and `new`, of a package. `folder` is the package's folder in the source distribution. `asks`
-    describes the fix to the agent."""
+    """Two versions of a package, `old` and `new`. `folder` is its folder in the source distribution. `asks` describes
+    the fix to the agent."""
 
     name: str
     old: str
@@ -90,9 +90,9 @@ RELEASES = (
 def release_pair_examples(
     *, limit: int | None = None, note: Callable[[str], object] = lambda text: None
 ) -> list[Example]:
-    """Return the tasks for this machine's namespace runtime. The first call blocks for minutes. `note` is called with a
-    line of text for each task that is not in the cache. Raises InvalidField if swebench or the namespace runtime is
-    missing, or if pip fails. Raises ServiceError if the tests of a pair do not run or do not show the fix."""
+    """Return the tasks, for the namespace runtime of this machine. The first call blocks for minutes, and calls `note`
+    with a line of text for each task that is not in the cache. Raises InvalidField if swebench or the namespace runtime
+    is missing, or if pip fails. Raises ServiceError if the tests of a pair do not run or do not show the fix."""
     LIBRARY.require()
     if not (can := NamespaceRuntime.available()).ok:
         raise InvalidField(f"release pairs need the namespace runtime: {can.detail}", field="source", hint=can.hint)
@@ -108,13 +108,13 @@ def release_pair_examples(
         template = {"runtime": runtime_of(pair, place, tools), "evaluator": {"carry": [pair.folder], "seconds": 600}}
         return swebench_example(row, template=template)
 
-    # The tasks are made concurrently, because pip mostly waits for the package index.
+    # Threads make the tasks concurrently, because pip mostly waits for the package index.
     with ThreadPoolExecutor(len(RELEASES)) as threads:
         return list(threads.map(example, RELEASES[:limit]))
 
 
 def make(pair: ReleasePair, draft: Path, tools: Path) -> None:
-    """Write the older release to `base/` and the row of the task to `row.json`, in the folder `draft`."""
+    """Write the older release to `base/` in `draft`, and the row of the task to `row.json` in `draft`."""
     with ThreadPoolExecutor(2) as threads:
         before, after = threads.map(partial(source_of, pair), (pair.old, pair.new))
     for name, data in before.items():
@@ -145,7 +145,7 @@ def make(pair: ReleasePair, draft: Path, tools: Path) -> None:
 async def statuses(
     pair: ReleasePair, place: Path, tools: Path, command: str, patches: tuple[str, ...]
 ) -> dict[str, str]:
-    """Run the tests with the patches applied. Returns the status of each test, which swebench parses from the log."""
+    """Apply the patches and run the tests. Returns the status of each test, which swebench reads from the log."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as name:
         folder = Path(name)
         (folder / "sandbox").mkdir()
@@ -184,7 +184,7 @@ async def statuses(
 
 
 def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
-    """Return the spec of the sandbox for a pair's task. `place` has the repository."""
+    """Return the spec of the sandbox for a pair's task. `make` has filled the folder `place`."""
     library = pair.folder if pair.folder == "src" else "."
     return {
         "mounts": [
@@ -197,9 +197,10 @@ def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
 
 
 def source_of(pair: ReleasePair, version: str) -> dict[str, bytes]:
-    """Return the files of a source distribution, with paths relative to its top folder."""
+    """Return the files of a release's source distribution. Paths are relative to its top folder."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as folder:
-        # Only the package itself is downloaded as source. `:all:` would also download its build tools as source.
+        # Only the package itself is downloaded as source. With `:all:`, its build tools would be downloaded as source,
+        # too.
         wanted = ("--no-deps", "--no-binary", pair.name, f"{pair.name}=={version}")
         pip("download", *wanted, "--dest", folder)
         [archive] = Path(folder).glob("*.tar.gz")
@@ -212,7 +213,7 @@ def source_of(pair: ReleasePair, version: str) -> dict[str, bytes]:
 
 
 def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: Callable[[str], bool]) -> str:
-    """Return a diff of the wanted files, in git's format. Files that are not text are left out."""
+    """Return a diff of the `wanted` files, in git's format. Files that are not text are left out."""
     written = []
     for name in sorted(filter(wanted, {*before, *after})):
         try:
@@ -234,7 +235,7 @@ def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: 
 
 
 def pip(*words: str, seconds: float = DOWNLOAD_SECONDS) -> None:
-    """Run pip. Raises InvalidField if pip exceeds `seconds` or fails, with the end of pip's error output."""
+    """Run pip. If it fails or exceeds `seconds`, raises InvalidField with the end of pip's error output."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Reads values of one row of a data set, by the names and paths of its columns. The module reads no files."""
+"""Reads the values in one row of a data set, by the paths of columns and their fields. The module reads no files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from outrider.text_files import check_depth
 
 
 def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a column, or of a field within a column: `reward_model.ground_truth`, `prompt.0.content`. In
-    a list, a number is the position of an item from 0, or from the end if it is negative. A text within the path is
-    read as JSON. Returns None if there is no such field. A column whose own name has dots takes precedence."""
+    """Return the value of a column, or of a field within a column, such as `reward_model.ground_truth` or
+    `prompt.0.content`. In a list, a number is the position of an item; negative numbers count from the end. A string
+    within the path is parsed as JSON. Returns None if there is no such field. A column whose own name has dots takes
+    precedence."""
     if row.get(path) is not None:
         return row[path]
     value: Any = row
@@ -34,7 +35,7 @@ def value_at(row: Mapping[str, Any], path: str) -> Any:
 
 
 def known_columns(row: Mapping[str, Any], path: str = "") -> str:
-    """Return the hint for an error about a missing column, or a missing field of a column."""
+    """Return the hint for an error about a missing column or field: the names that exist."""
     column, inner, _ = path.partition(".")
     within = row.get(column)
     if inner and isinstance(within, Mapping):

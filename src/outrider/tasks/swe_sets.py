@@ -1,7 +1,7 @@
-"""Adapters of data sets of repositories other than SWE-bench. The docstring of an adapter describes how its rows differ
-from SWE-bench's rows.
+"""Adapters of data sets that are like SWE-bench. Each adapter's docstring tells how its rows differ from SWE-bench's
+rows.
 
-Sources of the columns and rules:
+Sources of the columns and of the rules:
 
 - SWE-Gym: SWE-Gym/SWE-Bench-Fork (242429c1: `constants.py`, `log_parsers.py`)
 - SWE-rebench: SWE-rebench/SWE-bench-fork (39316f79: `test_spec.py`, `grading.py`, `utils.py`)
@@ -54,7 +54,7 @@ SWE_GYM_COMMANDS = {
 MYPY, MYPY_CASE = "python/mypy", re.compile(r"\[case ([^\]]+)\]")
 SWE_REBENCH_IMAGE = "swerebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
 SMITH_COMMAND = "pytest --disable-warnings --color=no --tb=no --verbose -rA"
-"""SWE-smith's own command, with the option for the summary that swebench's parser reads (`-rA`)."""
+"""SWE-smith's own command, plus the option `-rA`, which prints the summary that swebench's parser reads."""
 BUG, APPLY = ".outrider-bug.patch", "git apply"
 BREAK = f"""\
 set -e
@@ -63,10 +63,10 @@ rm {BUG}
 rm -rf .git
 git init -q . && git add -A && git -c user.name=x -c user.email=x@localhost commit -q -m base
 """
-"""Shell script that applies the bug to the repository, and makes the result the only commit. Otherwise a diff or an
-older commit would show the solution. SWE-smith's own mirrors of repositories also have a single commit."""
+"""Shell script that applies the bug to the repository, and makes the result the only commit. Otherwise, a diff or an
+older commit would show the solution. SWE-smith's own copies of repositories also have a single commit."""
 NAMED = 20
-"""Maximum number of failing tests that an instruction names."""
+"""Maximum number of failing tests that an instruction lists."""
 R2E_PLACE = "/root/r2e"
 R2E_HIDE = f"""\
 mkdir -p {R2E_PLACE}
@@ -74,10 +74,10 @@ for file in run_tests.sh r2e_tests /r2e_tests; do
     [ ! -e "$file" ] || mv "$file" {R2E_PLACE}/
 done
 """
-"""Shell script that moves the hidden tests out of the repository, as R2E-Gym's own setup does."""
+"""Shell script that moves the hidden tests out of the repository, like R2E-Gym's own setup."""
 R2E_COMMAND = f"rm -rf r2e_tests\nln -s {R2E_PLACE}/r2e_tests r2e_tests\nbash {R2E_PLACE}/run_tests.sh"
 R2E_RUNNERS = ("tornado", "datalad")
-"""Repositories of R2E-Gym whose tests are run by their own program instead of pytest."""
+"""Repositories of R2E-Gym that do not run their tests with pytest."""
 ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
 PRO_SCRIPTS = {"run_script.sh": "run", "parser.py": "parse"}
 PRO_COMMAND = """\
@@ -96,15 +96,15 @@ for test in json.load(open(sys.argv[1]))["tests"]:
     status = "PASSED" if test["status"] == "PASSED" else "FAILED"
     print(status, re.sub(r"[%\\s]", lambda blank: "%%%02X" % ord(blank.group()), test["name"]))
 """
-"""Program that prints the results of an instance's parser in the format that swebench's parser reads."""
+"""Program that prints what an instance's own parser has found, in a format that swebench's parser reads."""
 
 
 def swe_gym(columns: Columns, given: Additions) -> Draft:
-    """SWE-Gym: rows have SWE-bench's columns. swebench has no parsers and commands for these repositories. SWE-Gym's
-    fork of swebench reads all logs as logs of pytest."""
+    """SWE-Gym: rows have SWE-bench's columns. swebench has no parsers and test commands for these repositories. All
+    logs are read as logs of pytest, as in SWE-Gym's fork."""
     options = {"log_parser": PARSER, **options_of(columns)}
     own = None
-    # mypy's tests are cases in data files, and pytest selects them by name
+    # Tests of mypy are cases in data files. pytest selects them by name.
     if str(columns.get("repo")).lower() == MYPY:
         cases = " or ".join(MYPY_CASE.findall(str(columns.get("test_patch"))))
         own = f'pytest -n0 -rA -k "{cases}"' if cases else None
@@ -114,7 +114,7 @@ def swe_gym(columns: Columns, given: Additions) -> Draft:
 
 def swe_rebench(columns: Columns, given: Additions) -> Draft:
     """SWE-rebench: rows have SWE-bench's columns and `docker_image`. `install_config` has the test command and the
-    parser."""
+    parser's name."""
     options = {**options_of(columns), "log_parser": columns.text("install_config.log_parser")}
     own = None
     if given.test_command is None:
@@ -127,9 +127,8 @@ def swe_rebench(columns: Columns, given: Additions) -> Draft:
 
 
 def swe_smith(columns: Columns, given: Additions) -> Draft:
-    """SWE-smith: the tests are in the repository, and `patch` is the bug. A prepare step applies the patch in the
-    image's repository, and the known solution removes it again. If a row has no statement, the instruction names the
-    failing tests."""
+    """SWE-smith: the repository contains the tests, and `patch` adds the bug. A prepare step applies the patch, and the
+    known solution removes it. If a row has no problem statement, the instruction lists the failing tests."""
     name = columns.text("instance_id")
     bug = columns.patch("patch")
     fail_to_pass = columns.tests("FAIL_TO_PASS", needed=True)
@@ -154,15 +153,17 @@ def swe_smith(columns: Columns, given: Additions) -> Draft:
 
 
 def swebench_pro(columns: Columns, given: Additions) -> Draft:
-    """SWE-bench Pro: the columns of tests have lower-case names and contain Python lists as text. A tag names the
-    image. Each instance has a script that runs its tests, and a program that reads the script's output. Both are in the
-    folder `run_scripts` of SWE-bench Pro's repository, which must be beside the file of rows. With a test command of
-    the user, pytest's log is read instead."""
+    """SWE-bench Pro: the columns that list tests have lower-case names, and contain Python lists as text. The column
+    `dockerhub_tag` names the image.
+
+    For each instance, the folder `run_scripts` of SWE-bench Pro's repository has a script that runs the tests, and a
+    program that reads the script's output. This folder must be beside the file of rows. If the user gives a test
+    command, pytest's log is read instead."""
     name = columns.text("instance_id")
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
     selected = columns.tests("selected_test_files_to_run")
-    # Only the last line is run, as in the harness of SWE-bench Pro. This line puts the graded tests in their place.
+    # Only the last line of this column is run, as in SWE-bench Pro's own harness. It puts the graded tests in place.
     before = (columns.optional_text("before_repo_set_cmd") or "").strip().rpartition("\n")[2]
     options: dict[str, Any] = {"instance_id": name, "log_parser": PARSER, "test_patch": patch}
     if given.test_command is not None:
@@ -171,7 +172,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     else:
         texts = {file: script_of(columns, given.folder / "run_scripts" / name / file) for file in PRO_SCRIPTS}
         options |= {key: [quoted(test) for test in tests] for key, tests in lists.items()}
-        options["pytest"] = False  # pytest's own reports would have other names of tests than the parser
+        options["pytest"] = False  # pytest's own reports would name the tests differently than the parser
         words = {key: shlex.quote(texts[file]) for file, key in PRO_SCRIPTS.items()}
         words |= {"selected": shlex.quote(",".join(selected)), "report": shlex.quote(PRO_REPORT)}
         options["test_command"] = PRO_COMMAND.format(before=before, **words)
@@ -187,7 +188,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
 
 
 def script_of(columns: Columns, path: Path) -> str:
-    """Return the text of a script for an instance of SWE-bench Pro."""
+    """Return the text of a script that belongs to a row of SWE-bench Pro."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -197,14 +198,14 @@ def script_of(columns: Columns, path: Path) -> str:
 
 
 def quoted(test: str) -> str:
-    """Return the name of a test with its whitespace escaped, as PRO_REPORT prints it, because parsers of logs cut names
-    at spaces."""
+    """Return a test's name with its whitespace escaped, as PRO_REPORT prints it. Parsers of logs would cut a name at a
+    space."""
     return re.sub(r"[%\s]", lambda blank: f"%{ord(blank.group()):02X}", test)
 
 
 def r2e_gym(columns: Columns, given: Additions) -> Draft:
-    """R2E-Gym: instead of a patch and lists of tests, a row has the status that each test in the image must have. The
-    known solution is the new content of the commit's files, except files of tests."""
+    """R2E-Gym: instead of a test patch and lists of tests, a row has the status that each test in the image must have.
+    The known solution is the content of the commit's files, except test files."""
     repo, commit = columns.text("repo_name"), columns.text("commit_hash")
     name = f"{repo}__{commit}"
     expected = expected_of(columns)
@@ -236,7 +237,7 @@ def r2e_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def expected_of(columns: Columns) -> dict[str, str]:
-    """Return the expected statuses of a row of R2E-Gym, by test. Escape codes for colours in the names are removed."""
+    """Return the status that each test of a row of R2E-Gym must have, by test. Colour codes in names are removed."""
     column = "expected_output_json"
     value = columns.get(column)
     if value is None:
@@ -258,8 +259,8 @@ def expected_of(columns: Columns) -> dict[str, str]:
 
 
 def commit_of(columns: Columns) -> Gold | None:
-    """Return the changes of a commit, except those of test files. They are in the column `parsed_commit_content`.
-    Returns None if there are no changes."""
+    """Return the changes of the commit in the column `parsed_commit_content` as the known solution, without changes of
+    test files. Returns None if nothing is left."""
     diffs = columns.get("parsed_commit_content.file_diffs")
     files: list[dict[str, Any]] = []
     removed: list[str] = []

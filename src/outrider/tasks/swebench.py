@@ -1,8 +1,8 @@
 """Makes tasks from SWE-bench's rows, which are in files of rows or in the task repositories of swebench 5.x.
 
-The module runs and downloads nothing. `evaluators/swebench` grades the tasks, with the row's columns as options. The
-row's gold patch is the known solution. Adapters of other data sets (`swe_sets.py`) use parts of this module. Invariant:
-no agent sees the gold patch, the test patch, or the names of the tests.
+The module runs and downloads nothing. The evaluator `swebench` grades the tasks, and gets the row's columns as options.
+The row's gold patch is the known solution. Adapters of other data sets (`swe_sets.py`) use parts of this module.
+Invariant: no agent sees the gold patch, the test patch, or the names of the tests.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ FILES = {
 }
 """Columns that are separate files in a task repository."""
 FOLDER = "/testbed"
-"""The repository's folder in the images of SWE-bench."""
+"""Folder of the repository in SWE-bench's images."""
 IMAGE = "swebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
-"""Template of the names of SWE-bench's published images (`instance_image_key` of swebench 4.1.0)."""
+"""Template for the names of SWE-bench's published images (`instance_image_key` of swebench 4.1.0)."""
 TESTS, MODULES = "{tests}", "{modules}"
 EVAL_TYPES = ("pass_and_fail", "fail_only")
 NOT_RUN = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 SECONDS = 1800
-"""Time limit of an evaluation in seconds, the same as swebench's limit for a test run."""
+"""Time limit of an evaluation in seconds. swebench has the same limit for a test run."""
 ACTIVATE = """\
 export LANG=C.UTF-8 LC_ALL=C.UTF-8
 [ ! -e /opt/miniconda3/bin/activate ] || { . /opt/miniconda3/bin/activate && conda activate testbed; }
 """
-"""Lines before a test command. In images built by swebench's harness, they activate the conda environment with the
-repository's Python."""
+"""Lines that precede a test command. In images that swebench's harness has built, they activate the conda environment
+with the repository's Python."""
 PYTEST = f"pytest -rA {TESTS}"
 COMMANDS = {
     **dict.fromkeys(
@@ -67,18 +67,18 @@ COMMANDS = {
     "sphinx-doc/sphinx": f"tox --current-env -epy39 -v -- {TESTS}",
     "sympy/sympy": f"PYTHONWARNINGS=ignore::UserWarning,ignore::SyntaxWarning bin/test -C --verbose {TESTS}",
 }
-"""The test commands of SWE-bench's repositories, as in swebench 4.1.0 (`MAP_REPO_VERSION_TO_SPECS_PY`, read in
-SWE-rebench's fork at 39316f79). Rows of swebench 5.x have their own commands."""
+"""Test commands for SWE-bench's repositories, from swebench 4.1.0 (`MAP_REPO_VERSION_TO_SPECS_PY`, as in SWE-rebench's
+fork at 39316f79). Rows of swebench 5.x contain their own commands."""
 OLDER = {
     ("django/django", "1.9"): f"./tests/runtests.py --verbosity 2 {MODULES}",
     ("astropy/astropy", "0."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
     ("astropy/astropy", "1."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
 }
-"""Test commands for older versions of a repository. A key has the repository and the beginning of these version
-numbers."""
+"""Test commands for older versions of some repositories. A key is a repository and the beginning of a version
+number."""
 HIDDEN_PYTEST = ("tox ",)
-"""Beginnings of test commands that do not pass environment variables on to pytest, so that pytest cannot load the
-evaluator's plugin and makes no reports of its own."""
+"""Beginnings of test commands that hide environment variables from pytest. pytest then cannot load the evaluator's
+plugin, and makes no report for it."""
 PLACEHOLDER = re.compile(r"\{(?:row\.)?([^{}/]+)(?:/([^{}/]+)/([^{}/]*))?\}")
 
 
@@ -94,11 +94,12 @@ def swebench_examples(
     """Return the tasks of a task repository, or of a file with rows of swebench 4.x or 5.x, in the order of the source.
     Raises InvalidField.
 
-    image: template for the name of every task's image (see `image_name`). By default, the row's column `image` is used.
-    template: a partial task that overrides the task made here, for example its prepare steps or carried paths.
-    test_command: the test command for rows of 4.x, which do not have one. By default, the command of the row's
-        repository is used. `{tests}` in the command becomes the test files of the test patch, and `{modules}` becomes
-        the same files in the form of Django's test runner.
+    image: template for the names of all images (see `image_name`). The default is the row's column `image`.
+    template: a part of a task, which overrides the same part of every task. For example, it has prepare steps or
+        carried paths.
+    test_command: the test command for rows of 4.x, which do not have one. The default is the command for the row's
+        repository. `{tests}` in the command becomes the test files of the test patch. `{modules}` becomes the same
+        files in the form of Django's test runner.
     tasks: the rows to return, by `instance_id`.
     """
     rows = list(swebench_rows(source))
@@ -126,19 +127,19 @@ def swebench_example(
     test_command: str | None = None,
     where: str = "the row",
 ) -> Example:
-    """Return the task of one row. Raises InvalidField; its message names the row by `where`."""
+    """Return the task of one row. Raises InvalidField. `where` names the row in the error message."""
     given = Additions(image=image, test_command=test_command, own=template or {})
     return whole(example_of(lambda columns, given: swebench(columns, given, image=None), row, given, where), where)
 
 
 def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -> Draft:
-    """The adapter of rows of SWE-bench 4.x and 5.x. If a row names no image, `image` is the template for the image's
-    name."""
+    """The adapter of rows of SWE-bench 4.x and 5.x. `image` is a template for rows that do not name their image."""
     options = options_of(columns)
     command = given.test_command or columns.optional_text("test_command")
     if columns.optional_text("eval_script") is not None and command is None:
         options["eval_script"] = columns.text("eval_script")
-        with suppress(ValueError):  # The row's script applies the patch itself, and may accept diffs in other formats.
+        # The row's script applies the patch itself, and may accept diffs that `files_of` cannot parse.
+        with suppress(ValueError):
             options |= {"test_patch": columns.text("test_patch")} if files_of(columns.text("test_patch")) else {}
     else:
         options |= run_by_command(columns, given)
@@ -146,7 +147,7 @@ def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -
 
 
 def options_of(columns: Columns) -> dict[str, Any]:
-    """Return the evaluator's options for a row with SWE-bench's columns, except the options that run the tests."""
+    """Return the options of the evaluator for a row with SWE-bench's columns, except those that run the tests."""
     names = ("log_parser", "repo", "version", "eval_type")
     options: dict[str, Any] = {"instance_id": columns.text("instance_id")}
     options |= {name: value for name in names if (value := columns.optional_text(name)) is not None}
@@ -164,7 +165,7 @@ def run_by_command(
     - the user's command
     - the row's column `test_command`, without ACTIVATE
     - `own`, another command in the row
-    - the command of the row's repository in OLDER or `known`"""
+    - the command for the row's repository in OLDER or `known`"""
     patch = columns.patch("test_patch")
     try:
         changed = files_of(patch)
@@ -183,24 +184,24 @@ def run_by_command(
 
 
 def filled_command(command: str, changed: set[str]) -> str:
-    """Replace the placeholders of a test command by the test files among the `changed` files, without data files."""
+    """Replace the placeholders of a test command by the test files in `changed`. Data files are left out."""
     run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
-    run = [file for file in run if file.endswith(".py")] or run  # data files are left out if there are Python tests
+    run = [file for file in run if file.endswith(".py")] or run  # other files are left out if there are Python files
     modules = [file.removesuffix(".py").removeprefix("tests/").replace("/", ".") for file in run]
     return command.replace(TESTS, shlex.join(run)).replace(MODULES, shlex.join(modules))
 
 
 def image_of(columns: Columns, given: Additions, image: str | None) -> str | None:
-    """Return the name of the row's image. The user's template takes precedence over `image`, which is the row's name of
-    an image or the data set's template. An empty template means no image: the user's own runtime has the repository."""
+    """Return the name of the row's image. The user's template takes precedence over `image`, which is a name in the row
+    or the template of the data set. An empty template means no image: the user's own runtime has the repository."""
     template = image if given.image is None else given.image
     return image_name(template, columns) if template else None
 
 
 def image_name(template: str, columns: Columns) -> str:
-    """Return the name of an image. `{NAME}` or `{row.NAME}` in the template becomes the row's column NAME. In
-    `{NAME/OLD/NEW}`, each OLD in the column is replaced by NEW. A name with a slash is a name in a registry, so its
-    part before the tag is converted to lower case."""
+    """Return the name of an image. In the template, `{NAME}` or `{row.NAME}` becomes the row's column NAME.
+    `{NAME/OLD/NEW}` also replaces OLD by NEW in the column. A name with a slash is a name in a registry, so the part
+    before its tag becomes lower case."""
 
     def column(match: re.Match[str]) -> str:
         name, old, new = match.groups()
@@ -227,7 +228,7 @@ def swe_draft(
     carry: Any = (".",),
 ) -> Draft:
     """Return the task of a row whose tests the evaluator `swebench` runs. By default, the statement and the gold patch
-    come from SWE-bench's columns."""
+    are SWE-bench's columns."""
     runtime: dict[str, Any] = {"image": image, "workdir": workdir} if image else {}
     task = {
         "instruction": ASK.format(statement=(statement or columns.text("problem_statement")).strip()),
@@ -244,7 +245,7 @@ def swe_draft(
 
 
 def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a task repository, sorted by the tasks' names. Raises InvalidField for a broken repository."""
+    """Yield the rows of a task repository, sorted by task. Raises InvalidField if one cannot be read."""
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
@@ -253,7 +254,7 @@ def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
         try:
             row = dict(yaml.safe_load((place / "task.yaml").read_text("utf-8")))
             for column, name in FILES.items():
-                # The file is read as bytes, because text mode would change the line endings of a patch.
+                # The file is read as bytes, because text mode would change the line ends of a patch.
                 row[column] = (place / name).read_bytes().decode("utf-8")
             row |= json.loads((place / "tests.json").read_text("utf-8"))
             check_depth(row)

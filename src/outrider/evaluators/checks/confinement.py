@@ -1,8 +1,8 @@
 """Restricts a process that checks answers: it can only calculate and read Python's files.
 
-No answer should ever run as code in this process (`reasoning_sets.py` prevents it). If one does, it cannot write a
-file, open a socket, start a program or send a signal. Invariant: once `confine_zygote` or `confine_check` has returned,
-the process cannot undo the restrictions.
+`reasoning_sets.py` keeps answers from running as code in this process. If one does run, it cannot write a file, open a
+socket, start a program or send a signal. Invariant: after `confine_zygote` or `confine_check` has returned, the process
+cannot undo the restrictions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from outrider.sandbox.runtimes.guest.isolation.seccomp import (
 SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OPENS = {"x86_64": {2: SECOND, 257: THIRD}, "aarch64": {56: THIRD}}
-"""Numbers of the system calls `open` and `openat` by machine, each with the position of the argument that holds the
-flags."""
+"""By machine architecture: the numbers of the system calls `open` and `openat`, each with the position of the argument
+that holds the flags."""
 CALCULATION = {
     "x86_64": (
         *(0, 1, 3, 4, 5, 6, 8),  # read, write, close, stat, fstat, lstat, lseek
@@ -44,19 +44,19 @@ CALCULATION = {
         *(172, 93, 160, 165, 179, 178, 98, 123, 61, 128, 113, 114, 94, 79, 78, 48, 99, 278, 291, 293),
     ),
 }
-"""Numbers of the system calls that Python needs to calculate and to import. The list for aarch64 has the same calls, if
-they exist there. All other calls fail."""
+"""By machine architecture: the numbers of the system calls that Python needs to calculate and to import. aarch64 has
+the same calls, if they exist there. All other calls fail."""
 SETITIMER = {"x86_64": 38, "aarch64": 103}
-"""Number of the system call `setitimer` by machine. It is not in CALCULATION, so that a check cannot extend its own
-limit of processor time."""
+"""By machine architecture: the number of the system call `setitimer`. CALCULATION does not contain it, because a check
+could extend its own limit of processor time."""
 
 
 def confine_zygote() -> None:
-    """Restrict this process and its forks to reading Python's files. On a kernel without Landlock, a check can also
-    read other files, but it can send their content only to its caller."""
+    """Restrict this process and its forks to reading Python's files. On a kernel without Landlock, they can also read
+    other files, but a check can send their content only to its caller."""
     if landlock.version() > 0:
-        # Only folders of sys.path from which a module was loaded are readable, because sys.path may include the
-        # service's working directory, which checks must not read.
+        # A folder of sys.path is readable only if a module was loaded from it. sys.path may include the service's
+        # working directory, which checks must not read.
         loaded = {str(getattr(module, "__file__", None) or "") for module in tuple(sys.modules.values())}
         folders = [path for path in sys.path if any(name.startswith(f"{path}/") for name in loaded)]
         landlock.enter(["0", *(f"read={path}" for path in (*SYSTEM_FOLDERS, *folders))])
@@ -67,8 +67,8 @@ def confine_zygote() -> None:
 
 
 def confine_check(seconds: float, memory: int) -> None:
-    """Restrict this process, which runs one check. It can only calculate, and gets `seconds` of processor time and
-    `memory` bytes of address space. After this time, the kernel kills it with SIGPROF."""
+    """Restrict this process, which runs one check, to calculating. `seconds` limits its processor time, and `memory`
+    its address space in bytes. When the time is up, the kernel kills it with SIGPROF."""
     whole = int(seconds) + 2  # RLIMIT_CPU counts whole seconds, and kills a process that ignores SIGPROF
     for limit, value in (
         (resource.RLIMIT_AS, memory),
@@ -82,8 +82,8 @@ def confine_check(seconds: float, memory: int) -> None:
 
 
 def calculation(machine: str, *more: int) -> bytes:
-    """Return the seccomp filter of a check, which also permits the system calls `more`. Raises KeyError for a machine
-    that is not in CALCULATION."""
+    """Return the seccomp filter of a check. It permits the system calls in CALCULATION and in `more`. Raises KeyError
+    for a machine that is not in CALCULATION."""
     steps = [
         step(LOAD, seccomp.AT_MACHINE),
         step(EQUAL, seccomp.MACHINES[machine], 1, 0),

@@ -1,8 +1,8 @@
 """Judges the test log of a row of the data set R2E-Gym: every test must have exactly the status that the row expects.
-Runs in the process of `swebench_check`. The module is pure.
+The module is pure, and runs in the process of `swebench_check`.
 
-A log is read as R2E-Gym's own parser reads it (`repo_analysis/execution_log_parser.py` and `agenthub/runtime/docker.py`
-at commit 69bc9535). Invariant: the judgement is never better than R2E-Gym's.
+A log is read as by R2E-Gym's own parser (`repo_analysis/execution_log_parser.py` and `agenthub/runtime/docker.py` at
+commit 69bc9535). Invariant: the judgement is never better than R2E-Gym's.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m|\r")
 SUMMARY = "short test summary info"
 STATUSES = ("PASSED", "FAILED", "ERROR")
 CONTRADICTED = "PASSED and FAILED"
-"""The status of a test that the summary lists as passed and as failed. pytest itself never lists a test in this way."""
+"""The status of a test that pytest's summary lists both as passed and as failed. pytest itself never does this."""
 NAMED = 5
 """Maximum number of tests named in a verdict's reason."""
 
 
 def name_of_test(test: str) -> str:
-    """Return R2E-Gym's name of a test: pytest's name without the file, with "." in place of "::", and without the
-    message after " - "."""
+    """Return the name that R2E-Gym gives to a test. For example, `tests/a.py::Suite::test_b - message` becomes
+    `Suite.test_b`."""
     return ".".join(test.split("::")[1:]).split(" - ")[0]
 
 
 def statuses_of(log: str) -> dict[str, str]:
-    """Return the status of each test in pytest's summary, by name. Tests of several files may have the same name; the
-    last status counts, as in R2E-Gym. If the summary lists one test of one file both as passed and as failed, its
+    """Return the statuses in pytest's summary by R2E-Gym's names of tests. If tests of several files share a name, the
+    last status counts, as in R2E-Gym. If the summary lists one test of one file both as passed and as failed, the
     status is CONTRADICTED."""
     _, found, summary = COLOUR.sub("", log).partition(SUMMARY)
     statuses: dict[str, str] = {}
@@ -51,9 +51,12 @@ def statuses_of(log: str) -> dict[str, str]:
 def compare(
     expected: Mapping[str, str], log: str, reported: Iterable[str] | None, added: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the judgement in the format of `swebench_check.check`. `reported` are the lines in the report of
-    Outrider's pytest plugin, each with a status and a test. If it is not None, a test counts only if the report also
-    has the expected status. Outrider's own tests, whose names end with one of `added`, are ignored."""
+    """Return the judgement in the format of `swebench_check.check`.
+
+    expected: the status that each test must have, by name.
+    reported: lines from Outrider's pytest plugin, each with a status and a test, or None. A test then counts only if
+        they also have its expected status.
+    added: the ends of the names of Outrider's own tests, which are ignored."""
     wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
     found = {name: status for name, status in statuses_of(log).items() if not name.endswith(added)}
     met = {name for name, status in wanted.items() if found.get(name) == status}

@@ -1,7 +1,7 @@
 """Compares an answer with gold answers, using math-verify. Runs in a separate process (see `zygote.py`).
 
-math-verify's own time limits are off, because they need SIGALRM and do not stop C code. The process has a time limit
-instead.
+math-verify's own time limits are switched off, because they need SIGALRM and do not stop C code. The process itself has
+a time limit instead.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from outrider.evaluators.checks.math_units import read_unit
 UNIT_AFTER = re.compile(
     r"[\s$]*(?:\\[)\]])?\s*(?:\\(?:text|mathrm)\s*\{)?\s*([a-zA-Z°%][a-zA-Z/^\d ]{0,30}?)\s*(?:[}.,;$\n]|$)"
 )
-"""Matches the text after a box if it begins with a word that may be a unit."""
+"""Matches the text after a LaTeX box if it begins with a word that may be a unit."""
 WRITTEN = re.compile(
     r"""\\(?:operatorname\*?\s*\{\s*)?
         (?: (?:i{1,3}|o|small)nt | sum | prod | lim | gcd | lcm | max | min | [dt]?binom | choose | det ) (?![a-zA-Z])
       | \\[dt]?frac \s* \{? \s* (?: d | \\partial ) [^{}]* \}? \s* \{? \s* (?: d | \\partial ) \s* [a-zA-Z]""",
     re.VERBOSE,
 )
-"""Matches LaTeX of a calculation that is still to be done, such as an integral. math-verify evaluates some calculations
-while parsing, so its result does not show them."""
+"""Matches LaTeX that contains a calculation to be done, such as an integral. The parsed value does not show this,
+because math-verify evaluates some calculations while it parses."""
 WARM = (
     ("\\frac{1}{2}", "So it is $\\boxed{0.5}$."),
     ("\\{1,2\\}", "$\\boxed{\\{2,1\\}}$"),
@@ -56,8 +56,8 @@ WARM = (
     ("\\frac{-5}{3}", "-1\\frac{2}{3} + \\frac{3\\cdot 3}{7}"),
     ("2(\\frac{a}{2})", "(\\frac{24}{7}) x"),
 )
-"""Pairs of a gold answer and an answer that are compared once before the first fork. Otherwise each check would spend
-0.1 s on loading and building the same objects."""
+"""Pairs of a gold answer and an answer. They are compared once before the first fork, because otherwise every check
+would spend 0.1 s on loading and building the same objects."""
 
 
 def warm_up() -> None:
@@ -66,24 +66,28 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Compare the request's `answer` with the gold answers `golds`. If the request has no `answer`, check that the gold
-    answers are usable.
+    """Compare an answer with gold answers, or check that gold answers are usable.
 
-    If `whole` is true, `answer` is only the answer, and the text `after` may begin with its unit. If `whole` is false,
-    `answer` is a reply that contains the answer. `relative_tolerance` is the greatest relative difference of equal
-    numbers.
+    The request has these fields:
+
+    - `golds`: the gold answers.
+    - `answer`: the answer. Without it, only the gold answers are checked.
+    - `whole`: true if `answer` is only the answer, false if it is a reply with the answer.
+    - `after`: the text after the answer, which may begin with a unit.
+    - `relative_tolerance`: the greatest relative difference of equal numbers, or None.
 
     With `answer`, the result has `found`, the text of the answer, and `equal`, the equal gold answer or None.
-    `calculates` is true if the answer is an unevaluated calculation and no gold answer is one: an answer that only
-    repeats the integral in the question must not be accepted. Without `answer`, the result has `unusable`, the number
-    of the first unusable gold answer or None, and the reason `why`."""
+    `calculates` is true if only the answer, and no gold answer, is an unevaluated calculation, such as the integral in
+    the question. Without `answer`, the result has `unusable`, the index of the first unusable gold answer or None, and
+    `why`, the reason."""
     golds = [(gold, read(gold)) for gold in request["golds"]]
     tolerance = request.get("relative_tolerance")
     if "answer" not in request:
         for number, (gold, value) in enumerate(golds):
             if isinstance(value, Words) and not _is_text(value.text):
                 return {"unusable": number, "why": "does not parse"}
-            _equal(gold, value, "1", tolerance)  # a comparison with another answer must also end within the time limit
+            # This comparison must also end within the time limit.
+            _equal(gold, value, "1", tolerance)
             if not _equal(gold, value, gold, tolerance):
                 return {"unusable": number, "why": "does not equal itself"}
         return {"unusable": None}
@@ -107,7 +111,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _calculates(text: str) -> bool:
-    """Return True if the text has an unevaluated calculation. The task may require exactly this calculation."""
+    """Return True if the text contains an unevaluated calculation, such as an integral."""
     return WRITTEN.search(text) is not None or WRITTEN.search(clean(text)) is not None
 
 
@@ -142,7 +146,7 @@ def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> boo
         if isinstance(value, Several) and isinstance(given, Quantity | Several):
             return compare.same(value, read(answer, merge=False))
     except Exception:
-        # sympy raises any type of exception. The agent's answer is the cause, because each gold answer was compared
-        # with itself at submission.
+        # sympy can raise any exception. The agent's answer is the cause, because each gold answer was compared with
+        # itself at submission.
         return False
     return False

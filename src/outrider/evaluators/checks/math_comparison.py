@@ -1,4 +1,4 @@
-"""Compares a gold answer with an answer. Both are values of math_reading.py.
+"""Compares a gold answer with an answer. Both are values that `math_reading.read` returned.
 
 Invariants: without a tolerance, numbers must be exactly equal (0.33 is not 1/3); a comparison accepts no more than the
 table in docs/evaluators/math.md.
@@ -36,10 +36,10 @@ from outrider.evaluators.checks.math_reading import (
 from outrider.evaluators.checks.math_units import PERCENT, Unit
 
 DIGITS = 60
-"""Number of digits to which irrational numbers are compared."""
+"""Number of decimal digits to which irrational numbers are compared."""
 SMALL = sympy.Float(10) ** -45
 POINTS = 4
-"""Number of points at which two expressions with variables must have the same values."""
+"""Number of random points at which two expressions with variables must have the same values."""
 TRIES = 12
 CHOICE = re.compile(r"\(?[A-J]\)?")
 CHOSEN = re.compile(
@@ -47,13 +47,13 @@ CHOSEN = re.compile(
     re.DOTALL,
 )
 OTHER_LETTER = re.compile(r"\b(?:or|and)\b|\([A-J]\)|^\W*[A-J]\W*$|^\s*[,;/&|]")
-"""Matches the text after a letter if it shows that the answer names several letters: `A or B`, `A, C`."""
+"""Matches the text after the letter of a choice if it names another letter, as in `A or B`."""
 CONSTANTS = ("C", "c", "K", "k")
 
 
 class Comparison:
-    """Compares two values. `tolerance` is the greatest relative difference of two equal numbers, or None if numbers
-    must be equal."""
+    """Compares two values. `tolerance` is the greatest relative difference of two equal numbers. None means that they
+    must be exactly equal."""
 
     def __init__(self, tolerance: float | None, seed: str) -> None:
         self._tolerance = None if tolerance is None else sympy.Rational(str(tolerance))
@@ -116,7 +116,7 @@ class Comparison:
             assert isinstance(gold, Assigned)
             if isinstance(answer, Equation) and len(gold.sides) == 2:
                 return self._proportional(gold.sides[0] - gold.sides[1], answer.side, positive=False)
-            # 5 is not an answer to `x + y = 5`, which may be a line
+            # `5` does not answer `x + y = 5`, which may be a line.
             of_sum = re.match(r"\w+[+-]", gold.name) is not None
             return not of_sum and not isinstance(answer, System | Equation) and self.same(gold.value, answer)
         if not isinstance(gold, Assigned):
@@ -164,7 +164,7 @@ class Comparison:
         for one, side in ((gold, ones), (answer, others)):
             if not isinstance(one, Several | Quantity | Assigned | Region | Coordinates):
                 return False
-            # a set that contains a set differs from the inner set
+            # A set whose only element is a set differs from that element.
             if len(side) == 1 and isinstance(side[0], Several | Region):
                 return False
         ones, others = self._distinct(ones, gold), self._distinct(others, answer)
@@ -179,7 +179,7 @@ class Comparison:
         return True
 
     def _distinct(self, items: tuple[Value, ...], whole: Value) -> tuple[Value, ...]:
-        """Remove repeated elements of a set."""
+        """Return `items`, without repetitions if `whole` is a set."""
         if not (isinstance(whole, Several) and whole.braces):
             return items
         kept: list[Value] = []
@@ -198,7 +198,7 @@ class Comparison:
             return len(ones) == len(others) and all(map(self._same_piece, ones, others))
         try:
             return bool(sympy.SymmetricDifference(gold.points, answer.points).is_empty)
-        except Exception:  # sympy cannot compare all sets, and raises any type of exception
+        except Exception:  # sympy cannot compare all sets, and can raise any exception
             return False
 
     def _same_piece(self, one: sympy.Interval, other: sympy.Interval) -> bool:
@@ -232,7 +232,7 @@ class Comparison:
         with_unit, bare = (gold.value, answer.value) if one is not None else (answer.value, gold.value)
         sides = (with_unit, bare) if one is not None else (bare, with_unit)
         exact = _in_base_units(with_unit, unit)
-        if not unit.dimensions or unit.turns:  # 50% is also 0.5, a dozen is also 12, and 180° is also pi
+        if not unit.dimensions or unit.turns:  # `50%` may also be given as 0.5, `a dozen` as 12, and `180°` as pi
             if self.equal(*((exact, bare) if one is not None else (bare, exact))):
                 return True
             if unit == PERCENT and not (bare.is_number and bool(abs(bare) > 1)):
@@ -272,8 +272,8 @@ class Comparison:
             return False
 
     def _vanishes(self, difference: Expr, symbols: list[Symbol], scale: Expr) -> bool:
-        """Return True if the expression is 0 at POINTS random points. The random generator is seeded with the gold
-        answer, so an agent cannot predict the points."""
+        """Return True if `difference` is 0 at POINTS random points. The seed is the gold answer, so an agent cannot
+        predict the points."""
         agreed = 0
         for attempt in range(TRIES):
             sign = -1 if attempt % 2 else 1
@@ -311,7 +311,8 @@ class Comparison:
 
 
 def chosen(gold: str, answer: str) -> bool | None:
-    """Compare the letters of multiple choice. Returns None if the gold answer is not a single letter."""
+    """Return whether the answer chooses the same letter of multiple choice as the gold answer, or None if the gold
+    answer is not a single letter."""
     letter = CHOICE.fullmatch(gold)
     if letter is None:
         return None
@@ -326,7 +327,7 @@ def _in_base_units(value: Expr, unit: Unit) -> Expr:
 
 
 def _pieces(points: Set) -> list[sympy.Interval] | None:
-    """Return the intervals of a set in ascending order, or None if the set has parts that are not intervals."""
+    """Return the intervals of a set in ascending order, or None if some parts of it are not intervals."""
     parts = points.args if isinstance(points, sympy.Union) else (points,)
     if not all(isinstance(part, sympy.Interval) for part in parts):
         return None
@@ -334,7 +335,7 @@ def _pieces(points: Set) -> list[sympy.Interval] | None:
 
 
 def _constant_renamed(gold: Expr, answer: Expr) -> Expr:
-    """Rename the constant of integration in the answer to its name in the gold answer."""
+    """Return the answer with its constant of integration renamed as in the gold answer."""
     ours, theirs = (
         [term for term in expr.as_ordered_terms() if isinstance(term, Symbol) and term.name in CONSTANTS]
         for expr in (gold, answer)

@@ -1,4 +1,5 @@
-"""Reads the text of an answer as a value: a quantity, a list, a point, a region of real numbers, an equation, a matrix.
+"""Turns the text of an answer into a value: a quantity, a list, a point, a region of real numbers, an equation, a
+matrix.
 
 math-verify's parser reads expressions. This module reads what surrounds them: units, bases, brackets, relations and
 words. Invariant: no part of a text is ignored. A text that is not fully understood becomes `Words`, which equal only
@@ -34,8 +35,11 @@ class Words:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number or an expression. `unit` is its unit of measure. `noun` has the words for the counted things (`3
-    apples`). `rounded` is a rounded decimal that follows the number (`1/3 ≈ 0.33`)."""
+    """A number or an expression.
+
+    unit: the unit of measure.
+    noun: the words for counted things: `apples` in `3 apples`.
+    rounded: the rounded decimal after the number: `0.33` in `1/3 ≈ 0.33`."""
 
     value: Expr
     unit: Unit | None = None
@@ -45,7 +49,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Based:
-    """A number in a base that the text names, such as `101_2`."""
+    """A number whose text names the base, such as `101_2`."""
 
     digits: str
     base: int
@@ -53,7 +57,7 @@ class Based:
 
 @dataclass(frozen=True)
 class Clock:
-    """A time of day, in minutes. `half` is None if the text has neither a.m. nor p.m."""
+    """A time of day. `minutes` counts from midnight. `half` is `a` (a.m.), `p` (p.m.), or None if unknown."""
 
     minutes: int
     half: str | None
@@ -66,7 +70,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Residue:
-    r"""A residue class, such as `3 \pmod 7`. `written` is the number in the text, here 3."""
+    r"""A residue class. In `x \equiv 3 \pmod 7`, `written` is 3, `modulus` is 7 and `name` is `x`."""
 
     written: Expr
     modulus: Expr
@@ -75,7 +79,7 @@ class Residue:
 
 @dataclass(frozen=True)
 class Several:
-    """Several values whose order does not matter: a list of answers or, if `braces` is true, a set."""
+    """Several values in any order: a list of answers or, if `braces` is true, a set."""
 
     items: tuple[Value, ...]
     braces: bool = False
@@ -83,7 +87,7 @@ class Several:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Values whose order matters, such as a point. `bracket` is `(`, `[`, or `|` for a column vector."""
+    """Values in a fixed order, such as a point. `bracket` is `(`, `[`, or `|` for a column vector."""
 
     items: tuple[Value, ...]
     bracket: str
@@ -96,7 +100,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Region:
-    """A set of real numbers. `name` is the variable, if the text has one."""
+    """A set of real numbers. `name` is the variable in the text, if there is one."""
 
     points: Set
     name: str | None = None
@@ -104,7 +108,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Halfspace:
-    """An inequality in several variables: `side` < 0 or, if `strict` is false, `side` <= 0."""
+    """An inequality in several variables: `side` < 0 or, unless `strict` is true, `side` <= 0."""
 
     side: Expr
     strict: bool
@@ -112,7 +116,7 @@ class Halfspace:
 
 @dataclass(frozen=True)
 class Assigned:
-    """A value that the text assigns to a name: `x = 3`, `f(x) = x^2`."""
+    """A name and its value, such as `x = 3` or `f(x) = x^2`."""
 
     name: str
     value: Value
@@ -121,14 +125,14 @@ class Assigned:
 
 @dataclass(frozen=True)
 class System:
-    """Values of different variables by name: `x = 1, y = 2`."""
+    """Several variables and their values, such as `x = 1, y = 2`."""
 
     values: tuple[tuple[str, Value], ...]
 
 
 @dataclass(frozen=True)
 class Equation:
-    """The equation `side` = 0."""
+    """The equation `side` = 0, such as `x + y - 1` = 0."""
 
     side: Expr
 
@@ -138,7 +142,7 @@ Value = (
     | Halfspace | Assigned | System | Equation
 )  # fmt: skip
 CUP, CAP, MINUS, SIGN = "\N{UNION}", "\N{INTERSECTION}", "\N{SET MINUS}", "\N{LESS-THAN EQUAL TO OR GREATER-THAN}"
-"""Characters that replace LaTeX commands while a text is split at these commands."""
+"""Characters that replace LaTeX commands, so that a text can be split at them."""
 MAX_PARTS = 64
 MAX_DEPTH = 12
 COUNTED = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -154,7 +158,7 @@ EVERYTHING = ("all real numbers", "all reals", "all real", "real numbers", "the 
 NOWHERE = ("dne", "does not exist", "doesnt exist", "undefined", "not defined")
 NUMBER_SETS = {"N": "natural numbers", "Z": "integers", "Q": "rational numbers", "C": "complex numbers"}
 SHORT_WORDS = ("yes", "no", "on", "odd", "even", "all", "any", "one", "two", "six", "ten", "not", "max", "min")
-"""Short words that would otherwise be read as products of variables (`no` as n times o)."""
+"""Short words that must not be read as products of variables (`no` as n times o)."""
 NO_NOUN = frozenset((
     "and", "or", "not", "no", "nor", "is", "are", "was", "isnt", "wrong", "incorrect", "right", "correct",
     "hence", "so", "then", "than", "if", "but", "else", "between", "maybe", "to", "because", "since", "therefore",
@@ -166,7 +170,7 @@ NO_NOUN = frozenset((
     *(f"{word}ty" for word in ("twen", "thir", "for", "fif", "six", "seven", "eigh", "nine")), *MULTIPLES,
     "eleventh", "twelfth", "twentieth", "hundredth", "thousandth", "millionth",
 ))  # fmt: skip
-"""Words that cannot be the `noun` of a Quantity."""
+"""Words that cannot be part of the `noun` of a Quantity."""
 EACH = frozenset(("per", "each", "every"))
 FUNCTIONS = r"sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp|pi|infinity|infty|theta|alpha|beta|phi"
 RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|equiv|sim|simeq)(?![a-zA-Z])|[=<>]")
@@ -182,15 +186,15 @@ NAME = re.compile(
         (?:_\s*(?:\w|\{\w{1,8}\}))? '* (?:\^\{?-1\}?)? \s* (?:\(\s*[\w,+\-\s]{1,20}\))? $""",
     re.VERBOSE,
 )
-"""Matches the left side of an assignment: a variable, a sum of variables, a function of an argument, a segment, an
+"""Matches the left side of an assignment: a variable, a sum of variables, a function with its argument, a segment, an
 angle, or words."""
 COMPOUND = re.compile(r'(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)\s*(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)$')
-"""Matches a quantity in two units: `6 hours 30 minutes`."""
+"""Matches a quantity in two units, such as `6 hours 30 minutes`."""
 RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+)|(\d*)\.(\d+)|(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})$"
 )
 UNREAD = ('"', "°", "%", "!!", "...", "\\ldots")
-"""Signs that an expression cannot have. They belong to words, units, omissions and double factorials."""
+"""Signs that an expression cannot contain. They belong to words, units, omissions and double factorials."""
 SPELLING = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
@@ -204,14 +208,16 @@ OPERATORS = {"<": sympy.Lt, ">": sympy.Gt, "\\le": sympy.Le, "\\ge": sympy.Ge, "
 
 
 def read(text: str, *, merge: bool = True, letters: bool = False) -> Value:
-    """Return the value of an answer. If `merge` is false, commas never group digits: `100,200` is two numbers. If
-    `letters` is true, a letter directly after a number is a unit (`3m`)."""
+    """Return the value of the text of an answer.
+
+    merge: whether commas may group digits. If false, `100,200` is two numbers.
+    letters: whether a letter directly after a number is a unit, as in `3m`."""
     text = clean(text)
     if not merge:
         text = re.sub(r"(?<=\d),(?=\d{3})", ", ", text)
     try:
         return _Reader(letters).whole(text, 0)
-    except Exception:  # sympy raises any type of exception, for example for deeply nested brackets
+    except Exception:  # sympy can raise any exception, for example for deeply nested brackets
         return Words(text)
 
 
@@ -266,7 +272,7 @@ def _parsed(text: str) -> Expr:
     text = re.sub(r"(\d)\.(?!\d)", r"\1", text)
     try:
         found = latex2sympy(normalize_latex(text, SPELLING), normalization_config=None, conversion_config=MEANING)
-    except Exception as error:  # the parser raises any type of exception
+    except Exception as error:  # the parser can raise any exception
         raise Unreadable(text) from error
     if not isinstance(found, Expr) or isinstance(found, sympy.MatrixBase):
         raise Unreadable(text)
@@ -290,7 +296,7 @@ def _repeating(found: re.Match[str]) -> str:
 
 def _mixed(found: re.Match[str]) -> str:
     whole, above, below = found.groups()
-    # without braces, as in `\frac37`, each part is one digit
+    # Without braces, as in `\frac37`, each part is one digit.
     if found.re.pattern.find("frac") >= 0 and "{" not in found[0]:
         digits = above + below
         above, below, rest = digits[0], digits[1:2], digits[2:]
@@ -302,7 +308,7 @@ def _mixed(found: re.Match[str]) -> str:
 
 
 def plain_words(text: str) -> str:
-    """Return the words of a text in a form for comparing: in lower case, without punctuation, quotes and a leading
+    """Return the text in a form in which words can be compared: lower case, without punctuation, quotes or a leading
     article."""
     text = re.sub(r"\\(?:text|mathrm)?\b|[\"'{}$\\.!?]", " ", text)
     text = re.sub(r"(\d)(?:st|nd|rd|th)\b", r"\1", " ".join(text.lower().split()))
@@ -315,7 +321,7 @@ class _Reader:
         self._parts = 0
 
     def whole(self, text: str, depth: int) -> Value:
-        """Read a text that may be a list of answers."""
+        """Read a whole answer, which may be a list of answers."""
         self._parts += 1
         if depth > MAX_DEPTH or self._parts > MAX_PARTS or not text:
             return Words(text)
@@ -357,7 +363,7 @@ class _Reader:
         return Several(tuple(items))
 
     def item(self, text: str, depth: int) -> Value:
-        """Read one answer."""
+        """Read one of several answers."""
         self._parts += 1
         text = text.strip()
         if depth > MAX_DEPTH or self._parts > MAX_PARTS or not text:
@@ -431,7 +437,7 @@ class _Reader:
             return None
 
     def _combined(self, text: str, depth: int) -> Value | None:
-        """Read unions, intersections and differences of sets."""
+        """Read a union, an intersection or a difference of sets."""
         if not re.search(r"\\(?:cup|cap|setminus|backslash|bigcup)(?![a-zA-Z])", text) or RELATION.search(text):
             return None
         marked = re.sub(r"\\(?:big)?cup(?![a-zA-Z])", CUP, re.sub(r"\\(?:big)?cap(?![a-zA-Z])", CAP, text))
@@ -489,8 +495,8 @@ class _Reader:
         return Words(text)
 
     def _equal(self, text: str, sides: list[str], signs: list[str], depth: int) -> Value:
-        """Read a chain of equal sides, such as `x = 1 + 2 = 3`. If the first side, or the second of two sides, is a
-        name, the chain assigns a value to this name."""
+        """Read a text with equal signs, such as `x = 1 + 2 = 3`. If the first side, or the second of two sides, is a
+        name, the text assigns a value to it."""
         name = _name(sides[0])
         if name is None and len(sides) == 2 and _name(sides[1]) is not None:
             sides.reverse()
@@ -650,7 +656,7 @@ class _Reader:
             if not NO_NOUN.isdisjoint(noun.union(words)) or re.search(r"[\\^_*/+=]", tail):
                 return None
         elif unit.turns and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", head):
-            return None  # the degrees belong to the argument, as in `\sin 30°`
+            return None  # the degrees belong to the function's argument, as in `\sin 30°`
         elif not quoted and re.fullmatch(r"[a-zA-Z](?:\^.*)?", tail.strip()) and not (self._letters or tail[0] == " "):
             return None
         try:
@@ -696,7 +702,7 @@ def _number_in_words(text: str) -> Expr | None:
 
 
 def _sides(text: str) -> tuple[list[str], list[str]]:
-    r"""Split the text at its relation signs (`=`, `\in` and the like) outside of brackets. Returns the sides and the
+    r"""Split the text at relation signs, such as `=` and `\in`, outside of brackets. Returns the sides and the
     signs."""
     signs: list[str] = []
 
@@ -726,9 +732,10 @@ def _expressions(sides: list[str]) -> Iterator[Expr]:
 
 
 def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
-    """Return the value of a chain of numbers, or None if they differ by more than rounding. After `=`, a number counts
-    as rounded only if it is not an integer and the first number has no finite decimal form: `1/3 = 0.33` has a value,
-    but `7.01 = 7` and `0.334 = 0.33` do not."""
+    """Return the value of numbers joined by signs such as `=`, or None if they differ by more than rounding.
+
+    After `=`, a number may be rounded only if it is not an integer and the first number has no finite decimal form. So
+    `1/3 = 0.33` has a value, but `7.01 = 7` and `0.334 = 0.33` do not."""
     first = numbers[0]
     rounded: Expr | None = None
     for one, sign in zip(numbers[1:], signs, strict=True):
@@ -758,8 +765,8 @@ def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
 
 
 def _total(parts: list[Value]) -> Quantity | None:
-    """Return the sum of two quantities of the same dimensions (6 hours 30 minutes), or None if the first does not have
-    the greater unit."""
+    """Return the sum of two quantities, as in `6 hours 30 minutes`, or None unless they have the same dimensions and
+    the first has the greater unit."""
     match parts:
         case [Quantity(value=great, unit=Unit() as unit), Quantity(value=small, unit=Unit() as less)]:
             if unit.dimensions == less.dimensions and unit.factor > less.factor:
@@ -769,7 +776,7 @@ def _total(parts: list[Value]) -> Quantity | None:
 
 
 def _decimals(value: Expr) -> int | None:
-    """Return the number of decimal places of a number, but at least 2. Returns None if its decimals never end."""
+    """Return the number of decimal places of a number, but at least 2. Returns None if the decimals never end."""
     if not isinstance(value, sympy.Rational):
         return None
     return next((digits for digits in range(2, 30) if 10**digits % value.q == 0), None)
@@ -785,7 +792,7 @@ def _solved(left: Expr, right: Expr, sign: str, symbol: Symbol) -> Set:
         if relation in (sympy.true, sympy.false):
             return sympy.S.Reals if relation == sympy.true else sympy.S.EmptySet
         return relation.as_set()
-    except Exception:  # sympy cannot solve every inequality, and raises any type of exception
+    except Exception:  # sympy cannot solve every inequality, and can raise any exception
         return sympy.ConditionSet(symbol, OPERATORS[sign](left, right), sympy.S.Reals)
 
 
@@ -816,8 +823,8 @@ def _interval(items: tuple[Value, ...], kind: str) -> Region | None:
 
 
 def _as_region(item: Value | None) -> Region | None:
-    """Return the set of real numbers that the value is or may be: `(1, 2)` may be an interval. Returns None if the
-    value cannot be such a set."""
+    """Return the set of real numbers that a value may stand for. For example, `(1, 2)` may be an interval. Returns None
+    if the value cannot be such a set."""
     if isinstance(item, Region):
         return item
     if isinstance(item, Coordinates) and item.bracket in "([":
@@ -831,7 +838,7 @@ as_region = _as_region
 
 
 def _tails(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each split of the text into a number and a following unit, the longest unit first."""
+    """Yield each split of the text into a number and a unit after it. The longest unit comes first."""
     for found in re.finditer(
         r"""(?<=[\d)}!\]"])(?=\s*["a-zA-Z°%€£¢Ω\\µ])|(?<=[a-zA-Z])(?=\s+["a-zA-Z°%]|["°%])""", text
     ):
@@ -845,7 +852,7 @@ def _inline_degrees(text: str) -> str:
 
 
 def _basis_vector(text: str) -> list[Expr] | None:
-    """Return the components of a vector written with the unit vectors **i**, **j** and **k**."""
+    """Return the components of a vector that is written with the unit vectors **i**, **j** and **k**."""
     if not re.search(r"\{\s*[ijk]\s*\}|\\(?:hat|vec)\s*\{?\s*\\?[ijk]", text) or re.search(r"[=<>]", text):
         return None
     marked = re.sub(r"(?:\\(?:hat|vec)\s*)?\{\s*\\?([ijk])(?:math)?\s*\}", r" v_\1 ", text)

@@ -1,11 +1,9 @@
-r"""Rewrites an answer's LaTeX into one plain spelling, splits texts outside of brackets, and finds an answer in a
+r"""Rewrites the LaTeX of an answer in one plain spelling, splits texts outside of brackets, and finds the answer in a
 reply.
 
-Invariant: `clean` keeps the meaning of a text. If the meaning is unclear, the text stays unchanged, and cannot be read
-as a value later.
-
 After `clean`, the words of `\text{...}` are in double quotes, `°` is a degree, `%` is a percent sign, and relations
-have their shortest names (`\le`, `\ne`).
+have their shortest names (`\le`, `\ne`). Invariant: `clean` keeps the meaning of a text. A text with an unclear meaning
+stays unchanged, and cannot be read as a value later.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ COMMANDS = {
     "lbrack": "[", "rbrack": "]", "colon": ":", "textdollar": "\\$", "dollar": "\\$", "euro": "€", "pounds": "£",
     "dots": "\\ldots ", "cdots": "\\ldots ", "imath": "i", "percent": "%",
 }  # fmt: skip
-"""The spelling that replaces a command, by the command's name."""
+"""Maps a LaTeX command to the spelling that replaces it."""
 COMMAND = re.compile(r"\\([a-zA-Z]+)")
 FONTS = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|boxed|fbox|framebox|underline|ensuremath)\s*\{")
 WORDS = re.compile(
@@ -68,15 +66,15 @@ NAMED_IN_WORDS = (
     "min",
     "tr",
 )
-r"""Functions whose names may be set as words: `\mathrm{lcm}`."""
+r"""Functions whose names may be written as upright words: `\mathrm{lcm}`."""
 LETTERS_IN_WORDS = ("i", "e", "d", "T", "j")
-r"""Letters that are symbols even if they are set upright as words: `3\mathrm{i}`."""
+r"""Letters that stay symbols when they are written as upright words: `3\mathrm{i}`."""
 POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.^])")
 MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 MULTIPLE = re.compile(
     r'(?<=[\d}])(?:(\s*"?)\s*\b(WORD)s?\b(?!\s*")|\s*"\s*(WORD)s?\s*")'.replace("WORD", "|".join(MULTIPLES))
 )
-"""Matches a power of ten in words after a number: `3.5 million`."""
+"""Matches a word for a power of ten after a number: `3.5 million`."""
 THOUSANDS = re.compile(r"(?<![\d,.{])\d{1,3}(?:,\d{3})+(?![\d,])")
 EVERYWHERE = re.compile(
     r"""(.*[^\s,;("])[\s,;(]*
@@ -95,8 +93,8 @@ MAX_JOINED = 16
 
 
 def clean(text: str) -> str:
-    """Return the text in its plain spelling (see the module's docstring), without surrounding spaces and the final
-    period."""
+    """Return the text in the plain spelling that the module's docstring describes, without surrounding spaces and the
+    final period."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{''.join(RAISED[sign] for sign in found[0])}}}", text)
     text = re.sub("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
     text = "".join(SIGNS.get(sign, sign) for sign in text).replace("\N{FRACTION SLASH}", "/")
@@ -124,8 +122,8 @@ def clean(text: str) -> str:
 
 
 def _without_condition(found: re.Match[str]) -> str:
-    """Remove the condition from a match if the condition's variable occurs in the text before it. Otherwise return the
-    whole match."""
+    """Remove a condition such as "for all x". If its variable does not occur in the text before it, return the whole
+    match."""
     text, name = found[1], found[2] or found[3] or found[4]
     return text if re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])|(?<=\d){name}\b", text) else found[0]
 
@@ -140,7 +138,7 @@ def _words(found: re.Match[str]) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    r"""Remove the signs that delimit mathematics, such as `$` and `\(`. A lone `$` before a digit is a currency and
+    r"""Remove the signs that delimit mathematics, such as `$` and `\(`. A lone `$` before a digit means dollars and
     stays."""
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
     bare = re.findall(r"(?<!\\)\$", text)
@@ -150,15 +148,15 @@ def _without_dollars(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Remove braces around the whole text, except the braces of a set."""
+    """Remove braces around the whole text, unless they are the braces of a set."""
     while text.startswith("{") and closing(text, 0) == len(text) - 1 and not split(text[1:-1], ",;")[1:]:
         text = text[1:-1].strip()
     return text
 
 
 def closing(text: str, start: int) -> int:
-    """Return the position of the bracket that closes the bracket at `start`, or -1. It may have another shape, as in
-    the interval `(0, 1]`."""
+    """Return the position of the bracket that closes the bracket at `start`, or -1. The two may have different shapes,
+    as in the interval `(0, 1]`."""
     depth = 0
     for at in range(start, len(text)):
         if text[at] in OPEN:
@@ -171,7 +169,7 @@ def closing(text: str, start: int) -> int:
 
 
 def split(text: str, separators: str) -> list[str]:
-    """Split the text at separators (single characters) that are outside of all brackets, quotes and environments."""
+    """Split the text at the characters in `separators`, except within brackets, quotes and LaTeX environments."""
     parts, depth, begun, quoted, bars = [], 0, 0, False, text.count("|") % 2
     for at, sign in enumerate(text):
         if sign == '"':
@@ -194,8 +192,8 @@ JOINED = re.compile(r'(?<![\w\\])(?:and|or)(?!\w)|"\s*,?\s*(?:and|or)\s*"')
 
 
 def alternatives(text: str) -> tuple[list[str], str]:
-    """Split the text at top-level commas, semicolons, `or` and `and`. Returns the parts, and how they are joined: `or`,
-    `and`, or `,`."""
+    """Split the text at commas, semicolons, `or` and `and` outside of brackets. Returns the parts, and what joins them:
+    `or`, `and` or `,`."""
     words = JOINED.findall(text)
     joint = "," if not words else "or" if any("or" in word for word in words) else "and"
     marked = JOINED.sub(",", THOUSANDS.sub(_merge_outside(text), text))
@@ -204,7 +202,8 @@ def alternatives(text: str) -> tuple[list[str], str]:
 
 
 def _merge_outside(text: str) -> Callable[[re.Match[str]], str]:
-    """Return a function that removes the commas from a number, unless brackets surround the number in the text."""
+    """Return a replacement function that removes the commas from a number, unless it is in brackets: `(1,000)` may be a
+    point."""
     depths, depth = [], 0
     for sign in text:
         depth += (sign in "([") - (sign in ")]")
@@ -220,16 +219,16 @@ SAID = re.compile(
 MATHS = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$((?:\\\$|[^$\n])+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LAST_WORDS = re.compile(r"(?:\bis\b|\bare\b|[:=])\s*([^:=]{1,200})$")
 SHORT_REPLY = 40
-"""Maximum characters of a reply that is accepted as an answer as a whole, such as `D` or `Monday`."""
+"""Maximum characters of a reply that as a whole may be the answer, such as `D` or `Monday`."""
 HOPE = re.compile(r"(?i:\s*I hope it is correct.*$)", re.DOTALL)
 SENTENCE = re.compile(r"(?:\.|!|\?)(?=\s|$|\*)|\n")
 EXPLAINED = re.compile(r",?\s+(?:since|because|which is|as (?:required|desired|shown|claimed))\b.*$", re.DOTALL)
-"""Matches the explanation that follows an answer: `42, because ...`."""
+"""Matches the explanation after an answer: `42, because ...`."""
 UNSURE = re.compile(
     r"(?:n['\u2019]t|\b(?:not|or|nor|than|least|most|exceeds?)|[<>≤≥])[\s$*]+-?[\d.,]+\W*$|^[\s$*]*\d+%\d",
     re.IGNORECASE,
 )
-"""Matches the end of a sentence if the last number of the sentence is not an answer: `41 or 42`, `at least 42`."""
+"""Matches the end of a sentence whose last number is not the answer, such as `41 or 42` or `at least 42`."""
 BETWEEN = re.compile(
     r"[\s$,;]|\\[()\[\]]|\\quad|\\text\s*\{|\}|\b(?:and|or|perhaps|maybe|possibly|else)\b|[a-zA-Z](?:_\d)?\s*="
 )
@@ -237,8 +236,8 @@ NAME = re.compile(r"([a-zA-Z])\s*=\s*$")
 
 
 def candidates(reply: str) -> list[str]:
-    """Return the texts that may be the answer, the likeliest first, in a reply without `<answer>` tags and LaTeX
-    boxes."""
+    """Return the texts in a reply that may be the answer, the likeliest first. `<answer>` tags and LaTeX boxes are not
+    considered."""
     reply = HOPE.sub("", reply.strip())
     found = []
     said = [match.end() for match in SAID.finditer(reply)]
@@ -272,10 +271,11 @@ def candidates(reply: str) -> list[str]:
 
 
 def unsure(sentence: str) -> bool:
-    """Return True if the last number of a sentence is not an answer."""
+    """Return True if the last number of the sentence is not an answer: `at least 42`."""
     return UNSURE.search(sentence) is not None
 
 
 def joins(between: str) -> bool:
-    """Return True if the text between two answers only joins them: `and`, `or`, a comma, the name of a variable."""
+    """Return True if the text between two answers only joins them, like `and`, `or`, a comma or the name of a
+    variable."""
     return len(between) <= 60 and not BETWEEN.sub("", between)

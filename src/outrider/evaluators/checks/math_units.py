@@ -15,8 +15,8 @@ Dimensions = frozenset[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of measure. `factor` converts a number to base units, except for a power of pi, whose exponent is `turns`.
-    A degree is pi/180 radians, so its `factor` is 1/180 and its `turns` is 1."""
+    """A unit of measure. A value in base units is the number times `factor`, and times pi to the power `turns`. For
+    example, a degree is pi/180 radians, so its `factor` is 1/180 and its `turns` is 1."""
 
     factor: Fraction
     dimensions: Dimensions
@@ -67,7 +67,7 @@ METRIC = {
     ("G", "gauss"): _unit("1/10000", kg=1, s=-2, A=-1),
     ("B", "byte"): _unit(8, bit=1),
 }
-"""Units that take prefixes. The first name is a symbol, which takes short prefixes (`km`). The other names take long
+"""Units that take prefixes. The first name is a symbol and takes short prefixes (`km`). The other names take long
 prefixes (`kilometer`)."""
 OTHERS = {
     ("in", "inch", "inches"): _unit("0.0254", m=1),
@@ -153,7 +153,7 @@ SHARE = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
 def read_unit(text: str) -> Unit | None:
-    """Return the unit that the whole text names (`km/h`, `square feet`, `m s^{-2}`), or None."""
+    """Return the unit that the whole text names, such as `km/h`, `square feet` or `m s^{-2}`, or None."""
     text = SHARE.sub(r"\1/\2", text.replace('"', " ")).replace("\\mu", "µ").replace("μ", "µ").replace("\\Omega", "Ω")
     text = re.sub(r"\\cdot|\\times|\*|\.(?=\s|$)|\b(?:of angle|old)\b", " ", re.sub(r"\bper\b", "/", text)).replace(
         "{}", ""

@@ -1,12 +1,11 @@
-"""Runs checks of answers in separate processes. The service or a node calls this module.
+"""Runs checks of answers in separate processes, for the service or for a node.
 
-This module imports none of the libraries that check answers. Invariants:
+This module does not import the libraries that check answers. Invariants:
 
 - Each check has a limit of processor time and of memory.
 - A hanging check delays quick checks by at most QUICK_SECONDS of processor time.
 - A check is killed when its caller is cancelled.
-- A failure of the machine (a process cannot be started or gets no time to run) raises EvaluatorError, and does not
-  count against the answer.
+- If the machine cannot run a check, that is an EvaluatorError and does not count against the answer.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from outrider.sandbox.runtimes.tool_server.launch import connection
 from outrider.spec import tenant_of
 
 QUICK_SECONDS = 0.2
-"""Seconds of processor time after which a check is stopped and starts again in the slow queue. Most checks need a tenth
+"""Seconds of processor time after which a check is stopped and starts over in the slow queue. Most checks need a tenth
 of this time."""
 SLOW_NICER = 5
-"""Niceness added to slow checks, so that other checks and the service run first."""
+"""Niceness added to slow checks, so that quick checks and the service run first."""
 SUBMITTED_AT_ONCE = 2
-"""Maximum concurrent checks of submitted tasks in each of the two queues. With a maximum of 1, a long check would block
-all others."""
+"""Maximum concurrent checks of tasks that are being submitted, in each queue. With a maximum of 1, one long check would
+block all others."""
 MAX_MEMORY = 512 << 20
-"""Maximum memory of a check in bytes, in addition to the memory of its library."""
+"""Maximum bytes of memory of a check. The memory of the loaded library does not count."""
 MAX_ANSWER = 1 << 20
 STOP_SECONDS = 5.0
 PAUSE_SECONDS = 0.001
 GONE_SECONDS = 0.2
-"""Maximum seconds to wait for the exit of a zygote whose connection broke."""
+"""Maximum seconds to wait for a zygote's exit after its connection broke."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 BOOT = """
 import sys, types
@@ -63,12 +62,16 @@ from outrider.evaluators.checks.zygote import main
 main(module)
 """
 """The program of the zygote, the process from which checks are forked. Empty modules replace the parent packages,
-because the real packages import many modules that checks do not need."""
+because the real ones import many modules that checks do not need."""
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """A library for checking answers. `distribution` is its name on PyPI, `packages` are its Python packages, and
-    `install` is the argument of `pip install`. `checks` is the module that uses the library."""
+    """A library that checks answers.
+
+    distribution: its name on PyPI.
+    packages: the names of its Python packages.
+    install: the argument of `pip install`.
+    checks: the module of Outrider that uses the library."""
 
     distribution: str
     packages: tuple[str, ...]
@@ -76,7 +79,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     checks: str
 
     def require(self) -> None:
-        """Raise InvalidField if the library is not installed. The library is not imported."""
+        """Raise InvalidField if the library is not installed. This does not import it."""
         if any(importlib.util.find_spec(package) is None for package in self.packages):
             raise InvalidField(
                 f"this evaluator needs {self.distribution}",
@@ -85,13 +88,16 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def __str__(self) -> str:
-        """Return the name and version, as printed in verdicts."""
+        """Return the name and version of the library, for verdicts."""
         return f"{self.distribution} {installed_version(self.distribution)}"
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check. If `answer` is None, the given text cannot be checked, and `fault` has the reason.
-    `seconds` is the processor time."""
+    """The result of a check.
+
+    answer: what the check returned, or None if the text cannot be checked.
+    fault: why it cannot be checked.
+    seconds: its processor time."""
 
     answer: dict[str, Any] | None
     fault: str = ""
@@ -99,8 +105,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lines:
-    """The two queues of checks: `quick` for every check, and `slow` for checks that exceed QUICK_SECONDS. Each queue
-    runs at most `at_once` checks concurrently. `nicer` is the niceness added to checks in the quick queue."""
+    """Two queues of checks. A check starts in `quick`, and moves to `slow` if it exceeds QUICK_SECONDS. Each queue runs
+    at most `at_once` checks at a time. `nicer` is the niceness added to checks in `quick`."""
 
     def __init__(self, at_once: int, *, nicer: int) -> None:
         self.quick = Turns(at_once)
@@ -109,14 +115,15 @@ class Lines:
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The zygote's report on the end of a check: the status from `os.wait4`, and the processor time."""
+    """What the zygote reports when a check has ended: its status from `os.wait4`, and its processor time."""
 
     status: int
     seconds: float
 
 
 async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks:
-    """Return the host's shared `Checks`, which `part` makes on first use. Raises EvaluatorError if there is no host."""
+    """Return the `Checks` that the host shares. On first use, `part` makes it. Raises EvaluatorError if `host` is
+    None."""
     if host is None:
         raise EvaluatorError("this evaluator runs on a node only", hint="give the Outcome the `host` of a node")
     return await host.part(part)
@@ -124,7 +131,7 @@ async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks
 
 class Checks:
     """Runs the checks of one library, once per node: `await host.part(partial(Checks, library=...))`. The first check
-    starts the zygote, the process from which checks are forked. If the zygote exits, the next check starts another."""
+    starts the zygote, the process from which checks are forked. If it exits, the next check starts another one."""
 
     def __init__(self, host: Host, *, library: Library) -> None:
         self._mark = f"{host.folder.name}/"
@@ -151,20 +158,20 @@ class Checks:
         off_the_clock: OffTheClock = nullcontext,
         submitted: bool = False,
     ) -> CheckResult:
-        """Run the library's check of `request`, for up to `seconds` of processor time. Time spent in queues does not
-        count. In each queue, tenants take turns, and so do the buckets of each tenant. The wait for the slow queue runs
-        inside `off_the_clock()` (see `Outcome`). Raises EvaluatorError.
+        """Run the library's check of `request`, for up to `seconds` of processor time. Waits in queues do not count.
+        Tenants take turns in each queue, and so do the buckets of each tenant. The wait for the slow queue runs inside
+        `off_the_clock()` (see `Outcome`). Raises EvaluatorError.
 
-        If `submitted` is true, the check is for a task that is being submitted. Such checks have a low priority and
-        queues of their own, so that checks of sessions' answers do not wait for them. The service makes at most one
-        such call per tenant at a time (`SubmissionChecks`), so that no tenant fills these queues."""
+        `submitted` is true for a check of a task that is being submitted. Such checks have low priority and their own
+        queues, so that checks of answers never wait for them. The service makes at most one such call per tenant at a
+        time (`SubmissionChecks`), so that no tenant can fill these queues."""
         lines = self._submitted if submitted else self._answers
         body = await asyncio.to_thread(msgspec.json.encode, request)
         quick = min(seconds, QUICK_SECONDS)
         async with lines.quick.take(tenant_of(bucket), bucket):
             checked = await self._run(body, quick, nicer=lines.nicer)
         if checked is None and quick < seconds:
-            # The check starts over in the slow queue, because a hanging check would delay the quick queue.
+            # The check starts over in the slow queue, because a hanging check would block the quick one.
             async with AsyncExitStack() as held:
                 async with off_the_clock():
                     await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
@@ -173,7 +180,7 @@ class Checks:
         return checked or CheckResult(answer=None, fault=fault, seconds=seconds)
 
     async def _run(self, body: bytes, seconds: float, *, nicer: int) -> CheckResult | None:
-        """Run a check in a process. Returns None if the time ran out."""
+        """Run a check in a process. Returns None if it exceeded `seconds`."""
         child, control = self._zygote or await self._spawn()
         try:
             said = await self._exchange(control, body, LIMITS.pack(seconds, MAX_MEMORY, nicer))
@@ -188,7 +195,7 @@ class Checks:
             number = os.WTERMSIG(ended.status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return None
-            # the answer is the cause, because the gold answers were checked with the same library
+            # The answer makes the library crash, because the gold answers have already passed this check.
             if number in CRASHES:
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
                 return CheckResult(answer=None, fault=fault, seconds=ended.seconds)
@@ -202,13 +209,13 @@ class Checks:
             raise EvaluatorError(f"the check of an answer ended with status {ended.status} and no result") from error
 
     async def _exchange(self, control: socket.socket, body: bytes, limits: bytes) -> bytes:
-        """Send a new check to the zygote, and return all bytes from the check's connection. Raises OSError."""
+        """Send a new check to the zygote. Returns all bytes from the check's own connection. Raises OSError."""
         with connection() as (ours, theirs):
             while True:
                 try:
                     socket.send_fds(control, [limits], [theirs.fileno()])
                     break
-                except BlockingIOError:  # the zygote still imports the library, or handles other requests
+                except BlockingIOError:  # the zygote is still importing the library or handling other requests
                     await asyncio.sleep(PAUSE_SECONDS)
             reader, writer = await asyncio.open_connection(sock=ours)
         try:
@@ -221,7 +228,7 @@ class Checks:
                     raise ConnectionError("it says too much")
             return said
         finally:
-            writer.transport.abort()  # this closes the connection at once, so the zygote kills a check that still runs
+            writer.transport.abort()  # the connection closes at once, and the zygote kills the check if it still runs
 
     async def _spawn(self) -> tuple[Child, socket.socket]:
         await shielded(self._await_deaths)
@@ -229,7 +236,8 @@ class Checks:
             root = str(Path(__file__).parents[3])
             paths = [path for path in sys.path if os.path.isabs(path)]
             command = [sys.executable, "-I", "-S", "-c", BOOT, root, self._library.checks, *paths]
-            # These variables keep numerical libraries from starting threads: a process with threads must not fork.
+            # The last two variables keep numerical libraries from starting threads, because a process with threads must
+            # not fork.
             env = {VARIABLE: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             with connection(socket.SOCK_SEQPACKET) as (ours, theirs):
                 child = Child.spawn(command, env, theirs)
@@ -238,8 +246,8 @@ class Checks:
         return self._zygote
 
     async def _failure(self, child: Child, control: socket.socket, why: str) -> EvaluatorError:
-        """Return the error of a check whose connection broke. If the zygote has exited, it is discarded, and the next
-        check starts another zygote."""
+        """Return the error of a check whose connection has broken. If the zygote has exited, forget it, so that the
+        next check starts another one."""
         tail = None
         if (child, control) == self._zygote and await child.ends_within(GONE_SECONDS):
             tail = child.log_tail() or None

@@ -1,6 +1,6 @@
 """Scores an answer with the scorers of reasoning-gym. Runs in a separate process (see `zygote.py`).
 
-Invariant: if a scorer evaluates a text as Python, the text cannot call arbitrary functions.
+Invariant: a text that a scorer evaluates as Python cannot call arbitrary functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.evaluators.checks.reasoning_sets import EVALUATED, evaluated_in_en
 
 WARM = ("simple_integration", "polynomial_equations", "countdown", "basic_arithmetic")
 TUPLES = ("arc_agi", "rearc")
-"""Data sets whose scorers need grids of tuples. An entry has lists instead, because it was sent as JSON."""
+"""Data sets whose scorers need grids as tuples of tuples. An entry arrives as JSON, so its grids are lists."""
 
 
 def warm_up() -> None:
@@ -24,12 +24,14 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the `score` of the request's `answer` to its `entry`, or the reason why the answer is `refused`. If the
-    request has no `answer`, return the reason why the entry is `unusable`, or None. A usable entry's own answer scores
-    1."""
+    """Return the `score` of the request's `answer` to its `entry`, a row of reasoning-gym, or `refused`, the reason why
+    there is none.
+
+    Without `answer`, check the entry: its own answer must score 1. The result is `unusable`, the reason why it cannot
+    be used, or None."""
     entry = request["entry"]
     name, gold = entry["metadata"]["source_dataset"], entry["answer"]
-    answer = request.get("answer", gold).strip()  # some scorers strip the answer, too, before they evaluate it
+    answer = request.get("answer", gold).strip()  # some scorers also strip the answer before they evaluate it
     usable = name in DATASETS and all(harmless(text) for text, harmless in evaluated_in_entry(name, entry))
     if "answer" not in request:
         if name not in DATASETS:
@@ -46,8 +48,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         score = _score(name, answer, entry)
         return {"score": score} if math.isfinite(score) else {"refused": f"it scores {score}"}
     except Exception as error:
-        # Scorers raise any type of exception. The agent's answer is the cause, because the scorer accepted the entry's
-        # own answer at submission.
+        # A scorer can raise any exception. The agent's answer is the cause, because the scorer accepted the entry's own
+        # answer at submission.
         return {"refused": f"the scorer cannot read it: {type(error).__name__}"}
 
 
@@ -55,7 +57,7 @@ def _refused(name: str, answer: str, gold: str) -> str | None:
     harmless = EVALUATED.get(name)
     if harmless is not None and not harmless(answer):
         return "it is not the plain expression that the scorer of this data set can evaluate"
-    # min(1.0, nan) is 1.0 in Python, so the scorer of complex_arithmetic would give NaN the best score.
+    # The scorer of complex_arithmetic would give NaN the best score, because min(1.0, nan) is 1.0 in Python.
     if "nan" in "".join(answer.split()).lower() and any(sign.isdigit() for sign in gold):
         return "it is not a number"
     return None

@@ -1,8 +1,7 @@
-"""Lists the data sets of reasoning-gym that cannot be used, and checks the texts that scorers evaluate as Python.
+"""Lists the data sets of reasoning-gym that cannot be used, and checks texts that scorers evaluate as Python code.
 
-Such a text must be a plain literal, sum or formula. The module is pure. Invariant: an accepted text calls only
-FUNCTIONS, reads no attribute and has no code in a string, however the text is evaluated later. Its evaluation may still
-never end.
+Such a text must be a plain literal, sum or formula. The module is pure. Invariant: a text that passes cannot call other
+functions than FUNCTIONS, read an attribute, or hide code in a string. Its evaluation may still take forever.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ UNUSABLE = {
     "rubiks_cube": NO_GOLD,
     "rush_hour": NO_GOLD,
 }
-"""Data sets of reasoning-gym 0.1.25 that are refused, with the reasons."""
+"""The data sets of reasoning-gym 0.1.25 that are refused, with the reasons."""
 
 LITERAL = (
     *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.Load),
@@ -45,30 +44,30 @@ FUNCTIONS = frozenset(
         *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"),
     )
 )
-"""Functions that a formula may call. `Integral` is not one of them: the scorer differentiates the answer, so an answer
-that repeats the question's integral would count as right."""
+"""Functions that a formula may call. `Integral` is not among them, because the scorer differentiates the answer: an
+answer that just repeats the question's integral would count as right."""
 
 
 def is_literal(text: str) -> bool:
-    """Return True for a text that is safe for `eval`: a literal, possibly with names and operators, or a text that is
-    not a Python expression."""
+    """Return True for a text that is safe for `eval`: a literal, possibly with names and operators, or not a Python
+    expression at all."""
     try:
         tree = _tree(text)
     except (SyntaxError, ValueError):
-        return True  # `eval` raises the same error and runs nothing
+        return True  # `eval` would raise the same error and run nothing
     return all(isinstance(node, LITERAL) for node in ast.walk(tree))
 
 
 def is_sum(text: str) -> bool:
     """Return True for a text that is safe for sympy's `parse_expr`: whole numbers with + - * / and brackets. Names are
-    excluded, because an answer could build numbers from them that the task does not give: log(E) is 1."""
+    not allowed, because sympy's constants would give an answer more numbers than the task: log(E) is 1."""
     return SUM_SIGNS.fullmatch(text) is not None and _is_python_of(text, SUM)
 
 
 def is_formula(text: str) -> bool:
     """Return True for a text that is safe for sympy's `parse_expr`: numbers, variables of one letter, pi, operators
-    and FUNCTIONS. It must already be plain Python, because `parse_expr` rewrites other notations before it evaluates
-    them."""
+    and FUNCTIONS. It must be plain Python, because `parse_expr` rewrites any other notation before it evaluates the
+    text."""
     return FORMULA_SIGNS.fullmatch(text) is not None and _is_python_of(text, FORMULA)
 
 
@@ -90,7 +89,7 @@ def _is_python_of(text: str, kinds: tuple[type[ast.AST], ...]) -> bool:
 
 
 def _tree(text: str) -> ast.AST:
-    """Parse a text as `eval` does, which skips leading spaces and tabs."""
+    """Parse a text like `eval`, which skips spaces and tabs at the start."""
     return compile(text.lstrip(" \t"), "answer", "eval", ast.PyCF_ONLY_AST, dont_inherit=True)
 
 
@@ -104,12 +103,13 @@ EVALUATED: dict[str, Callable[[str], bool]] = {
     "polynomial_multiplication": is_formula,
     "countdown": is_sum,
 }
-"""Maps the name of a data set to the test that an answer must pass before the scorer evaluates it as Python. The
-scorers of other data sets do not evaluate answers."""
+"""Maps a data set to the function that tests an answer before the scorer evaluates it as Python. Scorers of other data
+sets do not evaluate answers."""
 
 
 def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Callable[[str], bool]]]:
-    """Return the texts of the entry that its scorer evaluates as Python, each with the test that it must pass."""
+    """Return the texts in the entry that its scorer evaluates as Python. Each is paired with the test that it must
+    pass."""
     match name:
         case "number_sorting":
             return [(str(entry["answer"]), is_literal)]
@@ -122,7 +122,7 @@ def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Call
 
 
 def can_be_scored(name: str, entry: dict[str, Any]) -> bool:
-    """Return True if the entry, with its own answer, has only texts that its scorer can safely evaluate as Python."""
+    """Return True if every text that the scorer evaluates as Python is safe: those in the entry, and its own answer."""
     texts = [*evaluated_in_entry(name, entry)]
     if name in EVALUATED:
         texts.append((entry["answer"], EVALUATED[name]))
@@ -130,6 +130,6 @@ def can_be_scored(name: str, entry: dict[str, Any]) -> bool:
 
 
 def check_data_set(name: str, *, field: str) -> None:
-    """Raise InvalidField for a data set that cannot be used."""
+    """Raise InvalidField if the data set is one of UNUSABLE."""
     if name in UNUSABLE:
         raise InvalidField(f"the data set {name!r} cannot be used: {UNUSABLE[name]}", field=field)

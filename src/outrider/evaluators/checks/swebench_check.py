@@ -1,7 +1,7 @@
-"""Judges the log of a test run with swebench's parsers and grading. Runs in a separate process (see `zygote.py`).
+"""Judges the log of a test run, using swebench's parsers and grading. Runs in a separate process (see `zygote.py`).
 
-The tested code has written to the log, and may have forged pytest's reports as well. Invariant: the judgement of a log
-is never better than the judgement of swebench's `get_eval_report`.
+The code under test has written to the log, and may also have forged pytest's reports. Invariant: a log is never judged
+better than by swebench's `get_eval_report`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import swebench
 
 from outrider.evaluators.checks.expected_statuses import compare
 
-# swebench's own `harness/__init__.py` is bypassed, because it imports docker, datasets and modal.
+# This replaces swebench's own `harness/__init__.py`, which would import docker, datasets and modal.
 harness = types.ModuleType("swebench.harness")
 harness.__path__ = [str(Path(swebench.__file__).parent / "harness")]
 sys.modules.setdefault("swebench.harness", harness)
@@ -34,43 +34,42 @@ MARKS = (
     *(START, END, EXIT_CODE, constants.APPLY_PATCH_FAIL, constants.RESET_FAILED),
     *(constants.TESTS_ERROR, constants.TESTS_TIMEOUT),
 )
-"""Texts that only the grading script prints. Tests must not print them."""
+"""Texts that only the script around the tests may print."""
 OF_PYTEST = frozenset(
     ("parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2", "parse_log_matplotlib", "parse_log_seaborn")
 )
-"""Parsers of pytest's log, by function name. swebench's registry has some of these parsers under other names as
-well."""
+"""Functions that parse pytest's log, by their own names. swebench's registry lists some of them under other names,
+too."""
 LINE_BY_LINE = {
     **dict.fromkeys(OF_PYTEST, ""),
     **dict.fromkeys(("parse_log_cargo", "parse_log_gotest", "parse_log_googletest"), ""),
     **dict.fromkeys(("parse_log_jest_json", "parse_log_vitest"), ""),
-    # These parsers read Jest's results for whole test files.
     **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
     **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
-    # Names that do not match are first lines of tests' docstrings. Several tests may have the same first line.
+    # Names that do not match are first lines of docstrings, which several Django tests may share.
     "parse_log_django": r"\w+ \([\w.]+\)",
 }
-"""Parsers that parse each line separately, by function name. The value is a pattern of names that belong to one test
-only. With "", every name does."""
+"""Parsers that handle each line of a log separately, by function name. The value is a pattern for names of exactly one
+test; "" stands for all names."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
 ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
-"""The order in which `log_of` lists tests by status, as in pytest's own summary. If a test is listed twice, the parsers
-use its last status, so a failure outweighs a pass."""
+"""The order in which `log_of` lists tests by status, as in pytest's own summary. If a test is listed twice, parsers use
+its last status. So a failure outweighs a pass."""
 ENDED_WELL, NO_TESTS = (0, 1), 5
 NODE = "::"
-"""A string in the name of every pytest test. Names without it come from other lines of the log, such as `[100%]` in
-some rows of SWE-bench, which pytest does not report."""
+"""A string in the name of every pytest test. A name without it, such as `[100%]` in some rows of SWE-bench, comes from
+another line of the log and is not a test."""
 NAMED = 5
-"""Maximum number of failing tests named in a verdict's reason."""
+"""Maximum number of failing tests in a verdict's reason."""
 
 
 CONTRADICTS = "the log contradicts itself"
 
 
 class NotBelieved(Exception):
-    """The output cannot be the log of a real test run. The message has the reason."""
+    """The output cannot be the log of a real test run. The message says why."""
 
 
 def warm_up() -> None:
@@ -81,13 +80,16 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Judge the request's `log`, the output of a row's tests. If the request has no `log`, check whether the row is
-    usable.
+    """Judge the output of a row's tests. Without a `log` in the request, check whether the row is usable.
 
-    With `log`, the result has `resolved` (true or false), the numbers of passing tests of `fail_to_pass` and
-    `pass_to_pass`, and `why`, the reason if tests do not pass. If the request also has `statuses`, the result has only
-    the status of each test in the log. Without `log`, the result has `unusable`, the reason why the row is unusable or
-    None, and `field`, the option that causes it."""
+    With `log`, the result has these fields:
+
+    - `resolved`: true if the row counts as solved.
+    - `fail_to_pass`, `pass_to_pass`: the numbers of passing tests in the row's two lists.
+    - `why`: the reason if some tests do not pass.
+
+    If the request also has `statuses`, the result has only the status of each test in the log. Without `log`, it has
+    `unusable`, the reason why the row is unusable or None, and `field`, the option that causes this."""
     parser = parser_of(request)
     if parser is None:
         field = "log_parser" if request.get("log_parser") else "repo"
@@ -96,7 +98,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     if "log" not in request:
         try:
             grading.PARSER_REGISTRY[parser]("", spec)
-        except Exception as error:  # a parser that refuses the logs of this row may raise any exception
+        except Exception as error:  # the parser refuses logs of this row, and can raise any exception
             return {"unusable": f"{parser} refuses it: {error}", "field": "instance_id"}
         return {"unusable": None}
     log = request["log"]
@@ -134,7 +136,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
             report["resolved"] = report["resolved"] and told["resolved"]
     except NotBelieved as error:
         return nothing_of(str(error))
-    except Exception as error:  # parsers raise any type of exception for a log in another format
+    except Exception as error:  # parsers can raise any exception for a log in another format
         return nothing_of(f"{parser} cannot read the log: {type(error).__name__}")
     wanted = dict.fromkeys((*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS))
     failing = [test for test in wanted if not any(test in tests for tests in passed.values())]
@@ -152,13 +154,13 @@ def nothing_of(why: str) -> dict[str, Any]:
 
 
 def name_of(parser: str) -> str:
-    """Return the parser function's own name, because the registry lists many functions under several names."""
+    """Return the name of the parser's function. The registry lists many functions under several names."""
     return str(grading.PARSER_REGISTRY[parser].__name__)
 
 
 def parser_of(request: dict[str, Any]) -> str | None:
-    """Return the name of a row's parser in swebench's registry, or None if swebench has no such parser. The row names
-    the parser (`log_parser`, swebench 5.x), or it is that of the row's repository (4.x)."""
+    """Return the name of a row's parser in swebench's registry, or None if there is no such parser. Rows of swebench
+    5.x name the parser (`log_parser`). For rows of 4.x, the repository determines it."""
     registry = grading.PARSER_REGISTRY
     if named := request.get("log_parser"):
         return named if named in registry else None
@@ -188,15 +190,15 @@ def spec_of(request: dict[str, Any], parser: str) -> Any:
 
 
 def report_of(spec: Any, log: str) -> dict[str, Any]:
-    """Return swebench's report. swebench reads the log from a file, but this process cannot write files. So the
-    functions with which swebench reads the file are replaced."""
+    """Return swebench's report about the log. This process cannot write files, so the functions with which swebench
+    would read the log from a file are replaced."""
     prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": ""}
     classify_logs = grading.classify_logs
     grading.open = lambda path: io.StringIO(log, newline=None)
     grading.classify_logs = lambda path: classify_text(log)
     try:
         report: dict[str, Any] = grading.get_eval_report(spec, prediction, "", True)[spec.instance_id]
-    finally:  # other users of swebench in this process, such as a benchmark, read real files
+    finally:  # others that use swebench in this process, such as a benchmark, read real files
         del grading.open
         grading.classify_logs = classify_logs
     return report
@@ -209,10 +211,10 @@ def passing(report: dict[str, Any]) -> dict[str, set[str]]:
 
 
 def check_marks(log: str) -> None:
-    """Raise NotBelieved if the log has marks that the script did not print. swebench reads only the text between the
-    first two marks, so a test could hide results with marks of its own."""
+    """Raise NotBelieved if a test has printed a mark that delimits the output of the tests. swebench reads only the
+    text between the first two marks, so a test could hide results with its own marks."""
     ends = log.split(END)
-    # A script that echoes the mark under `set -x` prints it twice, with only a quote and a newline in between.
+    # A script that prints the end mark under `set -x` prints it twice, with only a quote and a newline in between.
     if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):
         raise NotBelieved(f"{CONTRADICTS}: a mark of the test output is there more than once")
     if EXIT_CODE in ends[0] or len(set(grading.TEST_EXIT_CODE_RE.findall(log))) > 1:
@@ -220,14 +222,14 @@ def check_marks(log: str) -> None:
 
 
 def check_log(spec: Any, log: str) -> None:
-    """Raise NotBelieved if a test both passes and fails, or if pytest's summary counts fewer passing tests than the log
-    lists. Only tests of the row are checked, because other tests may print anything."""
+    """Raise NotBelieved if a test both passes and fails, or if the log lists more passing tests than pytest's summary
+    counts. Only the row's own tests are checked, because other tests may print anything."""
     name = name_of(spec.log_parser)
     if name not in LINE_BY_LINE:
         return
     text = COLOUR.sub("", log.split(START)[1].split(END)[0])
     parser = grading.PARSER_REGISTRY[spec.log_parser]
-    # All statuses of a test count, because forged output may list a pass before and after the true failure.
+    # All statuses of a test count, because a forged log may list a pass before and after the true failure.
     statuses: dict[str, dict[Any, None]] = {}
     for line in dict.fromkeys(text.split("\n")):
         for test, status in parser(line, spec).items():
@@ -235,7 +237,7 @@ def check_log(spec: Any, log: str) -> None:
     for test in (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS):
         if LINE_BY_LINE[name] and not re.fullmatch(LINE_BY_LINE[name], test):
             continue
-        cut = test.count("[") > test.count("]")  # the parser has cut the name at a space, so several tests may have it
+        cut = test.count("[") > test.count("]")  # several tests may share a name that the parser has cut at a space
         found = tuple(statuses.get(test, ()))
         if not cut and len({status in PASSING for status in found}) > 1:
             raise NotBelieved(f"{CONTRADICTS}: {test} is {' and '.join(map(str, found))}")
@@ -251,11 +253,11 @@ def check_log(spec: Any, log: str) -> None:
 
 
 def log_of(records: str, key: str) -> str:
-    """Convert the reports of the pytest plugin to a log that swebench can parse. Raises NotBelieved in these cases:
+    """Convert the report of the pytest plugin to a log that swebench can parse. Raises NotBelieved in these cases:
 
-    - The plugin did not write every line of the reports.
-    - A run of pytest did not end.
-    - A test that always fails did not fail.
+    - The report has a line that the plugin did not write.
+    - pytest started but did not end.
+    - One of Outrider's tests that always fail did not fail.
     - The code under test has changed pytest or the tests."""
     lines: list[tuple[str, str]] = []
     runs: Counter[Any] = Counter()
@@ -274,8 +276,8 @@ def log_of(records: str, key: str) -> str:
         if "canary" in record:
             canaries[record["when"], record["canary"]] += 1
         elif "planted" in record:
-            # A pytest mark on a whole module (skip, or expected failure) also applies to the planted test. `excused_by`
-            # is None then.
+            # A pytest mark on a whole module (skip, or expected failure) also applies to the test that the plugin
+            # added. `excused_by` is then None.
             if record["when"] == "call" and (record["planted"] == "passed" or record["excused_by"] is not None):
                 passed.append(record["file"])
         elif "test" in record:
@@ -298,8 +300,8 @@ def log_of(records: str, key: str) -> str:
 
 
 def status_of(record: dict[str, Any]) -> str | None:
-    """Return a test's status in pytest's summary for one phase of the test, or None if the phase has no status. A test
-    counts as failed if the code under test has skipped it or marked it as an expected failure."""
+    """Return a test's status in pytest's summary for one phase (setup, call or teardown), or None if the phase has no
+    status. A test counts as failed if the code under test has skipped it or marked it as an expected failure."""
     if record["outcome"] == "skipped" and record.get("excused_by") is not None:
         return "FAILED"
     match record["when"], record["outcome"], record["expected"]:

@@ -1,20 +1,19 @@
-"""The process from which the checks of one library are forked.
+"""The zygote: the process from which the checks of one library are forked.
 
-The process has imported and warmed up the library, so a fork takes milliseconds. Each check runs in its own fork: it
-sees no data of other checks, and if it hangs, it is killed without affecting them. The process is started by `python -I
--S -c` with one end of a socket as standard input.
+It has imported and warmed up the library, so a fork takes milliseconds. Each check runs in its own fork, sees no data
+of other checks, and can be killed without affecting them. The zygote is started by `python -I -S -c`, with one end of a
+control socket as standard input.
 
-A request is one message, `LIMITS`, with one descriptor: the check's connection. The check reads a JSON object from this
-connection until the end of input, and writes one object. Then this process adds a last line with the result of
-`os.wait4`: `{"status", "seconds"}`.
+A request is one message in the format LIMITS on the control socket, with one file descriptor: the connection of the new
+check. The check reads a JSON object from its connection until the end of input, and writes one. Then the zygote adds a
+last line with the result of `os.wait4`: `{"status", "seconds"}`.
 
 Invariants:
 
-- This process has one thread. It never reads an answer: only the forks do.
-- A check is killed when its caller hangs up.
-- The last line follows every exit of a check, unless the caller has left earlier output unread or this process is
-  ending.
-- Every check is killed when the control socket ends or this process exits.
+- The zygote has one thread. Only the forks read answers.
+- A check is killed when its caller closes the check's connection.
+- The last line follows every exit of a check, unless the caller has left earlier output unread or the zygote is ending.
+- Every check is killed when the control socket closes or the zygote exits.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 LIMITS = struct.Struct("dQi")
-"""The format of a request: seconds of processor time, bytes of memory in addition to the loaded library, and the
-niceness to add to the check."""
+"""Format of a request: seconds of processor time, bytes of memory in addition to the loaded library's, and niceness to
+add to the check."""
 PIECE = 1 << 16
 
 
 class CheckForker:
-    """Forks checks, kills checks whose caller has hung up, and reports how each check ended."""
+    """Forks checks, kills checks whose caller has closed the connection, and reports how each check ended."""
 
     def __init__(self, control: socket.socket, check: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._control = control
@@ -64,31 +63,31 @@ class CheckForker:
         """Connections, by the pidfd of the check."""
 
     def serve(self) -> None:
-        """Serve requests until the control socket ends."""
+        """Serve requests until the control socket closes."""
         while True:
             ready = dict(self._poll.poll())
-            # The control socket is served last, because the descriptor of a new check may get the number of a
-            # descriptor that was just closed.
+            # The control socket comes last: a new check may get the number of a descriptor that was just closed and
+            # still has an event.
             asked = ready.pop(self._control.fileno(), 0)
             for fd in ready:
                 if fd in self._ends:
                     self._ended(fd)
-                elif fd in self._pids:  # the caller hung up
+                elif fd in self._pids:  # the caller has closed the connection
                     os.kill(self._pids[fd], signal.SIGKILL)
                     self._poll.unregister(fd)
             if asked and not self._take():
                 for pid in self._pids.values():
                     os.kill(pid, signal.SIGKILL)
                 for pid in self._pids.values():
-                    os.waitpid(pid, 0)  # this process must not exit before its checks
+                    os.waitpid(pid, 0)  # the zygote must not exit before its checks
                 return
 
     def _take(self) -> bool:
-        """Take a request from the control socket, and fork a check for it. Returns False if the socket has ended."""
+        """Read a request from the control socket, and fork a check for it. Returns False if the socket is closed."""
         message, fds, _, _ = socket.recv_fds(self._control, LIMITS.size, 1)
         if not message:
             return False
-        if fds:  # if no descriptor is free, the kernel drops the connection, and the caller sees a hang-up
+        if fds:  # if no file descriptor is free, the kernel drops the connection, which the caller sees
             end = socket.socket(fileno=fds[0])
             pid = os.fork()
             if pid == 0:
@@ -96,7 +95,7 @@ class CheckForker:
             pidfd = os.pidfd_open(pid)
             self._pids[end.fileno()], self._ends[pidfd] = pid, end
             self._poll.register(pidfd, select.POLLIN)
-            self._poll.register(end, 0)  # the poll reports only hang-ups
+            self._poll.register(end, 0)  # the poll reports only that the connection was closed
         return True
 
     def _ended(self, pidfd: int) -> None:
@@ -105,27 +104,27 @@ class CheckForker:
         os.close(pidfd)
         pid = self._pids.pop(end.fileno())
         _, status, used = os.wait4(pid, 0)
-        with contextlib.suppress(KeyError):  # the connection was unregistered when the caller hung up
+        with contextlib.suppress(KeyError):  # the connection was unregistered when the caller closed it
             self._poll.unregister(end)
         told = {"status": status, "seconds": used.ru_utime + used.ru_stime}
-        # If the caller no longer reads, or has left earlier output unread, the connection ends without this line.
+        # If the caller no longer reads, or has left earlier output unread, the connection closes without this line.
         with contextlib.suppress(OSError):
             end.send(b"\n" + json.dumps(told).encode(), socket.MSG_DONTWAIT)
-        # A check that was killed early has not read its whole request. With unread data, a close would reset the
-        # connection and lose the line just sent.
+        # A check that was killed early has not read its whole request. Closing the connection with unread data would
+        # reset it, and lose the line just sent.
         with contextlib.suppress(OSError):
             while end.recv(PIECE, socket.MSG_DONTWAIT):
                 pass
         end.close()
 
     def _become(self, end: socket.socket, seconds: float, memory: int, nicer: int) -> None:
-        """Run the check in the forked process, and exit. Never returns."""
+        """Run the check in the forked process, then exit. Never returns."""
         code = 1
         try:
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(self._null, 2)
             connection = end.detach()
-            close_others({2, connection})  # these are the connections of other checks, which the fork has inherited
+            close_others({2, connection})  # the fork has inherited the connections of other checks
             os.nice(nicer)
             confine_check(seconds, self._loaded + memory)
             request = b""
@@ -135,15 +134,16 @@ class CheckForker:
             while answer:
                 answer = answer[os.write(connection, answer) :]
             code = 0
-        finally:  # after an exception, this process must not continue as a second zygote
+        finally:  # after an exception, the fork must not continue as a second zygote
             os._exit(code)
 
 
 def main(module: str) -> None:
-    """Serve the socket on descriptor 0 until it ends. The module named `module` defines the check."""
+    """Serve the control socket on file descriptor 0 until it closes. `module` names the module with the check."""
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.disable(logging.CRITICAL)  # libraries log texts that they cannot parse, but the verdict has the reason
+    # Libraries log texts that they cannot parse; the verdict's reason says so instead.
+    logging.disable(logging.CRITICAL)
     checks = importlib.import_module(module)
     checks.warm_up()
     control = socket.socket(fileno=os.dup(0))
@@ -153,4 +153,4 @@ def main(module: str) -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
     zygote.serve()
-    os._exit(0)  # threads or exit handlers of libraries could delay a normal exit
+    os._exit(0)  # a normal exit could wait for threads or exit handlers of libraries

@@ -1,4 +1,4 @@
-"""The evaluator of programs. The program under test cannot read the test cases and checks.
+"""The evaluator `code`, which grades a program. The program cannot read the test cases and checks.
 
-`guest.py` runs in sandboxes. The rest runs in the service, and executes no code of the program or of a test.
+`guest.py` runs in sandboxes. The other modules run in the service, and execute no code of the program or of a test.
 """

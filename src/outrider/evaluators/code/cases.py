@@ -1,6 +1,6 @@
-"""The cases of a `code` task: a program's input and its expected output. The module is pure.
+"""The cases of a `code` task: inputs of a program and its expected outputs. The module is pure.
 
-Invariant: expected values never leave the service, and are compared there as text or as values of built-in types.
+Invariant: expected outputs never leave the service. They are compared there as text or as values of built-in types.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ class CodeOptions(Spec):
     """Options of kind `code`. A task gives either `inputs` and `outputs`, of equal length, or `test` with
     `entry_point`.
 
-    file: path of the program in the sandbox. None means the last fenced block of code in the agent's final answer.
-    inputs, outputs: the input and the expected output of each case. With `fn_name`, the arguments and the result of
-        that function, given as JSON values, or as text with one JSON value per line.
+    file: path of the program in the sandbox. None means the last fenced code block in the agent's final answer.
+    inputs, outputs: the input and the expected output of each case. With `fn_name`, these are the arguments and the
+        result of that function: JSON values, or text with one JSON value per line.
     prompt, entry_point, test: fields of a row of HumanEval. `test` defines `check(candidate)`.
     reward: `all` gives 1 if every case passes, and stops at the first failure. `share` gives the fraction of passing
         cases.
-    case_seconds, total_seconds: time limits of one run of the program, and of all runs with the check. The default of
-        `total_seconds` is three quarters of `task.evaluator.seconds`.
+    case_seconds: time limit of one run of the program.
+    total_seconds: time limit of all runs and the check together. The default is three quarters of
+        `task.evaluator.seconds`.
     output_bytes: output limit of one run.
     python: the interpreter in the sandbox.
     """
@@ -61,8 +62,8 @@ class CodeOptions(Spec):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One case. `given` is the program's standard input as text, or the list of a function's arguments. A program
-    passes if its result is one of `accepted`, which are lists of lines (see `lines`) or values."""
+    """One case. `given` is the program's standard input as text, or the list of a function's arguments. `accepted` are
+    the right results: lists of lines (see `lines`) for a program, or values for a function."""
 
     given: Any
     accepted: tuple[Any, ...]
@@ -84,8 +85,8 @@ def json_value(coded: Any) -> Any:
     """Return the value that `guest.encode` encoded. Tuples become lists, because JSON has no tuples. Raises ValueError
     or TypeError for values of types that JSON does not have, and RecursionError for deep nesting.
 
-    This function never builds sets, or dicts with keys that are not strings. A candidate could choose numbers with
-    equal hashes, so that a hash table of them takes minutes to build.
+    This function never builds sets, or dicts with keys other than strings. A candidate, the program under test, could
+    choose numbers with equal hashes, so that building such a hash table takes minutes.
     """
     if isinstance(coded, list):
         return [json_value(one) for one in coded]
@@ -100,11 +101,11 @@ def json_value(coded: Any) -> Any:
 
 
 def cases_of(options: CodeOptions) -> list[Case]:
-    """Return the cases of a task without a test. Raises InvalidField for invalid cases, and for cases that an empty
-    program would pass."""
+    """Return the cases of a task that has `inputs` and `outputs`. Raises InvalidField for invalid cases, and for cases
+    that an empty program would pass."""
     cases: list[Case] = []
-    # Many rows of APPS and TACO wrap the result of a function in a list. If every output is a list of one value, the
-    # value itself also passes.
+    # Many rows of APPS and TACO wrap the result of a function in a list. So if every output is a list of one value, the
+    # bare value also passes.
     wrapped = all(isinstance(output, list) and len(output) == 1 for output in options.outputs)
     if options.fn_name is not None:
         _check_size([text for text in (*options.inputs, *options.outputs) if isinstance(text, str)])
@@ -121,7 +122,7 @@ def cases_of(options: CodeOptions) -> list[Case]:
                     field=f"task.evaluator.options.outputs.{number}",
                     hint="leave the case out, or take reward 'all'",
                 )
-        elif isinstance(given, str):  # the format of LiveCodeBench
+        elif isinstance(given, str):  # LiveCodeBench's format
             try:
                 cases.append(Case([json.loads(line) for line in lines(given)], (json.loads(output),)))
             except (TypeError, ValueError, RecursionError) as error:
@@ -139,8 +140,7 @@ def cases_of(options: CodeOptions) -> list[Case]:
 
 
 def _check_size(texts: list[str]) -> None:
-    """Raise InvalidField if the texts have more than MAX_VALUES commas, or more than MAX_CONTAINERS opening
-    brackets."""
+    """Raise InvalidField if the texts have more than MAX_VALUES commas or MAX_CONTAINERS opening brackets."""
     for what, signs, most in (("values", ",", MAX_VALUES), ("objects and lists", "{[", MAX_CONTAINERS)):
         if (count := sum(text.count(sign) for text in texts for sign in signs)) > most:
             raise InvalidField(

@@ -1,10 +1,10 @@
-"""The code evaluator: runs a program, the candidate, in a sandbox and compares its results in the service.
+"""The evaluator `code`: runs a program, the candidate, in a sandbox and compares its results in the service.
 
-A program from the agent's last reply runs in a new sandbox with small limits. A program in a file runs in the sandbox
-that has the file.
+A program from the agent's last reply runs in a new sandbox with small limits, a program in a file in the sandbox that
+has the file.
 
 The candidate may have changed everything in its sandbox, including the interpreter. So the service sends only inputs to
-this sandbox, and never expected results. A hidden `check(candidate)` is Python code of the task's author. It runs in a
+this sandbox, never expected results. A hidden `check(candidate)` is Python code of the task's author, and runs in a
 second, untouched sandbox. When it calls the candidate, the service passes the arguments and the result on as values of
 built-in types.
 
@@ -45,25 +45,26 @@ PROBE_SECONDS = 30.0
 QUOTED = 200
 """Maximum characters of a wrong answer in a verdict's reason."""
 RUN_SECONDS = 0.05
-"""Minimum duration of one run of a program, in seconds."""
+"""Assumed minimum duration of one run of a program, in seconds."""
 LATE_SECONDS = 10.0
-"""A program that still runs this many seconds after its time limit cannot be stopped. For example, a fork bomb of
-thousands of processes leaves the sandbox's own process no processor time to kill it."""
+"""Seconds after its time limit at which a program counts as impossible to stop. For example, a fork bomb of thousands
+of processes leaves the sandbox's own process no processor time to kill it."""
 SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
 """Limits of a sandbox for a program from the last reply. A fork bomb of 64 processes leaves the sandbox's own process
 enough processor time to kill it."""
 FEW_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "4")
-"""Environment variables of the programs. Without them, numerical libraries start a thread per processor of the machine,
-which may exceed the number of processes in SMALL."""
+"""Environment variables of the programs. Without them, numerical libraries would start one thread per processor of the
+machine, which may be more than SMALL allows."""
 
 
 class WrongAnswer(Exception):
-    """The candidate failed a case or a check. The message is for the verdict's reason."""
+    """The candidate failed a case or a check. The message becomes the verdict's reason."""
 
 
 class CodeEvaluator:
-    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`. A check counts as one case.
-    For a check, the metric `calls` is the number of times that the check called the candidate."""
+    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`, the numbers of passed
+    and of all cases. A hidden check counts as one case, and adds the metric `calls`, the number of calls of the
+    candidate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
@@ -71,7 +72,7 @@ class CodeEvaluator:
         """Number of cases. The cases themselves are built again for each evaluation, because parsed cases need ten
         times the memory of their text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
-        if self._seconds >= spec.seconds:  # with this limit, a slow candidate would cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # otherwise, a slow candidate would cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.total_seconds",
@@ -100,7 +101,7 @@ class CodeEvaluator:
         except EvaluatorError as error:
             if error.inside:
                 raise
-            async with outcome.beside() as other:  # if Python fails in a new sandbox, too, the agent is not the cause
+            async with outcome.beside() as other:  # if Python also fails in a new sandbox, the agent is not the cause
                 await probe(other, self._options.python)
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:
@@ -124,7 +125,7 @@ class CodeEvaluator:
         return self._verdict(passed, reason)
 
     async def _checked(self, outcome: Outcome, program: str) -> Verdict:
-        """Run the task's hidden check in a second sandbox and return the verdict."""
+        """Run the task's hidden check in a second sandbox, and return the verdict."""
         options, calls = self._options, 0
         async with outcome.beside() as trusted:
             try:
@@ -133,7 +134,7 @@ class CodeEvaluator:
                 raise EvaluatorError(f"the check cannot run: {error.message}", hint=error.hint) from error
             about = (options.prompt, options.entry_point, options.test)
             words = ", ".join(map(repr, about))
-            # The candidate's time starts here, because the start of the second sandbox must not count.
+            # The time limit starts only here, because the start of the second sandbox must not count.
             candidate = CandidateProgram(outcome, program, options, self._seconds)
             try:
                 said = await stepped(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()", candidate.left)
@@ -163,11 +164,11 @@ class CodeEvaluator:
 
 
 class CandidateProgram:
-    """Runs a program in the outcome's sandbox, each time in a new process. `seconds` is the limit for all runs
-    together.
+    """Runs the candidate's program in the outcome's sandbox, each time in a new process. `seconds` is the time limit of
+    all runs together.
 
-    The methods raise WrongAnswer for failures caused by the candidate, and RuntimeFailure or EvaluatorError for other
-    failures.
+    The methods raise WrongAnswer if the candidate is the cause of a failure, otherwise RuntimeFailure or
+    EvaluatorError.
     """
 
     def __init__(self, outcome: Outcome, program: str, options: CodeOptions, seconds: float) -> None:
@@ -184,18 +185,18 @@ class CandidateProgram:
 
     @property
     def left(self) -> float:
-        """Seconds left for all runs."""
+        """Seconds left for all runs together."""
         return self._deadline - self._clock()
 
     async def printed(self, text: str) -> list[str]:
-        """Return the lines that the program prints for this input."""
+        """Return the lines that the program prints for the input `text`."""
         done = await self._ran([self._options.python, "-B", self._program], text.encode("utf-8", "replace"))
-        # All output is decoded in a thread, because the candidate decides its length, and decoding a long output would
-        # block the event loop.
+        # The output is decoded in a thread. The candidate chooses its length, and decoding a long output would block
+        # the event loop.
         return await asyncio.to_thread(lambda: lines(done.stdout.decode("utf-8", "backslashreplace")))
 
     async def called(self, name: str, args: list[Any]) -> Any:
-        """Return the result of the program's function. Tuples in it become lists."""
+        """Return the result of the program's function `name`. Tuples become lists."""
         answer = await self.asked(name, {"args": encode(args), "kwargs": encode({})})
         if "raised" in answer:
             raise WrongAnswer(": ".join(answer["raised"])[:QUOTED])
@@ -205,14 +206,14 @@ class CandidateProgram:
             raise WrongAnswer("the function returned no value of JSON's types") from error
 
     async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
-        """Return the result of a call in the format of `guest.run_call`: an encoded `value`, or `raised`."""
+        """Return the result of a call in the format of `guest.run_call`: `value`, which is encoded, or `raised`."""
         request = {"file": self._program, "prompt": prompt, "name": name, **call}
         # -I keeps Python from importing a candidate's file in place of a standard module of the same name.
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
         done = await self._ran(command, json.dumps(request).encode())
         try:
             return await asyncio.to_thread(told, done.stdout)
-        except (ValueError, RecursionError) as error:  # the candidate has written to the same output
+        except (ValueError, RecursionError) as error:  # the candidate has written to the same output stream
             raise WrongAnswer("the program gave no answer to the call") from error
 
     async def _ran(self, command: list[str], given: bytes) -> ExecResult:
@@ -243,8 +244,8 @@ class CandidateProgram:
         return done
 
     async def _confirm_broken(self) -> None:
-        """Set `broke_sandbox` if a new sandbox works. Otherwise the candidate is not the cause, and the failure of the
-        new sandbox is raised."""
+        """Set `broke_sandbox` if a new sandbox works, because then the candidate has broken its own. Otherwise the
+        failure of the new sandbox is raised."""
         async with self._outcome.beside(small(self._outcome.task.runtime.resources)) as other:
             await probe(other, self._options.python)
         self.broke_sandbox = True
@@ -252,8 +253,8 @@ class CandidateProgram:
 
 @asynccontextmanager
 async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
-    """Yield the sandbox for a program from the last reply. It is a new sandbox with small limits. If the task carries
-    or prepares files, which the program may need, it is the outcome's sandbox."""
+    """Yield the sandbox in which a program from the last reply runs: a new one with small limits. If the task carries
+    or prepares files, which the program may need, this is the outcome's sandbox."""
     if outcome.task.evaluator.carry is not None or outcome.task.runtime.prepare:
         yield outcome.runtime
         return
@@ -262,7 +263,7 @@ async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
 
 
 def small(resources: Resources) -> Resources:
-    """Return the limits of a sandbox for one program: those of SMALL, or those of `resources` where they are lower."""
+    """Return the limits of a sandbox for one program. Each limit is the lower one of SMALL and `resources`."""
     return Resources(
         cpus=resources.cpus,
         memory_mb=min(resources.most_memory_mb, SMALL.most_memory_mb),
@@ -272,9 +273,9 @@ def small(resources: Resources) -> Resources:
 
 
 def told(answer: bytes) -> dict[str, Any]:
-    """Parse the output of `guest.run_call`. Raises ValueError or RecursionError for any other text.
+    """Parse the output of `guest.run_call`. Raises ValueError or RecursionError if the output has another form.
 
-    The value stays encoded, because the candidate has made it and decoding it could take very long.
+    The value stays encoded: the candidate has made it, and decoding it could take very long.
     """
     match json.loads(answer):
         case {"value": coded, **others} if not others:
@@ -285,9 +286,10 @@ def told(answer: bytes) -> dict[str, Any]:
 
 
 async def probe(runtime: Runtime, python: str) -> None:
-    """Raise EvaluatorError if a sandbox has no working Python, and RuntimeFailure if the sandbox itself does not work.
+    """Raise EvaluatorError if Python does not work in the sandbox, and RuntimeFailure if the sandbox itself does not
+    work.
 
-    Success only shows that the sandbox can be used: an agent may have replaced the sandbox's Python.
+    Success only shows that the sandbox can be used: an agent may have replaced its Python.
     """
     tail, late = "", False
     try:
@@ -304,13 +306,13 @@ async def probe(runtime: Runtime, python: str) -> None:
         f"{python!r} does not run in the sandbox, and the evaluator 'code' needs it",
         hint="use an image that has python3, or name its interpreter: task.evaluator.options.python",
         log_tail=tail or None,
-        inside=not late,  # a slow host may be the cause of a timeout
+        inside=not late,  # a timeout may be due to a slow host
     )
 
 
 async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
-    """Run one step of the Checker, and return the event that it prints. Raises TimeoutError, and EvaluatorError if the
-    output has no readable event."""
+    """Run one step of the `guest.Checker`, and return the event that it prints. Raises TimeoutError, and EvaluatorError
+    if the output has no readable event."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)

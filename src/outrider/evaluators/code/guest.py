@@ -1,9 +1,10 @@
-"""The code that runs in sandboxes: a call of a candidate's function in one sandbox, and a hidden check in another.
+"""The code that runs in sandboxes: `run_call` calls a candidate's function in one sandbox, and `Checker` runs a hidden
+check in another. The candidate is the program to be graded.
 
-The code needs only Python 3.8 or newer. It is one file, because the service sends its text with a last line that starts
-one of the two parts. Values leave a process only as JSON of built-in types (`encode`, `decode`): an object that claims
-to equal everything stays in its own process. The service only compares the output of `run_call`, which the candidate
-may have forged. Invariant: the candidate affects the check only through return values and exceptions.
+The code needs only Python 3.8 or newer. It is one file, because the service sends its text, with a last line that
+starts one of the two parts. Values leave a process only as JSON of built-in types (`encode`, `decode`), so an object
+that claims to equal everything stays in its own process. Invariant: the candidate affects the check only through return
+values and exceptions.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ MARK = "outrider-step:"
 
 
 def encode(value: Any) -> Any:
-    """Encode a value as JSON. A list stays a list. Any other collection becomes an object whose key is the name of its
-    type. Raises TypeError for a value without a built-in type, and RecursionError for deep nesting."""
+    """Encode a value as JSON. A list stays a list. Any other collection becomes an object whose only key is the name of
+    its type. Raises TypeError for a value of another type, and RecursionError for deep nesting."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -48,8 +49,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(coded: Any) -> Any:
-    """Decode a value from `encode`. Instances of subclasses have become instances of the built-in types. Other input
-    can raise any exception and take any time, so this function runs only in sandboxes, never in the service."""
+    """Decode a value that `encode` returned. Forged input can raise any exception and take any time, so this function
+    runs only in sandboxes, never in the service."""
     if isinstance(coded, list):
         return [decode(one) for one in coded]
     if not isinstance(coded, dict):
@@ -68,8 +69,8 @@ def decode(coded: Any) -> Any:
 
 
 def whole_program(prompt: str, candidate: str, name: str) -> str:
-    """Join the prompt and the candidate. A candidate that defines `name` follows the prompt, and may use its imports
-    and helpers. Any other candidate continues the last line of the prompt."""
+    """Join the prompt and the candidate's text. A candidate that defines the function `name` follows the prompt, and
+    may use its imports and helpers. Any other candidate continues the prompt's last line."""
     try:
         defined = {getattr(one, "name", "") for one in ast.parse(candidate).body}
     except (SyntaxError, ValueError):
@@ -78,17 +79,17 @@ def whole_program(prompt: str, candidate: str, name: str) -> str:
 
 
 def run_call() -> None:
-    """Read a request from standard input, call the candidate's function, write the result, and exit.
+    """Read a request from standard input, call the candidate's function, write the result as JSON, and exit.
 
-    The request has the candidate's `file`, the `prompt` before it, the `name` of the function, and its `args` and
-    `kwargs`. The result has a `value`, or `raised`. The function may be a method of a class `Solution`. What the
-    candidate prints goes to standard error.
+    The request has the candidate's `file`, the `prompt` that precedes it, the `name` of the function, and its encoded
+    `args` and `kwargs`. The function may be a method of a class `Solution`. The result has `value`, the encoded return
+    value, or `raised`. What the candidate prints goes to standard error.
     """
     request = json.load(sys.stdin)
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # The module is not named "__main__", so the part of a program that runs only as a script is skipped.
+    # The module is not named "__main__", so that Python skips the part of a program that runs only as a script.
     module = types.ModuleType("candidate")
     sys.modules["candidate"] = module
     sys.path.insert(0, os.path.dirname(os.path.abspath(request["file"])))
@@ -99,19 +100,19 @@ def run_call() -> None:
         exec(compile(program, request["file"], "exec"), module.__dict__)
         function = getattr(module, name, None) or getattr(module.Solution(), name)
         answer = {"value": encode(function(*decode(request["args"]), **decode(request["kwargs"])))}
-    except BaseException as error:  # SystemExit is also caught, and is then the result of the call
+    except BaseException as error:  # SystemExit also counts as the result of the call
         answer = {"raised": [type(error).__name__, str(error)[:1000]]}
     told.write(json.dumps(answer))
     told.flush()
-    os._exit(0)  # this exit waits for no threads and runs no exit handlers
+    os._exit(0)  # this waits for no threads and runs no exit handlers
 
 
 class Checker:
     """Runs `check(candidate)` of a test in a thread, and passes each call of the candidate to the service.
 
-    `step` prints the next event after MARK, as one line of JSON. The event is a `call`, or the end of the check:
-    `passed`, `failed`, or `broken` if the test is the cause. The argument of the next `step` is the result of the call,
-    in the format of `run_call`.
+    `step` prints the next event as one line: MARK, then JSON. The event is a `call`, or the end of the check: `passed`,
+    `failed`, or `broken` if the test itself is the cause. The service passes the result of the call, in the format of
+    `run_call`, to the next `step`.
     """
 
     def __init__(self, prompt: str, name: str, test: str) -> None:
@@ -130,14 +131,14 @@ class Checker:
         try:
             try:
                 code = compile(prompt, "prompt", "exec")
-            except SyntaxError:  # a prompt may end at a function without a body
+            except SyntaxError:  # a prompt may end with a function that has no body
                 code = compile(f"{prompt}\n    pass\n", "prompt", "exec")
             exec(code, scope)
-            scope[name] = self._candidate  # some checks call the function by its own name
+            scope[name] = self._candidate  # some checks call the function by its name
             exec(compile(test, "test", "exec"), scope)
             scope["check"](self._candidate)
             self._said.put({"passed": self._answered})
-        except BaseException as error:  # an AssertionError, or any exception caused by a wrong value
+        except BaseException as error:  # an AssertionError, or any exception that a wrong value causes
             what = f"{type(error).__name__}: {error}"[:1000]
             self._said.put({"failed" if self._answered else "broken": what})
 
@@ -151,13 +152,13 @@ class Checker:
         if "value" in answer:
             try:
                 return decode(answer["value"])
-            except Exception as error:  # the candidate forged the output of `run_call`
+            except Exception as error:  # the candidate has forged the output of `run_call`
                 self._said.put({"failed": f"the program gave no value: {error}"[:1000]})
-                self._answers.get()  # this wait never ends, so that the check cannot hide the failure
+                self._answers.get()  # this never returns, so that the check cannot hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
-        # Other types, such as SystemExit or a class of the candidate, become RuntimeError. StopIteration also becomes
-        # RuntimeError, because it would end a loop of the check.
+        # Any other exception, such as SystemExit or a class of the candidate, becomes a RuntimeError. So does
+        # StopIteration, because it would end a loop of the check.
         if not (isinstance(kind, type) and issubclass(kind, Exception)) or name in (
             "StopIteration",
             "StopAsyncIteration",
@@ -165,6 +166,6 @@ class Checker:
             kind = RuntimeError
         try:
             raised = kind(message)
-        except TypeError:  # UnicodeDecodeError and others need more arguments
+        except TypeError:  # UnicodeDecodeError, for example, needs more arguments
             raised = RuntimeError(message)
         raise raised

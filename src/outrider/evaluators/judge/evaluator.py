@@ -1,9 +1,9 @@
-"""The judge: a language model grades the agent's answer by a reference, by criteria, or against another answer. The
-judge sees only the agent's last reply, up to `answer_chars` characters.
+"""The evaluator `judge`: a language model, the judge, compares the agent's answer with a reference, with criteria, or
+with another answer. The judge sees only the agent's last reply, up to `answer_chars` characters.
 
 The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
-service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; the verdict's metrics
-count the tokens of every parsed reply, and the verdict's reason quotes the end of every parsed reply.
+service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; the verdict counts
+the tokens of every parsed reply, and quotes its end.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 BUSY = TRANSIENT | {429, 500}
-"""Statuses after which a call is repeated, because the model's server is overloaded or one of its workers has
-exited."""
+"""HTTP statuses after which a call is repeated: the model's server is overloaded, or one of its workers has exited."""
 OVERFLOWS = ("context_length_exceeded", "maximum context length")
-"""Texts with which OpenAI's API and vLLM report, with status 400, that a question is too long."""
+"""Texts with which OpenAI's API and vLLM report, under status 400, that a question is too long."""
 QUOTED = 2000
-"""Maximum characters of each reply in a verdict's reason."""
+"""Maximum characters that a verdict's reason quotes from each reply."""
 
 
 class TooLong(EvaluatorError):
@@ -39,12 +38,12 @@ class TooLong(EvaluatorError):
 
 
 class AnswerTooLong(Exception):
-    """A question fits into the judge's context only with an empty answer, so the agent is the cause."""
+    """A question fits into the judge's context only without the agent's answer, so the agent is the cause."""
 
 
 class JudgeEvaluator:
-    """Grades with a judging model (see `JudgeOptions`). The verdict's metrics are the numbers of calls and tokens, and
-    the score of each criterion."""
+    """Grades with a judging model (see `JudgeOptions`). The verdict's metrics are the number of calls and of tokens,
+    and the score for each criterion."""
 
     takes_endpoints = True
 
@@ -90,8 +89,9 @@ class JudgeEvaluator:
 
 
 class Judge:
-    """The judging model and the calls for one verdict. `said` has the end of each parsed reply. `metrics` returns the
-    numbers of calls and tokens."""
+    """Asks the judging model the questions for one verdict.
+
+    said: the end of each reply, for the verdict's reason."""
 
     def __init__(
         self, options: JudgeOptions, grader: GraderConfig | None, endpoints: Endpoints, outcome: Outcome
@@ -107,12 +107,12 @@ class Judge:
         return {f"judge_{name}": float(count) for name, count in self._counts.items()}
 
     async def vote(self, question: Question, number: int, without: Question) -> dict[str, float]:
-        """Put the question to the judge in vote `number` and return the scores. `without` is the same question with an
-        empty answer. Raises EvaluatorError if the judge is unreachable or gives no grades. Raises AnswerTooLong if
-        `question` does not fit into the judge's context, but `without` does."""
+        """Ask the judge the question in vote `number`, and return the scores by name. `without` is the same question
+        with an empty answer. Raises EvaluatorError if the judge is unreachable or gives no grades. Raises AnswerTooLong
+        if only `without` fits into the judge's context."""
         options, messages = self._options, question.messages
-        # A different seed for each vote allows different replies to the same question. A single vote has no seed,
-        # because some servers do not accept seeds.
+        # Each vote has its own seed, so that replies to the same question can differ. A single vote has none, because
+        # some servers do not accept seeds.
         seed = number if options.votes > 1 else None
         asked = (options.frozen, self._grader, options.temperature, options.max_tokens, seed, messages)
         key = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()
@@ -142,8 +142,8 @@ class Judge:
         )
 
     async def call_model(self, messages: tuple[Message, ...], seed: int | None) -> FrozenReply:
-        """Return one reply of the judging model. Raises TooLong if the messages do not fit into the model's context,
-        and EvaluatorError for other failures."""
+        """Return a reply of the judging model. Raises TooLong if the messages do not fit into the model's context, and
+        EvaluatorError for any other failure."""
         options, grader = self._options, self._grader
         if grader is None:
             assert options.frozen is not None
@@ -157,7 +157,8 @@ class Judge:
                 )
             except ContextOverflow as error:
                 raise TooLong(f"the judge {options.frozen!r} failed: {error.message}") from error
-            except OutriderError as error:  # an EngineError would make the session run again, and lose the agent's work
+            # After an EngineError, the session would run again and lose the agent's work.
+            except OutriderError as error:
                 raise EvaluatorError(f"the judge {options.frozen!r} failed: {error.message}") from error
         body: dict[str, Any] = {
             "model": grader.model or grader.name,
@@ -204,7 +205,7 @@ class ChatUsage(msgspec.Struct):
 
 
 class ChatAnswer(msgspec.Struct):
-    """The fields that a judge needs from the reply to `POST /v1/chat/completions`."""
+    """The fields of the reply to `POST /v1/chat/completions` that the judge reads."""
 
     choices: Annotated[list[ChatChoice], msgspec.Meta(min_length=1)]
     usage: ChatUsage = msgspec.field(default_factory=ChatUsage)

@@ -1,7 +1,7 @@
-"""The questions to a judge, and the parser of its grades. The module is pure.
+"""The questions to a judging model, and the parser of its grades. The module is pure.
 
-Invariants: each judged text is between lines with a mark that the text's author cannot guess; only a line with this
-mark is a grade, and the last grade counts; filled-in texts are never searched for placeholders.
+A mark is a word that the authors of judged texts cannot guess. Invariants: each judged text is between two lines with
+the mark; only a line with the mark is a grade, and the last one counts; judged texts are not searched for placeholders.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ AGAIN = "Your reply does not end with {wanted}. Write nothing but that:\n{grades
 
 PLACEHOLDERS = ("{instruction}", "{reference}", "{criteria}", "{answer}", "{first}", "{second}")
 MAX_TIMES = 4
-"""Maximum number of uses of each placeholder in a template. Without this limit, a template could contain a text of a
-megabyte 100,000 times."""
+"""Maximum number of times that a template may use each placeholder. Without this limit, a text of a megabyte could be
+filled in 100,000 times."""
 
 
 class Criterion(Spec):
-    """A criterion for an answer. If `weight` is negative, a good answer does not meet the criterion."""
+    """A criterion for answers. A negative `weight` means that a good answer does not meet the criterion."""
 
     name: Name
     text: Text
@@ -51,15 +51,15 @@ class JudgeOptions(Spec):
     a frozen model.
 
     by: the kind of question. `reference`: is the answer as right as the `reference`? `rubric`: which of the `criteria`
-        does the answer meet? `pairwise`: is the answer better than the `reference`? A pairwise vote has one question
-        for each order of the two answers.
-    template: replaces the built-in question. {instruction}, {reference}, {criteria}, {answer}, and in pairwise judging
-        {first} and {second}, are filled in.
-    votes: number of repetitions of a question.
-    combine: `majority` needs more than half of the votes, `mean` is their mean.
-    tries: maximum attempts of one vote until the reply has its grades.
+        does it meet? `pairwise`: is it better than the `reference`? A pairwise vote asks once for each order of the two
+        answers.
+    template: replaces the built-in question. {instruction}, {reference}, {criteria} and {answer} are filled in, and for
+        `pairwise` also {first} and {second}.
+    votes: how often each question is asked.
+    combine: `majority` needs more than half of the votes, `mean` takes their mean.
+    tries: maximum attempts of one vote to get a reply with all grades.
     call_seconds: time limit of one call.
-    answer_chars: longer answers get reward 0, without a call.
+    answer_chars: maximum length of an answer. A longer one gets reward 0 without a call.
     """
 
     grader: Name | None = None
@@ -97,8 +97,12 @@ class JudgeOptions(Spec):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One question to a judge. A complete reply has one grade for each of `names`. `scores` has the score of each
-    grade. `again` is the next message after a reply that lacks a grade."""
+    """One question to a judging model.
+
+    again: the message that asks again if a grade is missing.
+    mark: the word in each line with a grade.
+    scores: the score of each grade, such as 1 for `C` (correct).
+    names: what is graded."""
 
     messages: tuple[Message, ...]
     again: str
@@ -107,7 +111,7 @@ class Question(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
 
     def read(self, reply: str) -> dict[str, float] | None:
-        """Return the scores in a reply by name, or None if a score is missing."""
+        """Return the scores in a reply by name, or None if a name has no score."""
         line = re.compile(rf"^[^\w\n]*GRADE {self.mark}(?: (\d{{1,3}}))?:[^\w\n]*(\w+)[^\w\n]*$", re.MULTILINE)
         found: dict[str, float] = {}
         for number, grade in line.findall(reply):
@@ -118,8 +122,8 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def questions_of(options: JudgeOptions, mark: str, instruction: str, answer: str) -> list[Question]:
-    """Return the questions of a vote: a single question, or in pairwise judging a question for each order of the
-    answers."""
+    """Return the questions of one vote: a single question or, in pairwise judging, one question for each order of the
+    two answers."""
     texts = {
         "instruction": ("TASK", instruction),
         "reference": ("REFERENCE", options.reference or ""),
@@ -147,7 +151,7 @@ def question(
     scores: dict[str, float],
     names: tuple[str, ...],
 ) -> Question:
-    """Build a question from the template. `texts` has a title and a text for each placeholder."""
+    """Build a question from the template. `texts` maps a placeholder to a title and a text."""
     numbers = [f" {at}" for at in range(1, len(names) + 1)] if options.by == "rubric" else [""]
     grades = "\n".join(" or ".join(f"GRADE {mark}{number}: {grade}" for grade in scores) for number in numbers)
     wanted = "one line of these" if len(numbers) == 1 else f"{len(numbers)} lines of these, one for each criterion"
@@ -166,13 +170,13 @@ def question(
 
 
 def filled_in(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with its placeholders replaced. Other text in braces, such as JSON, is unchanged."""
+    """Return the template with its placeholders replaced. Other text in braces, such as JSON, stays unchanged."""
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 
 def combined(scores: list[float], combine: Literal["majority", "mean"], undecided: float) -> float:
-    """Combine votes into one score. `majority`: 1 or 0 if more than half of the votes agree, otherwise `undecided`.
-    `mean`: the mean of the votes."""
+    """Combine the scores of several votes. `majority` gives 1 or 0 if more than half of the votes agree, otherwise
+    `undecided`. `mean` gives the mean."""
     if combine == "mean":
         return sum(scores) / len(scores)
     for score in (1.0, 0.0):

@@ -1,10 +1,10 @@
-"""The SWE-bench evaluator: runs a repository's tests in the graded sandbox, and judges their log with swebench's
+"""The evaluator `swebench`: runs a repository's tests in the sandbox to be graded, and judges their log with swebench's
 grading.
 
 - `options.py` defines the options of a task.
 - `evaluator.py` runs the tests.
 - `pytest_plugin.py` reports each test from inside pytest.
-- `shadow_finder.py` finds modules that take the place of pytest's own.
+- `shadow_finder.py` finds modules that shadow those that pytest imports.
 
 `evaluators/checks/swebench_check.py` judges the log in a separate process.
 """

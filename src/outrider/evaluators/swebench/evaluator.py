@@ -1,11 +1,11 @@
-"""The SWE-bench evaluator: runs a repository's tests on the agent's changes and judges the results with swebench's
+"""The evaluator `swebench`: runs a repository's tests on the agent's changes and judges the results with swebench's
 grading.
 
-The tests run in a new sandbox with only the carried paths of the agent's sandbox, so that programs that the agent has
+The tests run in a new sandbox that has only the carried paths of the agent's sandbox, so programs that the agent has
 installed do not run them. Before the run, all other files that influence tests (the files of the test patch, the
 configuration of pytest) are restored from an untouched sandbox. swebench's own parsers judge the log in a confined
-process (see `checks/pool.py`). Invariants: if code under test disturbs its run, the reward is 0; if the machine or the
-task cannot run the tests, that is an error.
+process (see `checks/pool.py`). Invariants: if the code under test disturbs the run, the reward is 0; if the machine or
+the task cannot run the tests, that is an error.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from outrider.trajectory import Verdict
 LIBRARY = Library(
     distribution="swebench",
     packages=("swebench", "unidiff"),
-    # The dependencies are not installed, because they need 362 MB and grading does not use them.
+    # --no-deps leaves out the dependencies: they need 362 MB, and grading does not use them.
     install="--no-deps 'swebench>=5.0.2,<6' unidiff",
     checks="outrider.evaluators.checks.swebench_check",
 )
 CHECKS = partial(Checks, library=LIBRARY)
 END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
-"""Time limit in seconds of a command that finds, removes or checks files."""
+"""Time limit in seconds of a command that only finds, removes or checks files."""
 LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
-"""A shell command that prints the current folder, NUL and the mounts. NUL ends the folder's path, which may contain a
-newline: an agent may have replaced the repository with a symbolic link to such a folder."""
+"""A shell command that prints the path of the current folder, then NUL, then the mounts. The path may contain a
+newline, because an agent may have replaced the repository with a symbolic link to such a folder."""
 MODULE_SUFFIXES = (".py", ".pyc", ".so")
 SHARE_OF_TIME = 0.75
-"""Default time limit of the tests, as a share of the evaluation's time limit."""
+"""Default time limit of the tests, as a fraction of the evaluation's time limit."""
 
 
 class SwebenchEvaluator:
-    """Gives reward 1 if swebench's report and pytest's own reports both show the row as resolved, else 0."""
+    """Gives reward 1 if swebench's report and pytest's own reports both show that the required tests pass, else 0."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(SwebenchOptions, spec)
@@ -60,7 +60,7 @@ class SwebenchEvaluator:
                 hint='such as carry = ["src"], or carry = { diff = "." }; never a folder of programs',
             )
         self._seconds = options.test_seconds or spec.seconds * SHARE_OF_TIME
-        if self._seconds >= spec.seconds:  # with this limit, a slow candidate would cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # otherwise, a slow candidate would cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.test_seconds",
@@ -68,7 +68,7 @@ class SwebenchEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField if swebench has no parser for the row, or if the parser refuses this row."""
+        """Raise InvalidField if swebench has no parser for the task's row, or if the parser refuses it."""
         request = self._options.model_dump(include=ROW)
         checks = await checks_of(host, CHECKS)
         checked = await checks.check(request, seconds=self._options.check_seconds, submitted=True)
@@ -77,9 +77,8 @@ class SwebenchEvaluator:
             raise InvalidField(f"{answer['unusable']} ({LIBRARY})", field=f"task.evaluator.options.{answer['field']}")
 
     def decide(self, outcome: Outcome) -> Verdict | None:
-        """Return reward 0 for an empty patch, as swebench's own harness does: without a change, the tests in
-        `fail_to_pass` fail. The verdict does not have the number of passing tests in `pass_to_pass`, because no test
-        runs."""
+        """Return reward 0 if the agent's patch is empty, as swebench's own harness does: without a change, the tests in
+        `fail_to_pass` fail. The verdict lacks the metric `pass_to_pass`, because no test runs."""
         if outcome.patch != b"" or self._options.test_empty_patch or self._options.expected is not None:
             return None
         metrics = {
@@ -110,7 +109,7 @@ class SwebenchEvaluator:
             f". {shlex.quote(place)}/run.sh", cwd=options.folder, merged=True, seconds=self._seconds
         )
         outcome.log(done.stdout)
-        alive = await runtime.exec(["true"], seconds=FILE_SECONDS)  # this call raises if the whole sandbox is broken
+        alive = await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises if the whole sandbox is broken
         if alive.exit_code != 0:
             raise EvaluatorError("the sandbox runs no program after the tests", log_tail=alive.log_tail(), inside=True)
         metrics = {
@@ -145,10 +144,10 @@ class SwebenchEvaluator:
         )
 
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
-        """Replace the files in `runtime` that influence tests with those of the sandbox `untouched`."""
+        """Replace the files in the sandbox `runtime` that influence tests by those in the sandbox `untouched`."""
         options, found = self._options, set[str]()
-        # pytest loads a compiled file if it records the right time and size of its source. So an agent could leave its
-        # own code as the compiled form of the restored conftest.py.
+        # pytest loads a compiled file if it records the time and size of its source. So an agent could leave its own
+        # code as the compiled form of the restored conftest.py.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:
@@ -156,7 +155,7 @@ class SwebenchEvaluator:
             for sandbox in (untouched, runtime):
                 printed = await find(sandbox, options.folder, "(", *names, ")", "-print0")
                 found |= {posixpath.normpath(path) for path in printed.split("\0")}
-        # The paths are computed in a thread, because parsing the patch may take long.
+        # This runs in a thread, because parsing a patch may take long.
         restored = await asyncio.to_thread(restored_paths, options, found - {"."})
         paths = [posixpath.join(options.folder, path) for path in restored]
         if len(paths) > MAX_PATHS:
@@ -164,7 +163,7 @@ class SwebenchEvaluator:
         archive = folder / f"restored-{secrets.token_hex(8)}"
         try:
             await untouched.snapshot(paths, archive)
-            # The paths are removed first, because an agent may have replaced them with symbolic links.
+            # The paths are removed first, because an agent may have put symbolic links there.
             await runtime.exec(["rm", "-rf", "--", *paths], seconds=FILE_SECONDS)
             await runtime.restore(archive, paths)
         finally:
@@ -172,8 +171,8 @@ class SwebenchEvaluator:
 
 
 async def find(runtime: Runtime, folder: str, *words: str) -> str:
-    """Run `find` with the arguments `words` in a folder and return the output. It skips read-only mounts, such as the
-    mount of the agent's program, because they belong to the task and cannot change. Raises EvaluatorError if a command
+    """Run `find` with the arguments `words` in a folder, and return its output. It skips read-only mounts, such as that
+    of the agent's program: they belong to the task, and no agent can change them. Raises EvaluatorError if a command
     fails or prints too much."""
     mounts = await runtime.exec(LIST_MOUNTS, cwd=folder, seconds=FILE_SECONDS)
     pruned = [word for path in read_only_mounts(mounts.stdout) for word in ("-path", path, "-prune", "-o")]
@@ -187,7 +186,8 @@ async def find(runtime: Runtime, folder: str, *words: str) -> str:
 
 
 async def modules_at(runtime: Runtime, folder: str) -> set[str]:
-    """Return the absolute paths of the files in a folder that Python may import. Raises EvaluatorError (see `find`)."""
+    """Return the absolute paths of the files in a folder that Python could import. Raises EvaluatorError (see
+    `find`)."""
     above = await runtime.exec(["pwd", "-P"], cwd=folder, seconds=FILE_SECONDS)
     words = [word for suffix in MODULE_SUFFIXES for word in ("-o", "-name", f"*{suffix}")][1:]
     printed = await find(runtime, folder, "(", *words, ")", "-print0")
@@ -196,8 +196,8 @@ async def modules_at(runtime: Runtime, folder: str) -> set[str]:
 
 
 def read_only_mounts(printed: bytes) -> list[str]:
-    """Return the read-only mounts below a folder, as patterns for `find` in that folder. `printed` is the output of
-    LIST_MOUNTS. In a path, the kernel escapes only spaces, tabs, newlines and backslashes (fstab(5))."""
+    """Return the read-only mounts below a folder, as patterns for `find` in this folder. `printed` is the output of
+    LIST_MOUNTS. In paths, the kernel escapes only spaces, tabs, newlines and backslashes (fstab(5))."""
     folder, _, mounts = printed.decode("utf-8", "surrogateescape").partition("\0")
     found = []
     for line in filter(None, mounts.split("\n")):
@@ -212,7 +212,7 @@ ROW = {
     *("instance_id", "fail_to_pass", "pass_to_pass", "log_parser", "repo", "version", "eval_type", "pytest"),
     "expected",
 }
-"""The options that swebench's grading needs."""
+"""The options that swebench's parsers and grading need."""
 WORDS = (
     (
         "add",
@@ -262,7 +262,7 @@ WORDS = (
     ),
     ("again", "at_once", "by_default", "by_name", "first", "from_text", "in_order", "in_place", "later", "with_blanks"),
 )
-"""Words for `planted_name`. A name has one word from each tuple, in this order."""
+"""Words for `planted_name`. A name has one word of each tuple, in this order."""
 
 
 @cache
@@ -271,8 +271,7 @@ def source_text(name: str) -> str:
 
 
 def planted_name() -> str:
-    """Return a random name for the test that the plugin adds to each test module. It looks like the names of other
-    tests."""
+    """Return a random name for the test that the plugin adds to each test module. It looks like other tests' names."""
     return "_".join(("test", *map(secrets.choice, WORDS)))
 
 
@@ -287,14 +286,14 @@ def plugin(path: str, key: str, planted: str, name: str) -> str:
 
 
 def finder(new: Collection[str], path: str, key: str, name: str) -> str:
-    """Return the text of `sitecustomize.py` for one evaluation. `new` has the module files that the candidate has
+    """Return the text of `sitecustomize.py` for one evaluation. `new` are the paths of modules that the agent has
     added."""
     words = ", ".join(map(repr, (sorted(new), path, key, f"-p outrider_{name} ")))
     return f"{source_text('shadow_finder.py')}\n\nstart({words})\n"
 
 
 def script(options: SwebenchOptions, place: str, name: str) -> str:
-    """Return the script that runs the tests. It has the task's own commands, and variables that make pytest load the
+    """Return the script that runs the tests: the task's own commands, after variables that make pytest load the
     plugin."""
     lines = []
     if options.pytest is not False:
@@ -303,7 +302,7 @@ def script(options: SwebenchOptions, place: str, name: str) -> str:
             f'export PYTEST_ADDOPTS="-p outrider_{name} ${{PYTEST_ADDOPTS-}}"',
         ]
     for line in (options.eval_script or options.test_command or "").split("\n"):
-        # swebench's own harness also adds these two lines to every script.
+        # swebench's own harness adds the same lines.
         marked = options.eval_script is not None and END_MARK in line
         lines += ["SWEBENCH_TEST_EXIT_CODE=$?"] if marked else []
         lines.append(line)
@@ -312,12 +311,12 @@ def script(options: SwebenchOptions, place: str, name: str) -> str:
 
 
 async def records_at(runtime: Runtime, path: str) -> str:
-    """Return the text of the plugin's report. If the report cannot be read, return "" or an error message, which
-    grading does not accept. Raises RuntimeFailure if the whole sandbox is broken."""
+    """Return the text of the plugin's report. If it cannot be read, return "" or an error message, neither of which
+    passes as a report. Raises RuntimeFailure if the whole sandbox is broken."""
     try:
         return (await runtime.read(path, follow=False)).decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
     except (IsADirectoryError, RuntimeFailure) as error:
-        await runtime.exec(["true"], seconds=FILE_SECONDS)  # this call raises if the whole sandbox is broken
+        await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises if the whole sandbox is broken
         return str(error)

@@ -1,4 +1,4 @@
-"""The options of the SWE-bench evaluator, and the paths of a repository that influence its test results. The module is
+"""The options of the evaluator `swebench`, and the paths of a repository that influence its test results. The module is
 pure.
 
 Invariant: options with which every run would pass are refused, such as an empty list of tests to be fixed.
@@ -18,37 +18,37 @@ from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
 MAX_COMMAS = 10 * MAX_TESTS
-"""Maximum number of commas if a row's tests are given as one string. It is higher than MAX_TESTS, because names of
+"""Maximum number of commas in a row's tests, if they are one string. It is higher than MAX_TESTS, because names of
 tests may contain commas."""
 SCRIPT = 1 << 20
-"""Maximum characters of a script."""
+"""Maximum characters of `eval_script` or `test_command`."""
 PATCH = 16 << 20
-"""Maximum characters of a patch. Runtimes have the same limit."""
+"""Maximum characters of a patch. Sandbox runtimes have the same limit."""
 PATCH_LINES = 200_000
-"""Maximum lines of a patch. Parsing this number of lines needs a second."""
+"""Maximum lines of a patch. Parsing so many lines takes a second."""
 CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
 )
-"""Names of files that influence tests in any folder of the repository. `entry_points.txt`, beside a package on Python's
-path, names plugins that pytest loads."""
+"""Names of files that influence tests in any folder of the repository. An `entry_points.txt` beside a package on
+Python's path names plugins, which pytest loads."""
 GIT = (".git", ".gitattributes")
-"""Files that the script's `git` commands read. They can name programs for git to run, and contain the original files
+"""Files that `git` reads if the script calls it. They may name programs that git runs, and contain the original files
 that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')
-"""Matches the first line for a file in a git diff if both names are equal. A file without hunks, such as a new empty
-file, has its name only there. If the names differ, other lines have both names."""
+"""Matches the first line for a file in a git diff if its two names are equal. For a file without hunks, such as a new
+empty file, only this line has the name. Different names are also in other lines."""
 PREFIX = re.compile(r"^[abciwo12]/")
-"""Matches git's prefixes of names: a/ and b/; c/, i/, o/ and w/ with `diff.mnemonicPrefix`; 1/ and 2/ with
---no-index."""
+"""Matches git's prefixes of file names: a/ and b/; c/, i/, o/ and w/ with `diff.mnemonicPrefix`; 1/ and 2/ with
+`--no-index`."""
 TEST_FOLDERS = frozenset(("test", "tests"))
 
 
 def listed(given: Any) -> Any:
-    """Return the tests of a row as a list. In data sets of swebench 4.x, the list is a JSON string. Any value that is
-    not a string is returned unchanged. Raises ValueError."""
+    """Return the tests of a row as a list. Data sets of swebench 4.x give a JSON string. Any other value is returned
+    unchanged. Raises ValueError."""
     if not isinstance(given, str):
         return given
     # The commas are counted before parsing, because a list of millions of tests needs gigabytes of memory.
@@ -66,17 +66,16 @@ Script = Annotated[str, StringConstraints(min_length=1, max_length=SCRIPT)]
 
 
 class SwebenchOptions(Spec):
-    """The options of kind `swebench`: the columns of a data set's row, under swebench's names in lower case.
+    """The options of kind `swebench`: the columns of a row of the data set, under swebench's names in lower case.
 
-    eval_script: runs the tests. The script applies the test patch itself and prints the markers.
-    test_command: runs the tests in place of `eval_script`, after the evaluator has applied `test_patch`.
+    eval_script: a script that applies the test patch, runs the tests and prints markers.
+    test_command: runs the tests in place of `eval_script`. The evaluator first applies `test_patch`.
     test_patch: with `eval_script`, used only to find the files and folders of the tests.
     log_parser, repo: the parser of the log (swebench 5.x), or the repository that determines the parser (4.x).
     pytest: true if the tests run in pytest. By default, the parser decides.
     restored: paths below `folder` to restore to their state before the agent, besides the files of the test patch. The
         default is the result of `restored_paths`.
-    expected: the status that each test must have, as in rows of R2E-Gym. With `expected`, the lists of tests only name
-        the tests.
+    expected: the status that each test must have, as in rows of R2E-Gym. The lists of tests then only name the tests.
     test_empty_patch: true to run the tests even if the agent changed nothing. By default, such an agent gets reward 0
         without a run, unless `expected` is set.
     """
@@ -126,14 +125,14 @@ def files_of(patch: str) -> set[str]:
         if hunk := HUNK.match(line):
             old, new = (int(count or 1) for count in hunk.groups())
             while old > 0 or new > 0:
-                # An empty context line may lack its leading space, because some editors strip it.
+                # Some editors strip the leading space from an empty context line.
                 sign = (next(lines, "cut") or " ")[:1]
                 if sign not in " -+\\":
                     raise ValueError("a hunk is cut short, or its header counts wrong")
                 old, new = old - (sign in " -"), new - (sign in " +")
         elif named := NAMED.match(line) or SAME.match(line):
             name = plain_name(named["name"])
-            if not line.startswith(("rename", "copy")):  # the names of a rename or copy have no prefix
+            if not line.startswith(("rename", "copy")):  # lines for a rename or a copy have names without a prefix
                 name = PREFIX.sub("", name)
             if name == "/dev/null":
                 continue
@@ -146,7 +145,7 @@ def files_of(patch: str) -> set[str]:
 
 
 def plain_name(field: str) -> str:
-    """Return the name in a field of a diff. It is quoted with backslash escapes, or plain and ends at a tab."""
+    """Return the file name in a field of a diff. A quoted name has backslash escapes. Any other name ends at a tab."""
     name = field.rstrip("\r").partition("\t")[0]
     if name.startswith('"'):
         name = codecs.escape_decode(name.strip('"').encode("utf-8", "surrogateescape"))[0].decode(
@@ -165,7 +164,7 @@ def test_folder(path: str) -> str | None:
 
 
 def is_test(path: str) -> bool:
-    """Return True if the segments of a path show that the file is a test. For example, `src/_pytest/a.py` is not."""
+    """Return True if the names of a file and its folders show that it belongs to tests. `src/_pytest/a.py` does not."""
     name = path.rpartition("/")[2]
     stem = name.removesuffix(".py")
     return (
@@ -176,12 +175,14 @@ def is_test(path: str) -> bool:
 
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
-    """Return the sorted paths below `folder` to restore:
+    """Return the paths below `folder` to restore, sorted. These are the files of the test patch. Without a test patch,
+    they are the test files that the names of the row's tests begin with.
 
-    - the files of the test patch or, without a test patch, the test files in the repository that the row's tests name
-    - the paths in the option `restored`, if it is given
-    - otherwise the test folders of these files, the configuration files `found` in the repository and, with an
-      `eval_script`, the files of git"""
+    The option `restored` adds its paths. Without this option, these are added:
+
+    - the test folders of these files
+    - `found`, the configuration files in the repository
+    - the files in GIT, if there is an `eval_script`"""
     files = files_of(options.test_patch or "")
     if not files:
         named = {test.partition("::")[0] for test in (*options.fail_to_pass, *options.pass_to_pass) if "::" in test}
@@ -189,7 +190,7 @@ def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
     if options.restored is not None:
         return sorted({*files, *options.restored})
     folders = {folder for file in files if (folder := test_folder(file)) is not None}
-    # Restoring a folder restores everything in it, so its files need not be listed.
+    # Restoring a folder restores the files in it, so these need not be listed.
     files = {file for file in files if test_folder(file) is None} if not options.test_patch else files
     git = GIT if options.eval_script is not None else ()
     return sorted({*files, *folders, *found, *git})

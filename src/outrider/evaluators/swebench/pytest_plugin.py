@@ -1,9 +1,9 @@
-"""The plugin through which pytest reports the outcome of each test to the evaluator.
+"""The pytest plugin that reports the outcome of each test to the evaluator.
 
-The plugin runs in the sandbox, in the process of the tests. The evaluator sends this text, and adds final lines that
-call `canaries` and `plant`. The plugin needs only Python 3.6 and pytest 4, or newer. The code under test runs in the
-same process, and can read and change the plugin (docs/evaluators/swebench.md lists the consequences). Invariant: each
-line of the report is one JSON object with the key of this evaluation, written with one system call.
+The plugin runs in the sandbox, in the process of the tests. The evaluator sends this text, with final lines that call
+`canaries` and `plant`. The plugin needs only Python 3.6 and pytest 4, or newer. The code under test can read and change
+the plugin, because it runs in the same process (docs/evaluators/swebench.md lists the consequences). Invariant: each
+line of the report is one JSON object with the evaluation's key, written by one system call.
 """
 
 import builtins
@@ -30,17 +30,17 @@ LIBRARIES = {
     *getattr(site, "getsitepackages", list)(),
     os.path.dirname(os.path.dirname(pytest.__file__)),
 }
-"""Folders of libraries, outside the repository."""
+"""Folders of Python's libraries, outside the repository."""
 OF_TESTING = ("pytest", "_pytest", "pluggy", "unittest", "numpy.testing", "pandas.testing", "pandas._testing")
-"""Modules whose functions decide whether tests pass. Their submodules are included."""
+"""Modules whose functions decide whether tests pass. This includes their submodules."""
 BUILTINS = tuple(dir(builtins))
 NAMES_OF_EXCUSES = ("skip", "xfail", "require")
-"""Parts of the names with which a test skips itself or expects its failure, such as `pytest.importorskip` and
+"""Parts of the names with which a test skips itself or expects its own failure, such as `pytest.importorskip` and
 `unittest.SkipTest`."""
 
 
 class ReportFile:
-    """The file to which this run reports to the evaluator. Each line has the key of this evaluation."""
+    """The file in which this run reports to the evaluator. Each line has the key of the evaluation."""
 
     def __init__(self, path: str, key: str) -> None:
         self._key = key
@@ -51,7 +51,7 @@ class ReportFile:
 
 
 class Reporter:
-    """Reports the beginning and the end of the run, and each phase of a test that can decide its outcome."""
+    """Reports the beginning and the end of the run, and each phase of a test that may decide its outcome."""
 
     def __init__(self, config: Any, report: ReportFile, key: str, planted: str) -> None:
         self._config = config
@@ -73,9 +73,9 @@ class Reporter:
                 planted=report.outcome, when=report.when, file=name.partition("::")[0], excused_by=excused
             )
             return
-        if hasattr(report, "context"):  # a subtest, which pytest's log does not list under the test's name
+        if hasattr(report, "context"):  # a subtest; pytest's log does not list it under the test's name
             return
-        shown = getattr(self._config, "cwd_relative_nodeid", str)(name)  # the name in pytest's own summary
+        shown = getattr(self._config, "cwd_relative_nodeid", str)(name)  # the name that pytest's own summary shows
         expected = hasattr(report, "wasxfail")
         self._report.tell(test=shown, when=report.when, outcome=report.outcome, expected=expected, excused_by=excused)
 
@@ -84,8 +84,8 @@ class Reporter:
 
 
 class Guard:
-    """Reports what the code under test has replaced: parts of pytest, unittest and Python that decide whether tests
-    pass, and the code and the files of tests. Each process that runs tests has a guard."""
+    """Reports what the code under test has replaced: code of tests, test files, or parts of pytest, unittest and Python
+    that decide whether tests pass. Each process that runs tests has a guard."""
 
     def __init__(self, report: ReportFile) -> None:
         self._report = report
@@ -98,8 +98,8 @@ class Guard:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: Any) -> None:
-        """Remember the plugins that pytest has loaded before it imports tests. The packages of these plugins count as
-        parts of pytest, not as code under test."""
+        """Remember the plugins that pytest has loaded before it imports tests. Their packages count as parts of pytest,
+        not as code under test."""
         self._plugins = session.config.pluginmanager.get_plugins()
         names = [each.__name__ for each in self._plugins if isinstance(each, types.ModuleType)]
         tops = [sys.modules.get(name.partition(".")[0]) for name in (*names, *OF_TESTING)]
@@ -107,7 +107,7 @@ class Guard:
         self._own = tuple(os.path.dirname(path) + os.sep if package else path for path, package in places if path)
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Remember the content of test files before pytest imports the first module of a folder."""
+        """Remember the content of test files, before pytest imports the first module of their folder."""
         for found in report.result or ():
             if isinstance(found, pytest.Module):
                 self._texts.setdefault(str(found.fspath), text_of(found))
@@ -120,7 +120,7 @@ class Guard:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: Any) -> None:
-        """Remember the code of the functions in the test modules."""
+        """Remember the code of all functions in the test modules."""
         for module in {id(item.module): item.module for item in session.items if is_function(item)}.values():
             scopes = [vars(module), *(vars(each) for each in vars(module).values() if isinstance(each, type))]
             functions = [each for scope in scopes for each in scope.values() if isinstance(each, types.FunctionType)]
@@ -133,11 +133,11 @@ class Guard:
         folders = tuple({folder_of_tests(os.path.abspath(str(item.fspath))) for item in items})
         for (module, name), value in parts_of_testing().items():
             before = self._parts.get((module, name))
-            if before is None and module in self._modules:  # a new name in a module replaces nothing
+            if before is None and module in self._modules:  # a new name in a known module replaces nothing
                 continue
             if before is not None and before[0] is value and before[1] is code_of(value):
                 continue
-            # A function that has replaced another one and has no file was made by `exec`.
+            # A function without a file was made by `exec`. Here it has replaced another function.
             made = before is not None and isinstance(value, types.FunctionType) and not files_of(value)
             if made or self._is_under_test(value, folders):
                 self._report.tell(changed=f"{module}.{name}")
@@ -149,10 +149,10 @@ class Guard:
                 self._report.tell(changed=f"the code of {function.__qualname__}")
 
     def _added(self, config: Any, items: Any) -> Any:
-        """Yield objects that the code under test may have added to the run after pytest imported the tests, each with a
-        name."""
-        # New plugins are expected if a test module names plugins (`pytest_plugins`). This file, which has the canaries,
-        # is not searched, because it contains the same word.
+        """Yield objects that the code under test may have added after pytest imported the tests, each with a name for
+        the report."""
+        # A test module that mentions `pytest_plugins` may load new plugins. This file is not searched for the word,
+        # although pytest collects the canaries from it.
         texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
         if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:
@@ -165,14 +165,14 @@ class Guard:
             yield f"the loader of {item.module.__name__}", getattr(item.module, "__loader__", None)
 
     def _is_under_test(self, value: Any, folders: Any) -> bool:
-        """Return whether a value has code in the repository that is part of neither the tests nor a plugin."""
+        """Return whether some code of a value is in the repository, but not in its tests or in a plugin."""
         known = (*self._own, *folders, os.path.abspath(__file__))
         files = [file for file in files_of(value) if not is_of_library(file) and not file.startswith(known)]
         return any(os.path.basename(file) != "conftest.py" for file in files)
 
 
 def parts_of_testing() -> Any:
-    """Return the parts of Python and its libraries that decide whether tests pass, by module and name."""
+    """Return the objects of Python and its libraries that decide whether tests pass, by module and name."""
     parts = {("builtins", name): getattr(builtins, name, None) for name in BUILTINS}
     for module, content in list(sys.modules.items()):
         if (module + ".").startswith(tuple(each + "." for each in OF_TESTING)):
@@ -188,8 +188,7 @@ def code_of(value: Any) -> Any:
 
 
 def files_of(value: Any) -> Any:
-    """Return the existing files with the code of a value. If the value is not a function, its code is that of its
-    class."""
+    """Return the existing files with the code of a value. If it is not a function, this is the code of its class."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -214,8 +213,8 @@ def text_of(collector: Any) -> Any:
 
 
 class Watcher:
-    """Adds canaries, which are tests that must fail, and records which file excused a test. Each process that runs
-    tests has a watcher. `planted` is the name of the canary in each test module."""
+    """Adds canaries, which are tests that must fail, and records which file excused a test (skipped it or expected its
+    failure). Each process with tests has a watcher. `planted` names the canary in each module."""
 
     def __init__(self, planted: str) -> None:
         self._planted = planted
@@ -224,7 +223,7 @@ class Watcher:
     def pytest_collection_modifyitems(self, session: Any, items: Any) -> None:
         if not items:
             return
-        # A run that stops at a failure would stop at the first module's canary.
+        # A run that stops at the first failure would stop at the first canary.
         if not any(getattr(session.config.option, name, None) for name in ("maxfail", "stepwise")):
             self._plant(items)
         make: Any = getattr(pytest.Module, "from_parent", None)
@@ -237,18 +236,17 @@ class Watcher:
         items.extend(session.genitems(module))
 
     def _plant(self, items: Any) -> None:
-        """Add a canary after the last test of each module. Elsewhere, the fixtures of a module might be set up
-        again."""
+        """Add a canary after the last test of each module. Elsewhere, fixtures of a module might be set up twice."""
         last = {item.getparent(pytest.Module): place for place, item in enumerate(items) if is_function(item)}
         for module, place in sorted(last.items(), key=lambda found: -found[1]):
             scope = vars(module.obj)
             if self._planted not in scope:
-                # The canary has an explicit `raise`, because `python -O` removes assert statements.
+                # The canary raises explicitly, because `python -O` removes assert statements.
                 text = f"def {self._planted}(): raise AssertionError('this test always fails: Outrider has added it')"
                 exec(compile(text, str(module.fspath), "exec"), scope)
                 make: Any = getattr(pytest.Function, "from_parent", None)
                 item = make(module, name=self._planted) if make else pytest.Function(self._planted, module)
-                item.fixturenames = []  # without this, the module's automatic fixtures would run once more
+                item.fixturenames = []  # otherwise the automatic fixtures of the module would run once more
                 items.insert(place + 1, item)
 
     @pytest.hookimpl(hookwrapper=True)
@@ -259,7 +257,8 @@ class Watcher:
         report, error = made.get_result(), call.excinfo.value
         report.outrider_excused_by = excused_by(error, item)
         if item.name == self._planted and call.when == "call" and isinstance(error, EXCUSES):
-            report.outrider_excused_by = str(item.fspath)  # the canary never skips itself, so any skip is reported
+            # The canary never skips itself, so other code must have done it.
+            report.outrider_excused_by = str(item.fspath)
 
 
 def is_function(item: Any) -> bool:
@@ -268,7 +267,7 @@ def is_function(item: Any) -> bool:
 
 
 def local(session: Any, path: str) -> Any:
-    """Return a path as an object of the path type of older pytest versions."""
+    """Return a path in the form that older versions of pytest need."""
     return type(session.fspath)(path)
 
 
@@ -278,7 +277,7 @@ def canary_name(key: str) -> str:
 
 def canaries(key: str) -> Any:
     """Return a test function and a TestCase with a test method, by the names under which pytest collects them. Both
-    tests must fail. If a manipulation makes every test pass, these tests pass, too, and reveal it."""
+    tests must fail. If manipulated code makes all tests pass, these tests also pass and reveal it."""
     name = canary_name(key)
 
     def function() -> None:
@@ -290,7 +289,7 @@ def canaries(key: str) -> Any:
 
 
 def must_fail() -> None:
-    """Try assertions that must fail. If one of them does not fail, return, so that the test passes. Otherwise fail."""
+    """Try assertions that must fail. If one does not fail, return, so that the test passes. Otherwise, fail."""
     case = unittest.TestCase("assertEqual")
     close: Any = getattr(sys.modules.get("numpy.testing"), "assert_allclose", case.assertEqual)
     checks: Any = (
@@ -306,14 +305,14 @@ def must_fail() -> None:
         except FAILURES:
             continue
         return
-    # An assert statement also checks that pytest's rewriting of assert statements works.
+    # This assert statement also checks that pytest's rewriting of assert statements works.
     assert not checks, "this test always fails: Outrider has added it"
 
 
 def excused_by(error: Any, item: Any) -> Any:
-    """Return the file of the code that skipped a test or marked its failure as expected, or that called such code,
-    because code under test must not excuse its own failure. Return None if only code of tests and libraries did so.
-    Test code is trusted only if it uses a name with one of NAMES_OF_EXCUSES."""
+    """Return the file of the code that skipped a test or expected its failure, or that called such code: code under
+    test must not excuse its own failure. Returns None if only code of tests and libraries did so. Test code is trusted
+    only if it uses a name with one of NAMES_OF_EXCUSES."""
     test = os.path.abspath(str(item.fspath))
     while error is not None:
         if isinstance(error, EXCUSES):
@@ -327,11 +326,11 @@ def excused_by(error: Any, item: Any) -> Any:
                 return file_of(outside[-1])
             own = [frame for frame in frames if file_of(frame) == test and is_of_tests(frame, item)]
             if own:
-                # The first frame of the test may be listed twice, with a context manager's frames in between, if the
-                # error left the context manager. So the last of its positions counts.
+                # If the error left a context manager, the first frame of the test is listed twice, with the context
+                # manager's frames in between. So the last of its positions counts.
                 place = max(number for number, frame in enumerate(frames) if frame is own[0])
                 for frame in frames[place:]:
-                    # Generated code, such as a decorator's, has no file.
+                    # Generated code, such as that of a decorator, has no file.
                     if (
                         os.path.exists(file_of(frame))
                         and not is_of_library(file_of(frame))
@@ -343,8 +342,8 @@ def excused_by(error: Any, item: Any) -> Any:
 
 
 def names_an_excuse(code: types.CodeType) -> bool:
-    """Return whether code uses a name such as `skip`. Test code without such a name did not skip the test itself, but
-    called an object that did."""
+    """Return whether code uses a name such as `skip`. Test code without such a name has only called an object that
+    skipped the test."""
     names = (*code.co_names, *code.co_varnames, *code.co_freevars)
     return any(word in name.lower() for name in names for word in NAMES_OF_EXCUSES)
 
@@ -358,8 +357,8 @@ def is_of_library(file: str) -> bool:
 
 
 def is_of_tests(frame: Any, item: Any) -> bool:
-    """Return whether a frame runs test code. The code must come from a test file, and the frame's global variables must
-    be those of this file's module."""
+    """Return whether a frame runs test code. Its code must be from a test file, and its global variables must be those
+    of this file's module."""
     file, scope = file_of(frame), frame.f_globals
     folder = folder_of_tests(os.path.abspath(str(item.fspath)))
     if os.path.basename(file) != "conftest.py" and not file.startswith(folder):
@@ -367,21 +366,21 @@ def is_of_tests(frame: Any, item: Any) -> bool:
     for module in (sys.modules.get(scope.get("__name__")), getattr(item, "module", None)):
         if getattr(module, "__dict__", None) is scope:
             return bool(path_of(scope) == file)
-    # Some versions of pytest do not list the modules that they import in sys.modules. So a module that is not listed
-    # may be the module of this file.
+    # Some versions of pytest import modules without listing them in sys.modules. So an unlisted module may be the
+    # module of this file.
     others = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     return path_of(scope) == file and os.path.exists(file) and all(path_of(other) != file for other in others)
 
 
 def path_of(scope: Any) -> Any:
-    """Return the absolute path of the file of the module whose global variables are `scope`, or None."""
+    """Return the absolute path of a module's file, or None. `scope` has the module's global variables."""
     path = scope.get("__file__")
     return os.path.abspath(path) if isinstance(path, str) else None
 
 
 def folder_of_tests(file: str) -> str:
-    """Return the outermost folder of tests above a test file, with a final slash, or the file itself if there is no
-    such folder."""
+    """Return the outermost folder of tests above a test file, with a final slash. If there is no such folder, return
+    the file."""
     above = os.path.dirname(STARTED_IN)
     parts = os.path.relpath(file, above).split(os.sep)
     for number, part in enumerate(parts[:-1], 1):
@@ -392,19 +391,19 @@ def folder_of_tests(file: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """End the search for shadowed modules, because pytest has imported what it needs (see `shadow_finder.py`)."""
+    """Stop looking for shadowed modules (see `shadow_finder.py`): pytest has imported what it needs."""
     sys.meta_path[:] = [each for each in sys.meta_path if type(each).__name__ != "ShadowFinder"]
 
 
 def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
-    """Report this run to the file `path`. `planted` is the name of the canary in each test module. `option` loads this
-    plugin. It is removed from the environment, so that nested runs of pytest do not report."""
+    """Make this run report to the file `path`. `planted` names the canary in each test module. `option` is the pytest
+    option that loads this plugin. It is removed from the environment, so that nested runs do not report."""
     worker = hasattr(config, "workerinput")
-    # xdist's workers must also read the variable, so the first process keeps it
+    # With xdist, the first process keeps the variable, because the workers read it, too.
     if worker or getattr(config.option, "dist", "no") == "no":
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
     report = ReportFile(path, key)
     config.pluginmanager.register(Guard(report), "outrider-guard")
     config.pluginmanager.register(Watcher(planted), "outrider-watcher")
-    if not worker:  # pytest passes the reports of a worker to the first process
+    if not worker:  # pytest passes the reports of workers on to the first process
         config.pluginmanager.register(Reporter(config, report, key, planted), "outrider-reporter")

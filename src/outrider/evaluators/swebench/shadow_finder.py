@@ -1,9 +1,9 @@
-"""Finds modules that a candidate has added to the repository and that shadow a module which pytest imports. An example
-is a new `iniconfig.py`.
+"""Finds modules of a candidate, the agent's change, that shadow a module which pytest imports. An example is a new
+`iniconfig.py` in the repository.
 
-The evaluator sends this text as `sitecustomize.py`, with a final line that calls `start`. Python runs this text at its
-start, before a module of the repository can be imported. The text needs only Python 3.6. Invariant: nothing is imported
-that is not already loaded, because an import could load a module of the candidate.
+The evaluator sends this text as `sitecustomize.py`, with a final line that calls `start`. Python runs it at its start,
+before any module of the repository can be imported. It needs only Python 3.6. Invariant: it imports only modules that
+are already loaded, because any other import could load a module of the candidate.
 """
 
 import _frozen_importlib as bootstrap
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ShadowFinder:
-    """A finder that loads no module. It reports an import of one of the files `new`, if `sys.path` or Python itself has
+    """An import hook that loads no module. It reports the import of a file in `new` if `sys.path` or Python itself has
     another module with this name."""
 
     def __init__(self, new: Any, path: str, key: str) -> None:
@@ -36,7 +36,7 @@ class ShadowFinder:
 
 def start(new: Any, path: str, key: str, option: str) -> None:
     """If `option` makes this process load the plugin, watch imports until pytest loads the repository's `conftest.py`.
-    In every process, run the `sitecustomize.py` that Python would have run if this text did not exist."""
+    In every process, also run the `sitecustomize.py` that this text has replaced."""
     if new and option in os.environ.get("PYTEST_ADDOPTS", ""):
         sys.meta_path.insert(0, ShadowFinder(new, path, key))
     place = os.path.dirname(__file__)

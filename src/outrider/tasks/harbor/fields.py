@@ -1,7 +1,7 @@
-"""A table with the use of each field of `task.toml`, which is printed in docs/datasets.md.
+"""A table that tells how Outrider uses each field of Harbor's `task.toml`. docs/datasets.md shows it.
 
-The module is pure data. Invariant: every field of the schema is in exactly one row, so that no setting of a task is
-ignored silently.
+The module is pure data. Invariant: each field of the schema is in exactly one row, so no setting of a task is ignored
+silently.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 
 class Use(StrEnum):
-    """The use of a field.
+    """How Outrider uses a field.
 
     given: the value becomes part of the task.
-    checked: if Outrider does not support the value, the task is refused with the field's name.
-    unused: the field has no effect on a session."""
+    checked: a task is refused if Outrider does not support the value. The error names the field.
+    unused: the field has no effect on sessions."""
 
     GIVEN = "given"
     CHECKED = "checked"
@@ -23,9 +23,10 @@ class Use(StrEnum):
 
 
 class FieldUse(NamedTuple):
-    """A row of the table. `names` are the paths of fields, separated by spaces. `how` is the text for the docs. A
-    list's element has the path of the list. A field in the table of a step, or of a verifier's environment, has the
-    path of the same field in the task's own table."""
+    """A row of the table. `names` are the paths of fields, separated by spaces, and `how` is the text for the docs.
+
+    Some fields share a path: the path of a list also stands for its elements. Fields of a step, and of a verifier's
+    environment, have the path of the same field of the task."""
 
     names: str
     use: Use

@@ -1,7 +1,8 @@
-"""Reads the files of a Harbor task folder: the instruction as text, and other files as prepare steps that write them.
+"""Reads the files of a Harbor task folder. The instruction becomes a text, and other files become prepare steps that
+write them.
 
-Invariants: links never make this module read files outside the task's folder; links never give the tests or the
-solution to an agent.
+Invariants: links never make this module read files outside of the task's folder; links never give an agent the tests or
+the solution.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from outrider.spec import MAX_INLINE_FILE, MAX_TEXT
 from outrider.text_files import read_text_file
 
 MAX_FILES = 16 << 20
-"""Maximum bytes of a folder whose files are sent with a task. The limit of a whole request is 32 MiB."""
+"""Maximum bytes of all files of a folder that are sent with a task. A whole request may have 32 MiB."""
 MAX_NUMBER = 1024
 HIDDEN = ("tests", "solution", "steps/*/tests", "steps/*/solution")
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-"""Matches a canary: a line at the beginning of an instruction that makes a data set detectable in training data.
-Canaries are removed."""
+"""Matches a canary: a line at the beginning of an instruction that makes a data set recognizable in training data. It
+is removed."""
 IGNORED_BY = ".harborignore"
 
 
 def inside(path: Path, task: Path) -> Path:
-    """Return the path. Raises InvalidField if the path is a link out of the task's folder."""
+    """Return the path. Raises InvalidField if it is a link that leads out of the task's folder."""
     if not path.resolve().is_relative_to(task.resolve()):
         raise InvalidField(
             f"{path} is a link that leaves the task's folder", field="source", hint="put its files in its place"
@@ -37,12 +38,12 @@ def inside(path: Path, task: Path) -> Path:
 
 
 def hidden_folders(task: Path) -> list[Path]:
-    """Return the folders with tests and solutions of a task and its steps. Agents must not see these folders."""
+    """Return the folders that agents must not see: those with tests and solutions of the task and of its steps."""
     return [path.resolve() for pattern in HIDDEN for path in task.glob(pattern)]
 
 
 def shown(path: Path, task: Path, hidden: Sequence[Path]) -> Path:
-    """Return a path whose files an agent will see. Raises InvalidField if links lead from the path to a folder of
+    """Return the path of files that an agent will see. Raises InvalidField if links lead from it to a folder in
     `hidden`, to a parent of such a folder, or out of the task's folder."""
     real = inside(path, task).resolve()
     for folder in hidden:
@@ -56,7 +57,7 @@ def shown(path: Path, task: Path, hidden: Sequence[Path]) -> Path:
 
 
 def instruction_in(folder: Path, task: Path) -> str:
-    """Return the instruction, without the canaries at its beginning. Raises InvalidField."""
+    """Return the instruction in a folder, without canaries (see CANARY). Raises InvalidField."""
     path = inside(folder / "instruction.md", task)
     lines = read_text_file(path, field="source", limit=MAX_TEXT).split("\n")
     while lines and CANARY.fullmatch(lines[0].strip()):
@@ -67,16 +68,16 @@ def instruction_in(folder: Path, task: Path) -> str:
 
 
 def written(folder: Path, task: Path, to: str, *, hidden: Sequence[Path] = ()) -> list[dict[str, Any]]:
-    """Return prepare steps that write the files of a task's folder below `to`. If the folder does not exist, there are
-    no steps.
+    """Return prepare steps that write the files of a folder of the task to the path `to`. If the folder does not exist,
+    there are none.
 
     Links within the task are followed. Raises InvalidField for a link that leaves the task, leads in a circle, or leads
-    into a folder of `hidden`. Raises TooLarge.
+    into a folder in `hidden`. Raises TooLarge for too many files or bytes.
     """
     steps: list[dict[str, Any]] = []
     total = 0
     for path, name in files_below(folder, task):
-        # the size is checked before the file is read, because the file may be huge
+        # The size is checked before the file is read, because the file may be huge.
         total += shown(path, task, hidden).stat().st_size
         if total > MAX_FILES or len(steps) == MAX_NUMBER:
             raise TooLarge(
@@ -99,15 +100,15 @@ def write_step(data: bytes, to: str, *, executable: bool) -> dict[str, Any]:
 
 
 def check_links(folders: Iterable[Path], task: Path) -> None:
-    """Check the links below folders, like `files_below`, without using the files. The check is for the tests of a
-    verifier whose own image contains the tests, so that they are not sent with the task. Raises InvalidField."""
+    """Check the links below folders without reading files. Raises InvalidField (see `files_below`). This is for tests
+    that are not sent with the task, because the verifier's own image contains them."""
     for folder in folders:
         for _ in files_below(folder, task) if folder.exists() else ():
             pass
 
 
 def files_below(folder: Path, task: Path) -> Iterator[tuple[Path, PurePosixPath]]:
-    """Yield the files below a folder, sorted, with their paths relative to the folder. Raises InvalidField for a link
+    """Yield the files below a folder, sorted, each with its path relative to the folder. Raises InvalidField for a link
     that leaves the task or leads in a circle, for a .harborignore, and for a special file such as a pipe."""
     todo: list[tuple[Path, PurePosixPath, tuple[Path, ...]]] = [(folder, PurePosixPath(), ())]
     while todo:

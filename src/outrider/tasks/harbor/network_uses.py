@@ -1,7 +1,7 @@
-"""Finds the lines of a shell script that need a network: package managers, downloads and clones. Also rewrites scripts
-so that uv is installed from a package mirror.
+"""Finds the lines of a shell script that need a network: package managers, downloads and clones. Also changes scripts
+to install uv from a package mirror.
 
-The module is pure. The search is a guess, used only for messages: when the script runs, a line may be skipped, or may
+The module is pure. The result is a guess, used only for messages: when the script runs, a line may be skipped, or may
 fail without harm.
 """
 
@@ -35,7 +35,7 @@ MIRRORS = (
     (re.compile(r"\S*pip|uvx?\b"), "mirror:pip"),
     (re.compile(r"np[mx]\b|pnpm|yarn"), "mirror:npm"),
 )
-"""The package mirrors. Each pattern matches the first word of the commands that use the mirror."""
+"""The package mirrors. The patterns match the beginning of commands that use the mirror."""
 URL = re.compile(r"(https?)://([\w.-]+)(?::(\d+))?")
 MAX_LINE = 2000
 PIP = "mirror:pip"
@@ -46,13 +46,16 @@ UV_INSTALLER = re.compile(
     r"(?:astral\.sh/uv/(?:([0-9.]+)/)?install\.sh|github\.com/astral-sh/uv/releases/download/([0-9.]+)/uv-installer\.sh)"
     r"[^|;&\n]{0,100}\|\s*((?:env\s+)?(?:\w+=[^\s|;&]*\s+){0,8})(?:ba)?sh\b"
 )
-"""Matches a command that downloads uv's installer and runs it. The groups are the version (in either of the two URLs),
+"""Matches a command that downloads uv's installer and runs it. The groups are uv's version, for either form of the URL,
 and the environment variables for the installer."""
 
 
 class NetworkUse(NamedTuple):
-    """A line of a script that needs a network. `line` is the line's number, and `command` has its first two words.
-    `needs` is the destination, or "" if the destination is unknown."""
+    """A line of a script that needs a network.
+
+    line: its number.
+    command: its first two words.
+    needs: the mirror, or the host and port, or "" if that is unknown."""
 
     line: int
     command: str
@@ -71,7 +74,7 @@ def network_uses(script: str) -> Iterator[NetworkUse]:
 
 
 def needed(command: str, line: str) -> str:
-    """Return the destination that a line needs, or "" if the destination is unknown."""
+    """Return the mirror, or the host and port, that a line needs, or "" if that is unknown."""
     for word, mirror in MIRRORS:
         if word.match(command):
             return mirror
@@ -80,20 +83,20 @@ def needed(command: str, line: str) -> str:
 
 
 def covered(needs: str, destinations: Sequence[str]) -> bool:
-    """Return True if a network with these `destinations` reaches the destination `needs`. For an unknown destination,
-    any network with at least one destination is enough."""
+    """Return True if a sandbox whose network has the `destinations` reaches the destination `needs`. If `needs` is "",
+    one destination of any kind is enough."""
     if not needs or "*" in destinations:
         return bool(destinations)
     try:
         wanted = Destination.read(needs)
-    except ValueError:  # the text is not a host, for example a variable
+    except ValueError:  # this is not a host, but for example a variable
         return bool(destinations)
     return any(Destination.read(one).covers(wanted) for one in destinations)
 
 
 def with_uv_of_mirror(script: str) -> str:
-    """Return a shell script that installs uv without uv's own site. Commands that download and run uv's installer are
-    replaced by our installer, which takes the same version from `mirror:pip`."""
+    """Return a shell script that does not need uv's web site. Commands that download and run uv's installer are
+    replaced by Outrider's own installer, which gets the same version from `mirror:pip`."""
     return UV_INSTALLER.sub(lambda found: f"{found[3]}sh {UV_AT} {found[1] or found[2] or ''}".rstrip(), script)
 
 

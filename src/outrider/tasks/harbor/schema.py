@@ -1,7 +1,7 @@
-"""The schema of `task.toml` in Harbor 0.25: version 1.4 and older.
+"""The schema of `task.toml` in Harbor 0.25, up to version 1.4.
 
-Invariant: the schema refuses every file that Harbor refuses. Like Harbor, the schema ignores unknown keys and converts
-types as pydantic does. `unsupported` lists the fields of a valid file that need features which Outrider lacks.
+Invariant: the schema refuses every file that Harbor refuses. Like Harbor, it ignores unknown keys and converts types as
+pydantic does. `unsupported` lists the fields of a valid file that Outrider does not support.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ PACKAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]
 SERVICE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 STEP_NAME_HAS_NOT = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 DEVICES = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[1-9¹²³])", re.IGNORECASE)
-"""Device names of Windows. A step must not have such a name, because the folders of steps must be portable."""
+"""Names of devices on Windows. A step must not have such a name, because its folder must be usable on every system."""
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\n?")
 SECRET_HEADER = re.compile("key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
 CREDENTIAL = re.compile(r"\s*(?:[A-Za-z0-9_-]+\s+)?(?:[\s:-]*\$\{\w+(?::-)?\})+\s*")
-"""Matches a valid credential in a header: an optional scheme, such as Bearer, and variables without defaults, such as
-`${TOKEN}`."""
+"""Matches a valid credential in a header: an optional scheme, such as Bearer, and then variables without default
+values, such as `${TOKEN}`."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-([^}]*))?\}")
 MAIN = "main"
-"""Name of the service that is the agent's own container."""
+"""The container service that is the agent's own sandbox."""
 UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
-"""Units of sizes in older schemas, each in MiB."""
+"""Units of sizes in older versions of the schema, in MiB."""
 USERS = (None, "root", 0, "0")
-"""Names of root, the only user of a sandbox."""
+"""Ways to name root, which is the only user of a sandbox."""
 MANIFEST = "manifest.json"
 
 
@@ -57,8 +57,8 @@ class Table(BaseModel):
 
 
 class Network(Table):
-    """The network of an environment, an agent or a verifier. If the mode of an agent or a verifier is None, it has the
-    network of its environment."""
+    """The network of an environment, an agent or a verifier. If an agent or a verifier has no `network_mode`, the
+    network of its environment applies."""
 
     network_mode: Literal["public", "no-network", "allowlist"] | None = None
     allowed_hosts: list[str] | None = None
@@ -97,8 +97,8 @@ class HarborAgent(Network):
 
 
 class Healthcheck(Table):
-    """A health check as in Docker. The command is repeated until it succeeds, or until it has failed `retries` times in
-    a row after the start period."""
+    """A health check like Docker's. The command is repeated until it succeeds, or until it has failed `retries` times
+    in a row after the start period."""
 
     command: str
     interval_sec: float = 5.0
@@ -109,7 +109,7 @@ class Healthcheck(Table):
 
 
 class HarborMcpServer(Table):
-    """An MCP server for the agent. A credential in `headers` must be a variable, such as `Bearer ${TOKEN}`."""
+    """An MCP server for the agent. Credentials in `headers` must be variables, such as `Bearer ${TOKEN}`."""
 
     name: str
     transport: Annotated[Literal["stdio", "sse", "streamable-http"], BeforeValidator(newer_transport)] = "sse"
@@ -160,8 +160,8 @@ class Environment(Network):
 
     @model_validator(mode="after")
     def _network_of_older_schemas(self) -> Self:
-        """Apply `allow_internet`, a setting of older schemas, if neither `network_mode` nor `allowed_hosts` is
-        given."""
+        """Apply `allow_internet`, which older schemas have. `network_mode` and `allowed_hosts` take precedence over
+        it."""
         if self.allow_internet is False and "network_mode" not in self.model_fields_set and self.allowed_hosts is None:
             self.network_mode = "no-network"
         return self
@@ -169,7 +169,7 @@ class Environment(Network):
     @model_validator(mode="before")
     @classmethod
     def _sizes_of_older_schemas(cls, data: Any) -> Any:
-        """Convert `memory` and `storage`, strings such as "2G", to `memory_mb` and `storage_mb`. Values of other types
+        """Convert `memory` and `storage`, such as "2G", to `memory_mb` and `storage_mb`. Values that are not strings
         are ignored."""
         if not isinstance(data, dict):
             return data
@@ -213,13 +213,16 @@ class Verifier(Network):
 
     @property
     def mode(self) -> Literal["shared", "separate"] | None:
-        """The verifier's mode. None means that the mode of the task applies."""
+        """Whether the verifier shares the agent's sandbox. None means that the task decides."""
         return self.environment_mode or ("separate" if self.environment is not None else None)
 
 
 class HarborArtifact(Table):
-    """An artifact: the path `source` in the agent's sandbox. `destination` is its path on Harbor's host. `exclude` are
-    tar's patterns of files in a folder that do not belong to the artifact."""
+    """An artifact: a file or folder of the agent's sandbox.
+
+    source: its path in the sandbox.
+    destination: its path on Harbor's host.
+    exclude: tar's patterns for files to leave out."""
 
     source: str
     destination: str | None = None
@@ -242,7 +245,7 @@ class HarborArtifact(Table):
 
 
 def of_a_path(value: Any) -> Any:
-    """Convert an artifact that is given only as a path."""
+    """Convert an artifact that is only a path."""
     return {"source": value} if isinstance(value, str) else value
 
 
@@ -250,8 +253,8 @@ Artifacts = list[Annotated[HarborArtifact, BeforeValidator(of_a_path)]]
 
 
 class HarborStep(Table):
-    """A step of a task. The next step starts only if the reward is at least `min_reward`. If `min_reward` is a table,
-    each metric named in it must have at least the given value."""
+    """A step of a task. The next step starts only if this step's reward is at least `min_reward`. If `min_reward` is a
+    table, it has a minimum for each metric that it names."""
 
     name: str
     agent: HarborAgent = HarborAgent()
@@ -310,7 +313,7 @@ class TaskToml(Table):
 
 
 class Unsupported(NamedTuple):
-    """A field that needs a feature which Outrider lacks. `what` names the feature."""
+    """A field that Outrider does not support. `what` names the missing feature."""
 
     field: str
     what: str
@@ -318,12 +321,12 @@ class Unsupported(NamedTuple):
 
 
 AGENTS = "environment"
-"""Name of the table in task.toml with the agent's environment."""
+"""Name of the table of task.toml that describes the agent's sandbox."""
 NO_NETWORK = "no-network"
 
 
 def unsupported(config: TaskToml) -> list[Unsupported]:
-    """Return all unsupported fields of a valid `task.toml`."""
+    """Return the fields of a valid `task.toml` that are not supported."""
     found = [*of_environment(config.environment, AGENTS)]
     parts: list[tuple[TaskToml | HarborStep, str]] = [(config, "")]
     parts += [(step, f"steps.{number}.") for number, step in enumerate(config.steps or ())]

@@ -1,7 +1,7 @@
 """Computes the network of a Harbor task's sandboxes, for the agent and for the verifier.
 
-The module is pure. In Harbor, the agent and the verifier have the network of their environment unless they name their
-own. A public network becomes `*`, or the destinations that the caller chooses for it.
+The module is pure. In Harbor, the agent and the verifier have the network of their environment, unless they set their
+own. A public network becomes `*`, or the destinations that the caller chooses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ PUBLIC = ("*",)
 
 
 class NoDestination(ValueError):
-    """An entry of an allow-list is not a valid host. `field` is the path of the entry within the network's table."""
+    """A list of allowed hosts has an invalid entry. `field` is the path of this entry within the table of the
+    network."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
@@ -25,7 +26,7 @@ class NoDestination(ValueError):
 
 
 def destinations(network: Network, public: Sequence[str]) -> list[str]:
-    """Return the destinations of a network, whose mode must not be None. Raises NoDestination."""
+    """Return the destinations of a network. Its mode must not be None. Raises NoDestination."""
     if network.network_mode == NO_NETWORK:
         return []
     if network.network_mode == "public":
@@ -43,8 +44,7 @@ def destinations(network: Network, public: Sequence[str]) -> list[str]:
 def network_of(
     environment: Network, public: Sequence[str], *, agent: Network | None = None, verifier: Network | None = None
 ) -> dict[str, Any] | None:
-    """Return the field `runtime.network` for a sandbox, or None if the network has no destination. Raises
-    NoDestination."""
+    """Return the field `runtime.network` of a sandbox, or None if it needs no network. Raises NoDestination."""
     found: dict[str, Any] = {"allow": destinations(environment, public)}
     for name, own in (("agent", agent), ("verifier", verifier)):
         if own is not None and own.network_mode is not None and (listed := destinations(own, public)) != found["allow"]:
@@ -53,7 +53,7 @@ def network_of(
 
 
 def of_step(config: TaskToml, step: HarborStep | None) -> tuple[Network, Network]:
-    """Return the networks of the agent and the verifier of a step. The step's own networks take precedence over the
+    """Return the agent's and the verifier's network in a step. The networks that the step sets take precedence over the
     task's."""
     agent: Network = config.agent
     verifier: Network = config.verifier
@@ -64,7 +64,7 @@ def of_step(config: TaskToml, step: HarborStep | None) -> tuple[Network, Network
 
 
 def check_steps(config: TaskToml) -> None:
-    """Raise InvalidField for a step whose network differs from the first step's, because all steps share a sandbox."""
+    """Raise InvalidField if a step sets another network than the first step, because all steps share a sandbox."""
     steps = config.steps or []
     for number, step in enumerate(steps[1:], 1):
         for name, first, own in zip(

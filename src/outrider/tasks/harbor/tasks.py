@@ -1,7 +1,8 @@
-"""Converts Harbor task folders to tasks.
+"""Converts Harbor's task folders to tasks.
 
-The module runs no program. Invariants: if a setting in a folder affects a session, it is part of the task, or the
-folder is refused with the field's name; no part of the task that an agent sees has the tests or the solution.
+The module runs no program. Invariants: a setting that affects sessions becomes part of the task, or the folder is
+refused with an error that names the field; the parts of a task that an agent sees never contain the tests or the
+solution.
 """
 
 from __future__ import annotations
@@ -59,31 +60,31 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_l
 
 TASK_TOML = "task.toml"
 OLDER = "task.yaml"
-"""Name of the settings file in Terminal-Bench's tasks before Harbor."""
+"""Name of the settings file of Terminal-Bench's tasks before Harbor."""
 HINTS = {"task.name": 'Harbor refuses it too: write a name with an organisation, such as "my-org/my-task"'}
-"""Hints for invalid fields that occur in public task folders, by field."""
+"""Hints for fields that are invalid in some public task folders, by field."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 FOLDERS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
-"""Folders that Harbor makes in every sandbox."""
+"""Folders that Harbor creates in every sandbox."""
 ARTIFACTS = "/logs/artifacts"
-"""Folder whose files are artifacts of every task."""
+"""Folder whose files are artifacts, whatever the task says."""
 TEST, SOLVE, SETUP = "test.sh", "solve.sh", "setup.sh"
 PRIOR = "trajectory.json"
-"""File with an earlier trajectory for the agent to continue."""
+"""File with an earlier trajectory that the agent is to continue."""
 CLEAN = "find {} -mindepth 1 -delete 2> /dev/null || true"
 OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifier")
-"""Folders that are emptied before each step after the first. OF_VERIFIERS are emptied only if the previous step's
-verifier ran in the agent's sandbox."""
+"""Folders that are emptied before every step but the first. OF_VERIFIERS are emptied only if the verifier of the
+previous step ran in the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
 SERVICES_TEXT = "services beside the agent's sandbox"
 OTHER_FILES = {PRIOR: "an earlier trajectory for the agent to continue"}
-"""Names of unsupported files in a task folder, in addition to SERVICES, each with the feature that the file needs."""
+"""Unsupported files besides SERVICES, by name, with the features that they need."""
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
-"""Outrider's limits for a task that sets no limits, in seconds."""
+"""Outrider's time limits in seconds, for a task that sets none."""
 PREPARING_SECONDS = 1800.0
-"""Seconds in which a sandbox is prepared. If the agent's limits of all steps together exceed AGENT_SECONDS, the
-session's limit is their sum plus these seconds. They are also the time limit of a step's setup.sh."""
+"""Time to prepare a sandbox, in seconds. It is the time limit of a step's setup.sh. If the agent's limits of all steps
+add up to more than AGENT_SECONDS, the session's limit is their sum plus this time."""
 
 
 def harbor_examples(
@@ -96,15 +97,15 @@ def harbor_examples(
     offline: bool = False,
     network: Sequence[str] = PUBLIC,
 ) -> list[Example]:
-    """Return the Harbor tasks below a folder: each folder with `task.toml` and `instruction.md` or `steps`, sorted by
-    path. Raises InvalidField for a broken task and for a task with unsupported fields, and TooLarge if the files of a
-    task are too large.
+    """Return the Harbor tasks below a folder, sorted by path. Each folder with `task.toml` and either `instruction.md`
+    or `steps` is a task. Raises InvalidField for a broken task and for unsupported fields, and TooLarge if the files of
+    a task are too large.
 
-    tasks: paths below `root` of the tasks to return.
-    image: the image of tasks that name none, in place of their Dockerfile.
-    environ: the values of `${NAME}`, by default this process's environment. They become part of the task.
+    tasks: the tasks to return, as paths below `root`.
+    image: the image for tasks that name no image. Their Dockerfiles are ignored.
+    environ: the values that replace `${NAME}` in tasks. The default is this process's environment.
     offline: true to give tasks no network, even if they request one.
-    network: the destinations of a task that requests a public network.
+    network: the destinations for a task that requests a public network.
     """
     folders = harbor_folders(root)
     if not folders:
@@ -127,8 +128,8 @@ def harbor_examples(
 
 
 def harbor_folders(root: Path) -> dict[str, Path]:
-    """Return the folders of Harbor tasks below a folder, by their relative paths, sorted. Task folders inside other
-    task folders are left out."""
+    """Return the folders of the Harbor tasks below a folder, by their relative paths, sorted. A task folder inside
+    another one is left out."""
     folders: dict[str, Path] = {}
     for found in sorted(root.rglob(TASK_TOML)):
         folder = found.parent
@@ -139,8 +140,8 @@ def harbor_folders(root: Path) -> dict[str, Path]:
 
 
 def build_contexts(root: Path) -> list[Path]:
-    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted. Dockerfiles are for agents'
-    sandboxes and for verifiers with their own images. Raises InvalidField for a broken task.toml."""
+    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted. They are for agents'
+    sandboxes, and for verifiers with their own images. Raises InvalidField for a broken task.toml."""
     found = set[Path]()
     for dockerfile in root.rglob(f"environment/{DOCKERFILE}"):
         task = dockerfile.parent.parent
@@ -157,8 +158,7 @@ def build_contexts(root: Path) -> list[Path]:
 
 
 class HarborFolder:
-    """Converts one task folder. The constructor raises InvalidField for invalid or unsupported fields in the folder's
-    task.toml."""
+    """Converts one task folder. The constructor raises InvalidField if task.toml has invalid or unsupported fields."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class HarborFolder:
             raise self._refusal(error.field or "", error.message) from error
 
     def example(self, name: str) -> Example:
-        """Make the example with the id `name`. Raises InvalidField, and TooLarge if the files of the task are too
+        """Return the example with the id `name`. Raises InvalidField, and TooLarge if the task's files are too
         large."""
         config, folder = self._config, self._folder
         steps = config.steps or []
@@ -222,7 +222,7 @@ class HarborFolder:
         return Example(id=name, task=task, gold=self.gold(), notes=tuple(self._network_notes(runtime)))
 
     def _harness(self) -> dict[str, Any]:
-        """Return the settings of the harness that suit any agent: MCP servers and skills."""
+        """Return the settings of the harness that any agent can use: MCP servers and skills."""
         environment = self._config.environment
         servers = []
         for number, server in enumerate(environment.mcp_servers):
@@ -238,8 +238,8 @@ class HarborFolder:
         return {**({"mcp_servers": servers} if servers else {}), **({"skills": skills} if skills else {})}
 
     def _network_notes(self, runtime: dict[str, Any]) -> list[str]:
-        """Return a note for each script that needs a network which the task does not have. These scripts are the tests
-        and the solutions of all steps."""
+        """Return a note for each test script or solution that needs a network which the task does not have. All steps
+        are included."""
         notes = []
         verifier, agent = reached(runtime, "verifier"), reached(runtime, "agent")
         for folder in (self._folder, *(self._step_folder(step) for step in self._config.steps or ())):
@@ -264,7 +264,7 @@ class HarborFolder:
         return notes
 
     def _later(self, step: HarborStep, runtime: dict[str, Any], *, after: HarborStep) -> dict[str, Any]:
-        """Make a step for `task.then`. As in Harbor, it first removes what is left of the previous step."""
+        """Return the element of `task.then` for a step. As in Harbor, it first empties folders of the previous step."""
         needs = after.min_reward
         left = OF_AGENTS if mode(self._config, after) == "separate" else (*OF_AGENTS, *OF_VERIFIERS)
         return {
@@ -291,7 +291,7 @@ class HarborFolder:
         return [{"run": hook.command, "seconds": hook.timeout_sec} for hook in hooks]
 
     def _step_files(self, step: HarborStep) -> list[dict[str, Any]]:
-        """Return prepare steps for the files that a step adds to the working directory, for its setup.sh, and for its
+        """Return prepare steps for a step of the task: for its files in the working directory, its setup.sh, and its
         health check."""
         folder = self._step_folder(step) / "workdir"
         prepare = written(folder, self._folder, ".", hidden=self._hidden) if folder.exists() else []
@@ -306,7 +306,7 @@ class HarborFolder:
         environment = self._config.environment
         image, health = self._image_of_agents()
         runtime = self._sandbox(environment, "environment", image, self._loose_files())
-        # The image's own health check comes first, because Harbor starts containers with `--wait`.
+        # The image's own health check runs first, because Harbor starts containers with `--wait`.
         if health is not None:
             runtime["prepare"].append(health_step(harbor_check(health)))
         if environment.healthcheck is not None:
@@ -318,7 +318,7 @@ class HarborFolder:
         return runtime
 
     def _give_network(self, runtime: dict[str, Any], environment: Network, field: str, **phases: Network) -> None:
-        """Set the network of a sandbox, if the task requests one."""
+        """Set the network of the sandbox `runtime`, if the task requests one."""
         if self._offline:
             return
         try:
@@ -336,8 +336,8 @@ class HarborFolder:
         return runtime
 
     def _sandbox_of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
-        """Return the spec of a separate verifier's sandbox, without the network. As in Harbor, this sandbox gets no
-        health check and no files of steps."""
+        """Return the spec of a separate verifier's sandbox, without the network. As in Harbor, it gets no health check
+        and no files of steps."""
         environment, field = verifier.environment, verifier.field
         if verifier.context is None:
             return self._sandbox(environment, field, self._image_of_agents()[0], self._loose_files())
@@ -347,7 +347,7 @@ class HarborFolder:
         return self._sandbox(environment, field, image, [])
 
     def _image_of_agents(self) -> tuple[str | None, Health | None]:
-        """Return the name of the agent's image, and the HEALTHCHECK of the Dockerfile from which it is built."""
+        """Return the name of the agent's image and, if it is built from a Dockerfile, the HEALTHCHECK in this file."""
         image = self._config.environment.docker_image or self._image
         folder = self._folder / "environment"
         if image is not None:
@@ -364,8 +364,8 @@ class HarborFolder:
         return None, None
 
     def _loose_files(self) -> list[dict[str, Any]]:
-        """Return prepare steps for the files that no Dockerfile puts into the image. Harbor copies them to the working
-        directory."""
+        """Return prepare steps for the files of a task with a named image and no Dockerfile. As in Harbor, they go to
+        the working directory."""
         folder = self._folder / "environment"
         named = self._config.environment.docker_image or self._image
         if not named or (folder / DOCKERFILE).exists() or not folder.is_dir():
@@ -389,7 +389,7 @@ class HarborFolder:
         workdir = environment.workdir
         if image is not None:
             runtime["image"] = image
-            # The image may be missing in the store, because it is on another machine or in a container engine.
+            # The store may not have the image, because it is on another machine or in a container engine.
             with suppress(InvalidField, NotFound):
                 workdir = workdir or ImageStore().image(image).workdir or "/"
         if workdir is not None:
@@ -432,9 +432,9 @@ class HarborFolder:
         return evaluator
 
     def _written_tests(self, layers: Sequence[Path], runtime: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return prepare steps that write the test files. A step's own files replace the task's files with the same
-        path. `runtime` is the spec of the verifier's sandbox. If the network in it has the mirror of Python packages,
-        the tests install uv from this mirror (`with_uv`)."""
+        """Return prepare steps that write the test files to the verifier's sandbox, whose spec is `runtime`. Files in a
+        later folder of `layers` replace files in an earlier one. If the sandbox reaches the mirror of Python packages,
+        the tests install uv from there (`with_uv`)."""
         if not any((layer / TEST).exists() for layer in layers):
             raise InvalidField(f"{layers[-1].parent} has no tests/{TEST}", field="evaluator")
         files = (file for layer in layers if layer.exists() for file in written(layer, self._folder, "/tests"))
@@ -447,7 +447,7 @@ class HarborFolder:
         return list(tests.values())
 
     def gold(self) -> Gold | None:
-        """Return the solutions of all steps, or None if a step has no solution."""
+        """Return the solutions of all steps, or None if one step has no solution."""
         whole = self._solution(self._folder / "solution")
         own = [self._solution(self._step_folder(step) / "solution") for step in self._config.steps or ()]
         first, *later = [one or whole for one in own] or [whole]
@@ -455,8 +455,8 @@ class HarborFolder:
         return None if first is None or len(then) < len(later) else structs.replace(first, then=then)
 
     def _solution(self, folder: Path) -> Gold | None:
-        """Return the solution in a folder, or None if the folder has no solve.sh. The solution runs in the working
-        directory. Its files are in /solution, and its exit code is ignored."""
+        """Return the solution in a folder, or None if it has no solve.sh. The solution runs in the working directory,
+        and its exit code does not matter. Its files are in /solution."""
         if not (folder / SOLVE).exists():
             return None
         exports = self._resolved(self._config.solution.env, "solution.env")
@@ -467,8 +467,8 @@ class HarborFolder:
         )
 
     def _resolved(self, env: Mapping[str, str], field: str) -> dict[str, str]:
-        """Return the variables `env`, with `${NAME}` and `${NAME:-DEFAULT}` replaced by values. Raises InvalidField if
-        NAME is not set and has no default."""
+        """Return the variables `env`, with `${NAME}` and `${NAME:-DEFAULT}` replaced by their values. Raises
+        InvalidField if NAME has neither a value nor a default."""
         found = {}
         for name, value in env.items():
             template = TEMPLATE.fullmatch(value)
@@ -479,7 +479,7 @@ class HarborFolder:
         return found
 
     def _variable(self, template: re.Match[str], field: str) -> str:
-        """Return the value of a variable. Raises InvalidField if the variable is not set and has no default."""
+        """Return the value of a variable. Raises InvalidField if it has neither a value nor a default."""
         known = self._environ.get(template[1], template[2])
         if known is None:
             raise InvalidField(
@@ -498,7 +498,7 @@ class HarborFolder:
 
 
 def read_config(file: Path) -> TaskToml:
-    """Read a task.toml. Raises InvalidField that names the file and the field."""
+    """Read a task.toml. Raises InvalidField with the file and the field."""
     try:
         return TaskToml.model_validate(read_toml_file(file, field="source"))
     except ValidationError as error:
@@ -513,14 +513,14 @@ def read_config(file: Path) -> TaskToml:
 
 
 def placed(file: Path, field: str) -> str:
-    """Return a file's path for an error message, such as `task.toml, line 3,`. The line sets the field, or begins the
-    field's table. If there is no such line, only the path is returned."""
+    """Return the place of a field for an error message, such as `task.toml, line 3,`: the line that sets the field, or
+    that begins its table. If there is none, return only the file's path."""
     line = toml_line(read_text_file(file, field="source", limit=MAX_TOML), field)
     return str(file) if line is None else f"{file}, line {line},"
 
 
 def harbor_check(health: Health) -> Healthcheck:
-    """Convert a Dockerfile's HEALTHCHECK to a health check of task.toml."""
+    """Convert the HEALTHCHECK of a Dockerfile to a health check of task.toml."""
     return Healthcheck(
         command=health.command,
         interval_sec=health.interval,
@@ -543,26 +543,27 @@ def health_step(check: Healthcheck) -> dict[str, Any]:
 
 
 def reached(runtime: Mapping[str, Any], phase: str) -> list[str]:
-    """Return the destinations that a sandbox reaches in a phase (`agent` or `verifier`)."""
+    """Return the destinations that a sandbox reaches in a `phase`: `agent` or `verifier`."""
     network = runtime.get("network", {"allow": []})
     return list(network.get(phase, network["allow"]))
 
 
 def with_uv(script: str, network: Sequence[str]) -> str:
-    """Return the script. If the network has the mirror of Python packages, but not the site of uv's installer, the
-    returned script takes uv from the mirror."""
+    """Return the script. If the network has the mirror of Python packages, but not the site of uv's installer, it is
+    changed to install uv from the mirror."""
     from_mirror = covered(PIP, network) and not covered(f"{UV_HOST}:443", network)
     return with_uv_of_mirror(script) if from_mirror else script
 
 
 def sources(artifacts: Artifacts, workdir: str = "") -> list[str]:
-    """Return the paths of artifacts, each once, ARTIFACTS first. Relative paths are relative to `workdir`."""
+    """Return the paths of artifacts without repetitions. ARTIFACTS comes first. Relative paths are joined to
+    `workdir`."""
     named = (posixpath.join(workdir, one.source.rstrip("/") or one.source) for one in artifacts)
     return list(dict.fromkeys((ARTIFACTS, *named)))
 
 
 def patterns(artifacts: Artifacts) -> list[str]:
-    """Return the patterns of the files in the agent's sandbox that are stored as artifacts. Each artifact has two
-    patterns, because its path may be a file or a folder."""
+    """Return the patterns of the files in the agent's sandbox to store as artifacts. There are two patterns for each
+    artifact, because it may be a file or a folder."""
     _, *named = sources(artifacts)
     return [f"{ARTIFACTS}/**", *(pattern for source in named for pattern in (source, f"{source}/**"))]

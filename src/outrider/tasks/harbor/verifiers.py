@@ -1,8 +1,8 @@
-"""Finds the verifier's sandbox of a Harbor task or step, by Harbor's rules.
+"""Finds the sandbox in which the verifier of a Harbor task or step runs the tests, by Harbor's rules.
 
-The module checks whether files exist, but reads no file. For a separate verifier's sandbox, Harbor chooses the settings
+The module checks whether files exist, but reads none. For a separate verifier's sandbox, Harbor chooses the settings
 and the image independently: if the verifier of a step sets only `cpus`, the image is still that of the task's verifier.
-A verifier's own image contains the tests and everything that they need.
+A verifier's own image contains the tests and all that they need.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ COMPOSE = "docker-compose.yaml"
 
 
 class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
-    """The sandbox of a separate verifier. `environment` has all settings except the image, and `field` is the path of
-    its table. If `context` is None, the sandbox has the image of the agent's sandbox. Otherwise it has an image with
-    the tests: the image named `image`, or, if `image` is None, the image built from the folder `context`."""
+    """The sandbox of a separate verifier.
+
+    environment: all settings except the image.
+    field: the path of the table with these settings.
+    context: None if the sandbox has the same image as the agent's. Otherwise, the folder with the tests.
+    image: the name of the image with the tests. None means that it is built from `context`."""
 
     environment: Environment
     field: str
@@ -30,12 +33,12 @@ class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mode(config: TaskToml, step: HarborStep | None) -> Literal["shared", "separate"]:
-    """Return the verifier's mode. A step's own mode takes precedence over the task's."""
+    """Return whether the verifier shares the agent's sandbox. The step's own mode takes precedence over the task's."""
     return (None if step is None else step.verifier.mode) or config.verifier.mode or "shared"
 
 
 def separate_verifier(config: TaskToml, folder: Path, step: HarborStep | None) -> SeparateVerifier | None:
-    """Return the sandbox of a separate verifier, or None for a verifier that runs in the agent's sandbox."""
+    """Return the sandbox of a separate verifier, or None if the verifier runs in the agent's sandbox."""
     if mode(config, step) == "shared":
         return None
     levels = [(config.verifier.environment, folder / "tests", "verifier.environment")]

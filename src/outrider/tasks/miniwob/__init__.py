@@ -1,1 +1,1 @@
-"""Makes tasks from the pages of MiniWoB, to which scripts are added. Some tasks have a known solution."""
+"""Makes tasks from the web pages of MiniWoB, with scripts added to them. Some tasks have a known solution."""

@@ -1,9 +1,9 @@
-"""Makes tasks of MiniWoB. In a task, the screen of a sandbox shows a page of the package miniwob.
+"""Makes tasks of MiniWoB: the screen of a sandbox shows a web page of the package miniwob, which tells the agent what
+to do.
 
 This module runs and downloads nothing, and does not import the package. Nodes do not need it, because a task contains
-its page.
-
-Invariants: the same page and random seed make the same task; only the reward computed by the page (`page.js`) counts.
+its page. Invariants: the same page and random seed make the same task; only the reward that the page computes
+(`page.js`) counts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from outrider.tasks.examples import Example, Gold
 INSTALL = "pip install --no-deps 'miniwob>=1.1,<1.2'"
 SCREENSHOT = "screenshot"
 FOLDER = "/miniwob"
-"""Folder of the pages in the sandbox."""
+"""Folder of the web pages in the sandbox."""
 BROWSER = "/usr/lib/chromium/chromium"
-"""Path of the browser in Debian's package. The package's other program, /usr/bin/chromium, is a script that needs files
-in /etc that sandboxes do not have."""
+"""Path of the browser of Debian's package. /usr/bin/chromium is only a script, and it needs files in /etc that
+sandboxes do not have."""
 POLICY = "/etc/chromium/policies/managed/miniwob.json"
 FONTS = f"{FOLDER}/fonts.conf"
-# The pages are designed for Arial. Sandboxes have no font settings, and without font settings Chromium uses a serif
-# font.
+# The pages are designed for Arial. Without font settings, which sandboxes do not have, Chromium would use a serif font.
 FONT_SETTINGS = """\
 <?xml version="1.0"?>
 <!DOCTYPE fontconfig SYSTEM "urn:fontconfig:fonts.dtd">
@@ -49,7 +48,7 @@ FONT_SETTINGS = """\
 </fontconfig>
 """
 WIDTH, HEIGHT, SCALE = 664, 428, 2
-"""Size of the screen in pixels, and the browser's scale. The screen shows 332 by 214 CSS pixels of a page, as in
+"""Size of the screen in pixels, and the browser's zoom factor. The screen shows 332 by 214 CSS pixels of a page, as in
 BrowserGym's MiniWoB."""
 INSTRUCTION = """\
 The screen shows a web page. It says what to do in the yellow field at its top. Look at the screen, and do that with
@@ -58,8 +57,8 @@ mouse and keyboard. The page says when the task has ended. Then reply without ca
 REFERENCE = re.compile(r"\.\./((?:core|common)/[\w./-]+)")
 PAGE_FOLDER = "miniwob"
 
-# The search is repeated, because it fails if any window disappears during the search. Some windows of a starting
-# browser do so.
+# xdotool fails if any window disappears during the search, as some windows of a starting browser do. So the search is
+# repeated.
 TITLE = """\
 titled() {
     for try in $(seq "$2"); do
@@ -69,12 +68,11 @@ titled() {
     return 1
 }
 """
-"""Shell function `titled PREFIX TIMES`: sets `title` to the title of a window whose title begins with miniwob-PREFIX.
-The function searches for the window at most TIMES times."""
+"""Shell function `titled PREFIX TIMES`: sets the variable `title` to the title of the window whose title begins with
+miniwob-PREFIX. It searches up to TIMES times."""
 
 # --no-sandbox: the browser's own sandbox needs namespaces, which programs in a sandbox may not create. --test-type
-# hides a warning about the missing sandbox. The page is in the accessibility tree only with
-# --force-renderer-accessibility.
+# hides a warning about this. --force-renderer-accessibility adds the page to the accessibility tree.
 OPEN = f"""\
 {TITLE}
 FONTCONFIG_FILE={FONTS} setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu \\
@@ -122,8 +120,8 @@ titled "reward " 50
 
 
 def miniwob_pages(html: Path | None = None) -> dict[str, Path]:
-    """Return the files of all pages by name. `html` is the package's folder `html`. If it is None, the folder of the
-    installed package is used. Raises InvalidField."""
+    """Return the HTML files of all pages, by the name of the page. `html` is the folder `html` of the package miniwob.
+    None means the installed package. Raises InvalidField."""
     if html is None:
         found = importlib.util.find_spec("miniwob")
         if found is None or not found.submodule_search_locations:
@@ -143,10 +141,13 @@ def miniwob_examples(
     observation: str = SCREENSHOT,
     html: Path | None = None,
 ) -> list[Example]:
-    """Return `size` tasks of one `page`, with the seeds `seed`, `seed` + 1, and so on. If `page` is None, return a
-    task of each page with the seed `seed`; `size` then limits the number of pages. Tasks of pages that `gold.js` can
-    solve have a solution. `observation` is the option of the desktop. For `html`, see `miniwob_pages`. Raises
-    InvalidField."""
+    """Return tasks of MiniWoB. Pages that `gold.js` can solve have a known solution. Raises InvalidField.
+
+    page: the page of all tasks, with the seeds `seed`, `seed` + 1, and so on. None means a task with the seed `seed`
+        for each page.
+    size: the number of tasks. Without a `page`, the maximum number of pages.
+    observation: how the agent sees the screen.
+    html: see `miniwob_pages`."""
     if observation not in OBSERVATIONS:
         raise InvalidField(
             f"{observation!r} is no way to show a page", field="source", hint=f"one of: {', '.join(OBSERVATIONS)}"
@@ -201,15 +202,16 @@ def _script(name: str) -> str:
 
 
 def _with_script(html: str, script: str) -> str:
-    """Return the text of the page with the script inserted at the end of the body."""
+    """Return the page's text with a script added at the end of its body."""
     head, end, tail = html.rpartition("</body>")
     return f"{head}<script>\n{script}</script>\n{end}{tail}"
 
 
 def _archive(page: Path, html: str) -> str:
-    """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text. If a
-    page computes a file's name at run time, its text contains only the folder, so all files of this folder are packed.
-    The files of a stylesheet are in the folder `images` beside it."""
+    """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text.
+
+    If a page computes the name of a file, its text only has the folder. So all files in this folder are packed. The
+    images of a stylesheet are in the folder `images` beside it."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]
