@@ -90,8 +90,8 @@ class OffloadThread:
     pieces, and the pieces of several computations alternate. `close` waits for the piece that is running.
 
     Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop, this work would
-    stop every other session. Several threads would not be faster, because Python runs one thread at a time, and the
-    event loop would run less often.
+    stop every other session. Several threads would not be faster, because Python runs one thread at a time, and they
+    would give the event loop fewer turns.
     """
 
     def __init__(self) -> None:

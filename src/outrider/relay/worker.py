@@ -82,8 +82,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `Worker.run` raises for a close code, or for an HTTP status when connecting. After other codes and
-statuses, the worker reconnects."""
+"""The error that `Worker.run` raises for a close code, or for an HTTP status when connecting. The table has only those
+after which reconnecting would fail again. After other codes and statuses, the worker reconnects."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",

@@ -139,7 +139,8 @@ class SessionModels:
 
 class InProcessClient:
     """A `harnesses.base.ModelClient` for agents that run in this process and call the models without HTTP. Calls are
-    admitted, recorded and limited like calls through the gateway.
+    admitted, recorded and limited like calls through the gateway. The client gives agents no access to the other
+    methods of a conversation.
     """
 
     def __init__(self, models: SessionModels) -> None:

@@ -111,8 +111,8 @@ def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config
     rollout is the reward of its main row. Unless `norm_adv_by_std_in_grpo` is false, the result is divided by the
     standard deviation of these rewards.
 
-    With this division, the advantages are 0 if all rollouts of the group have the same reward. Otherwise a row whose
-    reward differs from its rollout's would get a million times the difference."""
+    With this division, the advantages are 0 if all rollouts of the group have the same reward. Without this rule, a row
+    whose reward differs from its rollout's would get a million times the difference."""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:
