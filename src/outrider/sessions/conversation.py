@@ -72,8 +72,8 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Seconds after which storing a turn counts as overdue. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""Storing a turn may take one second more per this many bytes of text and images, because the agent is responsible for
-the size of its turns."""
+"""For each of this many bytes of text and images, storing a turn may take one second more before it is overdue, because
+the agent is responsible for the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25

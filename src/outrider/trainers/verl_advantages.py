@@ -25,7 +25,8 @@ AGGREGATION = "seq-mean-token-mean"
 """The loss aggregation that the estimators need. It divides by a row's trained tokens, and by the configured number of
 rows in a mini-batch. Neither number depends on which rows share a mini-batch or micro-batch."""
 SCALABLE_LOSSES = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"})
-"""verl's policy losses that use the configured aggregation and are proportional to the advantages."""
+"""verl's policy losses that use the configured aggregation, and in which a positive factor of the advantages becomes a
+factor of the loss."""
 EPSILON = 1e-6
 """A small number that is added to a standard deviation before a division by it, as in verl's GRPO."""
 
