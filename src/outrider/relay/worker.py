@@ -103,7 +103,7 @@ class Worker:
     - `ca`: a PEM file with the service's certificate authority, if this machine does not trust it.
     - `reconnecting`: how long to wait between attempts to connect.
 
-    There are three ways to run a worker. All raise the errors of `run`:
+    There are three ways to run a worker, one at a time. All raise the errors of `run`:
 
     - `await worker.run()`
     - `async with worker`, alongside other tasks on the event loop
