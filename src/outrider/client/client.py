@@ -308,9 +308,9 @@ class AsyncClient:
         """Return the finished groups after the cursor `after`. If there are none, wait up to `wait` seconds (at most
         60) for the first. A page has at most `limit` groups: call again with the page's cursor until a page is empty.
 
-        Without `after`, the results begin with the first group. For a named `consumer`, they begin after the groups
-        that the consumer has acknowledged (`ack`); for a new consumer, they begin at `after`. Raises Forbidden if a
-        `consumer` is given and the token is read-only.
+        Without `after`, the results begin with the first group. With a named `consumer` and without `after`, they begin
+        after the groups that the consumer has acknowledged (`ack`). For a new consumer, `after` is also its first
+        position. Raises Forbidden if a `consumer` is given and the token is read-only.
         """
         query = {"wait": wait, "limit": limit, "samples": samples, "after": after, "consumer": consumer}
         if not samples:

@@ -196,7 +196,7 @@ class ImageFolder:
 
 def stored_images(samples: Iterable[Row]) -> list[str]:
     """Return the digests of the images in samples, without repetitions. Images that were sent as URLs are left out,
-    because the service does not fetch URLs."""
+    because the service does not fetch URLs, and so has no bytes of these images."""
     shown = (image for sample in samples for image in sample.images)
     return list(dict.fromkeys(image.digest for image in shown if image.url is None))
 

@@ -83,8 +83,8 @@ class RolloutService(Protocol):
 
 class Counts(msgspec.Struct, kw_only=True):
     """The number of groups with each outcome since the previous batch. Every group is counted in `submitted`. When it
-    no longer runs or waits, it is also counted in exactly one of `informative`, `uninformative`, `retried`, `given_up`,
-    `stale` and `stopped`.
+    no longer runs or waits, it is also counted, perhaps for a later batch, in exactly one of `informative`,
+    `uninformative`, `retried`, `given_up`, `stale` and `stopped`.
 
     informative: groups that were delivered in a batch.
     overdue: informative groups with a trained token older than `max_age`.
@@ -186,7 +186,7 @@ class _Ready(msgspec.Struct, frozen=True):
 
 
 def rewards_of(group: GroupView) -> list[float]:
-    """Return the rewards of the graded sessions, in order."""
+    """Return the rewards of the graded sessions, in sample order."""
     results = (session.result for session in group.sessions)
     return [result.verdict.reward for result in results if result is not None and result.verdict is not None]
 
@@ -375,7 +375,8 @@ class DynamicSampler:
         return SamplerState(
             run=self._run,
             next=self._next,
-            # A group that is being stopped will not be used. So its prompt continues with a new group.
+            # A sampler that continues from this state does not use a group that is being stopped. So the prompt gets a
+            # new group.
             pending=tuple(
                 PendingPrompt(prompt.number, prompt.attempt, prompt.failures, prompt.version)
                 if prompt.stopping is None
@@ -446,7 +447,8 @@ class DynamicSampler:
                 else:
                     await wait_for_event(changed, full_since + patience - _now())
                 if full_since is not None and _now() >= full_since + patience:
-                    slow = next(iter(self._running), "GROUP")  # no group runs while the slow group is being submitted
+                    # `_running` is empty if the only slow group is still being submitted
+                    slow = next(iter(self._running), "GROUP")
                     log.warning(
                         "a full batch is held for slow groups (%d run): outrider show %s", len(self._running), slow
                     )

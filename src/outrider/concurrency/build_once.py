@@ -50,7 +50,7 @@ def build_once(
             build(draft)
             sync_file_system(draft)
             os.replace(draft / part if part else draft, place)
-        finally:  # the draft is left after an error, or if only `part` was moved
+        finally:  # the draft still exists after an error or a cancellation, or if only `part` was moved
             if draft.exists():
                 remove_tree(draft)
     return place

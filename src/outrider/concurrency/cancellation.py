@@ -30,7 +30,8 @@ INLINE_BYTES = 32 << 10
 ordinary model call, the switch to the thread would cost more than the computation itself. 32 KiB take at most 20 ms,
 even as many very short messages."""
 PIECE_BYTES = 16 << 10
-"""Maximum number of input bytes per piece of a computation. Between two pieces, other computations can run."""
+"""A piece of a computation ends after about this number of input bytes. Between two pieces, other computations can
+run."""
 
 
 async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = None) -> T:
@@ -90,8 +91,8 @@ class OffloadThread:
     pieces, and the pieces of several computations alternate. `close` waits for the piece that is running.
 
     Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop, this work would
-    stop every other session. Several threads would not be faster, because Python runs one thread at a time, and the
-    event loop would run less often.
+    stop every other session. Several threads would not be faster, because Python runs one thread at a time, and they
+    would give the event loop fewer turns.
     """
 
     def __init__(self) -> None:

@@ -67,8 +67,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `run` raises for a close code, or for an HTTP status when connecting. After other codes and statuses,
-the worker reconnects."""
+"""The error that `run` raises for a close code, or for an HTTP status when connecting. The table has only those after
+which reconnecting would fail again. After other codes and statuses, the worker reconnects."""
 HINTS = {
     NOT_SERVED: "start the proxy in its relay mode",
     401: "give the proxy's token: ProxyWorker(..., token=...)",

@@ -82,8 +82,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `Worker.run` raises for a close code, or for an HTTP status when connecting. After other codes and
-statuses, the worker reconnects."""
+"""The error that `Worker.run` raises for a close code, or for an HTTP status when connecting. The table has only those
+after which reconnecting would fail again. After other codes and statuses, the worker reconnects."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -103,7 +103,7 @@ class Worker:
     - `ca`: a PEM file with the service's certificate authority, if this machine does not trust it.
     - `reconnecting`: how long to wait between attempts to connect.
 
-    There are three ways to run a worker. All raise the errors of `run`:
+    There are three ways to run a worker, one at a time. All raise the errors of `run`:
 
     - `await worker.run()`
     - `async with worker`, alongside other tasks on the event loop

@@ -121,8 +121,8 @@ def validate_group(value: Mapping[str, Any]) -> GroupSpec:
 
 
 async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
-    """Return the spec of a stored group. Raises UnreadableTask if this version of Outrider cannot read the spec of an
-    earlier one, or if the key that encrypted it is missing."""
+    """Return the spec of a stored group. Raises UnreadableTask if another version of Outrider stored a spec that this
+    version cannot read, or if the key that encrypted it is missing."""
     stored = await store.spec(group_id)
     try:
         # In a thread, because the validation decodes the base64 of every file in the task.
@@ -223,7 +223,7 @@ interrupted for another tenant, so these limits also bound a tenant's wait for i
 
 
 def check_bounds(task: TaskSpec) -> None:
-    """Raise InvalidField if a task exceeds one of the BOUNDS. The tasks of admins are not checked."""
+    """Raise InvalidField if a task exceeds one of the BOUNDS. Not called for the tasks of admins."""
     for bound in BOUNDS:
         if (asked := bound.asked(task)) > bound.most:
             raise InvalidField(
@@ -241,13 +241,15 @@ def check_group(
     here: bool = True,
     pull: Sequence[str] = (),
 ) -> list[Evaluator]:
-    """Check everything about a group that depends on this machine. Returns the evaluators of the task's steps. Blocks
-    on the file system. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
+    """Check everything about a group that depends on this machine. Returns the evaluators of the task's steps, for
+    `SubmissionChecks`. Blocks on the file system. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
 
     paths: the files of this machine that a task may name.
     endpoints: the external graders.
-    here: True if sessions run on this machine. Then its runtimes and harnesses are also checked.
-    pull: prefixes of image references. An image with such a prefix is pulled when a session needs it.
+    here: True if sessions run on this machine. Then its runtimes and harnesses are also checked. Other machines check
+        their own when a session starts there.
+    pull: prefixes of image references. An image with such a prefix is pulled when a session needs it, so it need not be
+        on this machine.
     """
     task = spec.task
     runtimes = runtimes_of(task)
@@ -366,7 +368,7 @@ async def _check_evaluator(evaluator: Evaluator, host: Host) -> None:
 
 
 def _check_uploads(prepare: Sequence[PrepareStep], paths: HostPaths, *, field: str) -> None:
-    """Raise InvalidField unless every file to be uploaded is in the service's folder for tasks."""
+    """Raise InvalidField unless every file or folder to be uploaded is in the service's folder for tasks."""
     for number, step in enumerate(prepare):
         if isinstance(step, Upload):
             paths.upload(step.upload, field=f"{field}.{number}.upload")

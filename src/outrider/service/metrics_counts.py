@@ -34,9 +34,10 @@ PROMPT_BYTES = 32 << 20
 its other sessions."""
 
 TURNS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
-"""Bucket bounds of the histogram of turns per session."""
+"""Upper bounds of the buckets in the histogram of turns per session."""
 VERSIONS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Bucket bounds of the histogram of policy lag: how many versions old the oldest trained token of a session is."""
+"""Upper bounds of the buckets in the histogram of policy lag: how many versions old the oldest trained token of a
+session is."""
 
 
 class DialectCounts:

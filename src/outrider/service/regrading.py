@@ -22,8 +22,8 @@ KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a gra
 async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return the spec of a new group that grades the runs of the group `group_id` again. Runs that were interrupted are
-    left out.
+    """Return the spec of a new group that grades the runs of the group `group_id` again. Runs that did not end by
+    themselves are left out.
 
     Raises NotFound for an unknown group, for a group of another tenant, and if a run was removed. Raises Conflict if
     the group is not done, no run can be graded, or the task has several steps. Raises UnreadableTask, and InvalidField

@@ -134,7 +134,8 @@ def _flips(a: Sequence[ListedRun], b: Sequence[ListedRun], passed: float) -> lis
 
 
 def _places(runs: Sequence[ListedRun]) -> dict[tuple[str, int], ListedRun]:
-    """Return the sessions by task and number. The sessions of a task are numbered from 0."""
+    """Return the sessions by task and number. The sessions of a task are numbered from 0 in the order of their
+    submission."""
     counts: Counter[str] = Counter()
     found = {}
     for run in runs:

@@ -118,8 +118,8 @@ class TokenRegistry:
         return NewToken(token=reply_of(TokenView, row), text=text)
 
     async def revoke(self, name: str) -> TokenView:
-        """Revoke a token, and cancel its running calls, such as event streams and long polls. Raises NotFound for an
-        unknown name."""
+        """Revoke a token, and cancel its running calls, such as event streams, long polls and relay workers. Raises
+        NotFound for an unknown name."""
         view = reply_of(TokenView, await self._store.revoke_token(name))
         self._revoked.add(name)
         for task, of in list(self._calls.items()):

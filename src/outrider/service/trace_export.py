@@ -44,8 +44,8 @@ SEND_SECONDS = 10.0
 
 
 class TraceExport:
-    """Sends traces to `endpoint`, the URL of the collector. Start `run` in a task group. `model` is the name of the
-    policy's model."""
+    """Sends traces to `endpoint`, the collector's URL for traces (such as `http://collector:4318/v1/traces`). Start
+    `run` in a task group. `model` is the name of the policy's model."""
 
     def __init__(self, store: Store, reader: ViewReader, endpoint: str, *, model: str, failures: Failures) -> None:
         """Raises InvalidField if OpenTelemetry's OTLP exporter is not installed."""
@@ -71,8 +71,8 @@ class TraceExport:
             await asyncio.to_thread(self._exporter.shutdown)
 
     async def send(self) -> None:
-        """Send the traces of all sessions that have ended since the last call. The first call with a new store sends
-        nothing."""
+        """Send the traces of the sessions that have ended since the last call. Sessions that ended within the last
+        SETTLED_SECONDS are left for the next call. The first call with a new store sends nothing."""
         if self._cursor is None:
             kept = await self._store.position(NAME)
             self._cursor = await self._store.last_event() if kept is None else kept
@@ -127,7 +127,8 @@ class TraceExport:
         """Send traces. Raises ServiceError if the collector does not accept any spans at present."""
         if self._accepts([span for trace in traces for span in trace]):
             return
-        # If the collector accepts an empty message, it works, and would always refuse these spans. So they are dropped.
+        # If the collector accepts an empty message, it works, and would refuse this message at every attempt. So each
+        # trace is sent alone, and one that is refused even then is dropped.
         if not self._accepts([]):
             raise ServiceError(
                 "the collector of traces does not accept them",

@@ -72,8 +72,8 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Seconds after which storing a turn counts as overdue. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""Storing a turn may take one second more per this many bytes of text and images, because the agent is responsible for
-the size of its turns."""
+"""For each of this many bytes of text and images, storing a turn may take one second more before it is overdue, because
+the agent is responsible for the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -284,8 +284,8 @@ class Conversation:
         """Return the number of prompt tokens that `call` would send for the request. Nothing is generated or recorded.
         The prompt is rendered here, even if the session's engine has its own renderer.
 
-        Raises RequestError if an image cannot be counted. If the model reads images or the request has images, an
-        engine is assigned to the session first, which may raise RunEnded or EngineError.
+        Raises RequestError, also for an image that cannot be counted. If the model reads images or the request has
+        images, an engine is assigned to the session first, which may raise RunEnded or EngineError.
         """
         thinking = self._thinking_in_prompt(request)
         form = None if self._images is None else (await self._assigned()).image_form

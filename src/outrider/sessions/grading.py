@@ -446,7 +446,8 @@ class Grading:
     @asynccontextmanager
     async def _beside(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
         """Open the second sandbox that `Outcome.beside` describes. It starts without waiting for resources, and none
-        are set aside for it. It has no GPUs, because the graded sandbox uses the session's GPUs."""
+        are set aside for it, but its resource limits apply. It has no GPUs, because the graded sandbox uses the
+        session's GPUs."""
         place = self._graders
         if resources is not None:
             place = msgspec.structs.replace(place, runtime=place.runtime.model_copy(update={"resources": resources}))

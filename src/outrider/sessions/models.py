@@ -139,7 +139,8 @@ class SessionModels:
 
 class InProcessClient:
     """A `harnesses.base.ModelClient` for agents that run in this process and call the models without HTTP. Calls are
-    admitted, recorded and limited like calls through the gateway.
+    admitted, recorded and limited like calls through the gateway. The client gives agents no access to the other
+    methods of a conversation.
     """
 
     def __init__(self, models: SessionModels) -> None:
@@ -186,7 +187,8 @@ async def completed(
         tools=tuple(tools),
         tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
         sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
-        # an agent in this process sends only screenshots of a desktop, and cannot work without them
+        # the only images that an agent in this process sends are screenshots of a desktop, and it cannot work without
+        # them
         needs_images=True,
     )
     async with aclosing(conversation.call(request, dialect=INPROCESS)) as batches:

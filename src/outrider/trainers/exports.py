@@ -44,8 +44,8 @@ def nemo_gym_reply(
     range of trained ids in the row.
 
     An item's prompt is all ids before the item. So each prompt begins with the previous item's prompt, as NeMo RL
-    requires. Without `decode`, the items have no text. Ids after the first `longest` are left out. Raises InvalidField
-    for a sample without a reward.
+    requires. Without `decode`, the items have no text. Ids after the first `longest` are left out. The usage counts
+    each id of the row once. Raises InvalidField for a sample without a reward.
     """
     reward = _reward(sample)
     ids, mask, logprobs = (column[:longest].tolist() for column in (sample.ids, sample.loss_mask, sample.logprobs))

@@ -59,15 +59,17 @@ class OutriderGenerator:
     """A SkyRL generator that runs its trajectories on a service. `generator_cfg` is SkyRL's `cfg.generator`. `settings`
     are SkyRLSettings, overridden by $OUTRIDER_SKYRL.
 
-    With `step_wise_trajectories`, a trajectory has a row for each branch with trained tokens, with the main
-    conversation's row last. To train on all these rows, the trainer needs the mixin `LossPerRollout`.
+    With `step_wise_trajectories` and the setting `rows="all"`, a trajectory has a row for each branch with trained
+    tokens, with the main conversation's row last. To train on all these rows, the trainer needs the mixin
+    `LossPerRollout`.
 
-    Without `step_wise_trajectories`, a trajectory has only the main conversation's row. If a session has a second row
-    with trained tokens, training with `rows="all"` raises an error. With `rows="main"`, and in evaluations, the second
-    row is left out and counted.
+    Otherwise, a trajectory has only the main conversation's row. If a session has a second row with trained tokens,
+    training with `rows="all"` raises an error. With `rows="main"`, and in evaluations, the second row is left out and
+    counted.
 
     SkyRL cannot leave out a failed trajectory. In training, all trajectories of its instance are therefore replaced by
-    placeholders: one token with mask 0. In an evaluation, only the failed trajectory is replaced, with reward 0.
+    placeholders (one token with mask 0), as in SkyRL's own Harbor example. In an evaluation, only the failed trajectory
+    is replaced, with reward 0.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
@@ -89,9 +91,9 @@ class OutriderGenerator:
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Run the trajectories of the input, and return SkyRL's GeneratorOutput.
 
-        If all of them failed, raises the first error. With a single instance in training, it does so only after
-        FAILED_IN_A_ROW such inputs. Raises InvalidField for an input without trajectory ids or with a row that cannot
-        be converted to a task. Raises ServiceError if the service cannot be reached."""
+        If all of them failed, raises the first error. For a training input of a single instance, it does so only after
+        FAILED_IN_A_ROW failed instances in a row. Raises InvalidField for an input without trajectory ids or with a row
+        that cannot be converted to a task. Raises ServiceError if the service cannot be reached."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
@@ -283,8 +285,8 @@ def _usual_metrics(
 
 
 def _refuse_what_engines_do_not_report(generator_cfg: Any) -> None:
-    """Raise InvalidField if SkyRL is configured to use columns that the service's samples do not have. Only some
-    versions of SkyRL would report this."""
+    """Raise InvalidField if SkyRL is configured to use columns that the service's samples do not have. SkyRL would
+    train without them, and only some versions would report this."""
     engine = getattr(generator_cfg, "inference_engine", None)
     for name in ("enable_return_sample_support_set", "enable_return_routed_experts"):
         if getattr(engine, name, False):

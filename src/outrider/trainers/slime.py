@@ -192,10 +192,11 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
 
     Each rollout counts once in its group, no matter how many samples it has. A rollout with `remove_sample` does not
     count. slime's own normalisation treats the batch as a single group unless it has exactly n samples for each prompt.
+    The standard deviation is that of a sample, as in torch.
 
     If only one rollout of a group counts, the group's normalised rewards are 0. If the estimator divides by the
-    standard deviation, they are also 0 when all rollouts of the group have the same reward. Otherwise, a row whose
-    reward differs from its rollout's would get a million times the difference.
+    standard deviation, they are also 0 when all rollouts of the group have the same reward. Without this rule, a row
+    whose reward differs from its rollout's would get a million times the difference.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:

@@ -66,8 +66,8 @@ log = logging.getLogger("outrider.tinker")
 
 VARIABLE = "OUTRIDER_TINKER"
 FAILED_IN_A_ROW = 16
-"""After this many consecutive training groups with too few usable sessions, the error is raised, because all groups
-probably fail."""
+"""After this many consecutive training groups with too few usable sessions, the error is raised, because its cause
+probably affects all groups."""
 STOPS: Mapping[StopReason, CookbookStop] = {
     StopReason.COMPLETED: CookbookStop.COMPLETED,
     StopReason.MAX_TURNS: CookbookStop.MAX_TURNS,

@@ -81,7 +81,7 @@ class SampledSequences:
 
 class SampledGroup:
     """A running group: its client, the client's policy version, and the sampled sequences by session id. `announced` is
-    done once these ids are known."""
+    done once these ids are known, or when the group ends without them."""
 
     def __init__(self, client: SamplingClient, version: int, by_session: dict[str, SampledGroup]) -> None:
         self.client = client

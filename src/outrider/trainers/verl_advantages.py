@@ -25,7 +25,8 @@ AGGREGATION = "seq-mean-token-mean"
 """The loss aggregation that the estimators need. It divides by a row's trained tokens, and by the configured number of
 rows in a mini-batch. Neither number depends on which rows share a mini-batch or micro-batch."""
 SCALABLE_LOSSES = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"})
-"""verl's policy losses that use the configured aggregation and are proportional to the advantages."""
+"""verl's policy losses that use the configured aggregation, and in which a positive factor of the advantages becomes a
+factor of the loss."""
 EPSILON = 1e-6
 """A small number that is added to a standard deviation before a division by it, as in verl's GRPO."""
 
@@ -111,8 +112,8 @@ def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config
     rollout is the reward of its main row. Unless `norm_adv_by_std_in_grpo` is false, the result is divided by the
     standard deviation of these rewards.
 
-    With this division, the advantages are 0 if all rollouts of the group have the same reward. Otherwise a row whose
-    reward differs from its rollout's would get a million times the difference."""
+    With this division, the advantages are 0 if all rollouts of the group have the same reward. Without this rule, a row
+    whose reward differs from its rollout's would get a million times the difference."""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:

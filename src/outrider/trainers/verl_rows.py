@@ -135,7 +135,8 @@ def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) 
             " computes log-probabilities after the temperature",
             hint="make the engine report log-probabilities after the temperature, or set rollout.temperature=1.0",
         )
-    # If the prompt is longer than `prompt_length`, the rest of it becomes part of the response, with mask 0.
+    # If the prompt is longer than `prompt_length`, the rest of it becomes part of the response, with mask 0. So the
+    # prompt is not cut.
     start = min(row.start, terms.prompt_length)
     end = readable_end(row, min(start + terms.response_length, len(row.ids)), terms.media_ids)
     start = min(start, end)

@@ -24,9 +24,9 @@ class ContinuedGeneration:
     """One generation that takes several requests, because it was cut off. At each cut, one request ends and the next
     begins. `versions` has the spans of the tokens sampled before the newest request.
 
-    Each new request asks only for the remaining tokens, with its own seed. Engines do not find stop strings that began
-    before their request, so this class searches for them with the decoder that `text` creates. If `text` is None, there
-    is no search.
+    Each new request asks only for the remaining tokens. It has its own seed, so that the engine does not repeat the
+    random numbers of an earlier request. Engines do not find stop strings that began before their request, so this
+    class searches for them with the decoder that `text` creates. If `text` is None, there is no search.
     """
 
     def __init__(self, request: GenerateRequest, text: Callable[[], TextStream] | None) -> None:

@@ -288,7 +288,7 @@ class Policy:
 
     async def _load(self, weights: str, version: int) -> list[EngineRecord]:
         """Load the weights on all engines, and return the engines that have loaded them. If all fail, raises an
-        engine's error."""
+        engine's error. Raises EngineUnavailable if there are none."""
 
         async def load(member: EngineRecord) -> None:
             await cast(LoadsWeights, member.engine).update_weights(weights, version)

@@ -52,8 +52,8 @@ STALL_TIMES = 10.0
 """A call is stalled if its wait for the first token takes at least this many times the usual wait, and STALL_SECONDS.
 The usual wait is the median of the sessions' median waits."""
 TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "cases")
-"""Names of metrics that contain the number of tests that ran, in order of preference. A name that ends with one of
-them, such as `unit/tests`, also counts."""
+"""Names of metrics that contain the number of tests that ran, in order of preference. A name that ends with one of them
+after a dot, a slash or a colon, such as `unit/tests`, also counts."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
 """Stop reasons of sessions that a person or their group has ended. They count neither as failed nor as successful."""

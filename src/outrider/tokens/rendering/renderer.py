@@ -31,8 +31,8 @@ from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 from outrider.trajectory import Ids, ImageSpan
 
 History = Literal["recorded", "template"]
-"""How earlier turns appear in a prompt. With "recorded", they keep their recorded ids. With "template", the chat
-template prints them again, and may drop their reasoning."""
+"""How earlier turns appear in a prompt. With "recorded", they keep their recorded ids. With "template", they have no
+reasoning if the chat template drops it."""
 
 
 class Markup(msgspec.Struct, frozen=True):
@@ -128,7 +128,7 @@ class Renderer:
     cannot render. All methods are pure and can be called from any thread.
 
     Some families and templates reject a system message after other messages. For them, it becomes a user message, and
-    several system messages at the beginning become one.
+    several system messages at the beginning become one. Rendering and bridging do the same.
 
     If `images` is set, messages may contain images whose size in patches (`grid`) is known. Each image becomes as many
     placeholder tokens as the model reads for it. If `images` is None, an image raises RequestError.
@@ -494,7 +494,8 @@ def make_renderer(tokenizer: Tokenizer, name: str | None, *, image_tokens: int =
     An image may have at most `image_tokens` tokens. If this is 0, or if the folder has no image processor, images are
     refused.
 
-    Raises InvalidField if the family is unknown or does not match the tokenizer, or if the template cannot be read."""
+    Raises InvalidField if the family is unknown or does not match the tokenizer, if the template is missing or cannot
+    be read, or if the image processor is not supported."""
     folder = Path(tokenizer.name_or_path)
     if name is None:
         table = renderers.base.MODEL_RENDERER_MAP
