@@ -89,7 +89,7 @@ class Kept(NamedTuple):
 
 
 def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None:
-    """Return the error for the first readable path that violates a rule of `kept`, or None."""
+    """Return the error for the first path of `named` that violates a rule of `kept`, or None."""
     for one in named:
         for place in kept:
             if one.shown and not place.rule.shown:

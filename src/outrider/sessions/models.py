@@ -186,7 +186,8 @@ async def completed(
         tools=tuple(tools),
         tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
         sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
-        # an agent in this process sends only screenshots of a desktop, and cannot work without them
+        # an agent in this process sends images only if it controls a desktop by screenshots, which it cannot do without
+        # them
         needs_images=True,
     )
     async with aclosing(conversation.call(request, dialect=INPROCESS)) as batches:

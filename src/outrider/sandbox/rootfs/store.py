@@ -74,9 +74,9 @@ class ImageStore:
         """Import an image from a file or folder, and give it a name (see `give`). What was imported before is not
         unpacked again.
 
-        If the name contains a digest, the image must have it, unless `pulled` says that the caller has checked that.
-        Raises InvalidField for the name, NotFound without `source`, BadImage for an invalid image, and
-        RuntimeUnavailable if a required program is not installed.
+        If the name contains a digest, the image must have this digest. `pulled` is true if the caller has already
+        compared the digests, so that they are not compared here. Raises InvalidField for the name, NotFound without
+        `source`, BadImage for an invalid image, and RuntimeUnavailable if a required program is not installed.
         """
         checked_name(name)
         if not source.exists():
