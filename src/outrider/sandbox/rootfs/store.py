@@ -283,7 +283,8 @@ def checked_name(name: str, *, field: str = "name") -> str:
 
 
 def _check_pin(name: str, digest: str, pulled: bool) -> None:
-    """Raise InvalidField if the name contains a digest that is not the digest of the image."""
+    """Raise InvalidField if the name contains a digest that is not the digest of the image. With `pulled`, the caller
+    has already checked this."""
     _, pinned, wanted = name.partition("@")
     if pinned and not pulled and digest != wanted:
         raise InvalidField(
