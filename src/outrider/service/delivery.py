@@ -3,7 +3,7 @@ send.
 
 The request's body is the reply to `GET /v1/groups/{id}`. A group submitted through another system's API
 (`GroupRow.translator`) is sent in that system's format instead. The header `Idempotency-Key` is the group's id, so that
-receivers can recognize repeated requests.
+receivers can recognise repeated requests.
 
 Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin discards it. A delivery that is given
 up stays there as a dead letter.

@@ -1,6 +1,6 @@
 """The models of one session attempt: the policy and the frozen models, each with its own conversation.
 
-Invariant: calls of a frozen model do not appear in the policy's conversation and do not count toward the policy's
+Invariant: calls of a frozen model do not appear in the policy's conversation and do not count towards the policy's
 limits.
 """
 
