@@ -47,8 +47,8 @@ class AccessControl:
     headers.
 
     open_paths: paths that anybody may call.
-    calls: maximum number of concurrent calls with one token. Admins have no limit, and an admin's connections are never
-        closed to make room for others.
+    calls: maximum number of concurrent calls with one token. Admins have no limit. The connections of an admin with a
+        token are never closed to make room for others.
     roles: the role that each route requires, by method and path.
     refusal: creates the reply to an error that is raised here.
     """
