@@ -47,8 +47,8 @@ class AccessControl:
     headers.
 
     open_paths: paths that anybody may call.
-    calls: maximum number of concurrent calls with one token. Admins have no limit, and an admin's connections are never
-        closed to make room for others.
+    calls: maximum number of concurrent calls with one token. Admins have no limit. The connections of an admin with a
+        token are never closed to make room for others.
     roles: the role that each route requires, by method and path.
     refusal: creates the reply to an error that is raised here.
     """
@@ -87,8 +87,8 @@ class AccessControl:
             if caller is LOCAL:
                 check_local(headers)
         except OutriderError as error:
-            # This call is not logged. It changes nothing, and any program could fill the audit log with such calls. A
-            # WebSocket request that is not accepted yet gets an ordinary HTTP reply.
+            # A call that is refused here is not in the audit log, because it changes nothing, and any program could
+            # fill the log with such calls. A WebSocket request that is not accepted yet gets an ordinary HTTP reply.
             await self._refusal(scope, error)(scope, receive, send)
             return
         admin = caller.may("admin")

@@ -68,8 +68,8 @@ def _quality(accepted: str) -> tuple[str, float]:
 
 
 JSON_NAMES = ("application/json", "application/*", "*/*")
-"""Media types that include JSON, most specific first. If an Accept header has several of them, the most specific one
-determines JSON's quality (RFC 9110)."""
+"""The names that match JSON in an Accept header, most specific first. If a header has several of them, the quality
+(`q=`) of the most specific one applies to JSON (RFC 9110)."""
 Columns = Annotated[bool, Depends(wants_columns)]
 """True if the client accepts samples as an Arrow stream and does not prefer JSON."""
 ARROW_REPLY = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}

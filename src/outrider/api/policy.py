@@ -31,7 +31,7 @@ async def update(service: Serving, spec: Annotated[PolicyUpdateSpec, body(Policy
 @ROUTES.post("/pause", "admin", PolicyStatus, errors=FAILURES)
 async def pause(service: Serving, spec: Annotated[PolicyPauseSpec, body(PolicyPauseSpec)]) -> PolicyStatus:
     """Start no new generations until the policy is resumed. The reply is sent when no generation is running any more.
-    The pause does not count toward the time limits of agents."""
+    The pause does not count towards the time limits of agents."""
     await service.pool.policy.pause(spec.mode)
     return service.pool.policy.status()
 

@@ -1,8 +1,8 @@
 """The HTTP application of a service, and its two servers. One server serves everything at a TCP address. The other
 serves only the model gateway (`gateway_server.py`), on a Unix socket and on a port of this machine.
 
-Invariant: programs in a sandbox cannot call the control API, because they can reach only the socket and port of the
-gateway.
+Invariant: a sandbox is given only the socket and the port of the gateway. So a program that is confined to these cannot
+call the control API.
 """
 
 from __future__ import annotations

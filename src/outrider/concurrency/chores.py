@@ -31,7 +31,7 @@ QUIET_SECONDS = 60.0
 """Minimum seconds between two log lines about failures of the same work. Without this limit, work that fails every
 second time would fill the log."""
 MOST_NAMES = 200
-"""Maximum number of failures in the record, each under the name of its work. Without a limit, the record could grow
+"""Maximum number of kinds of work, by name, whose failures are recorded. Without a limit, the record could grow
 forever: some names contain the name of an engine, and engines can be added at any time."""
 MOST_CHARACTERS = 500
 """Maximum number of characters recorded of an error's text."""

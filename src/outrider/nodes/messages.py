@@ -280,8 +280,8 @@ class ReadCarried(NodeCall[bytes], tag="read_carried", frozen=True):
 
 
 class Take(NodeStream[tuple[str, ...]], tag="take", frozen=True):
-    """Wait for resources of the machine, and hold them until the call is cancelled or the node's connection ends. The
-    only reply has the names of the assigned GPUs."""
+    """Wait for resources of the machine, and hold them until the call is cancelled or the node is gone for good.
+    The only reply has the names of the assigned GPUs."""
 
     amount: ResourceAmount
     priority: Annotated[int, msgspec.Meta(ge=-RESERVED_PRIORITY, le=RESERVED_PRIORITY)]

@@ -74,8 +74,8 @@ MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
 """Maximum number, and maximum total request bytes, of the generations that the service forwards for a node at a time.
 Further generations are refused."""
 MOST_RECENT = 10_000
-"""The service accepts timeline entries for this number of a node's newest attempts, because entries may arrive after
-their attempt has ended."""
+"""Maximum number of a node's attempts, the newest ones, for which the service accepts timeline entries. An entry may
+arrive after its attempt has ended."""
 SPARE_TAKES = 16
 """A node may have this number of `Take` calls (requests for resources), waiting or granted, in addition to two for each
 of its attempts."""

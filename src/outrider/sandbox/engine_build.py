@@ -61,7 +61,7 @@ def built_image(context: Path, store: ImageStore) -> BuiltImage:
 
 
 def engine_name(context: Path) -> str:
-    """Return the name for the image that an engine builds from a folder. The name is a digest of all files in the
+    """Return the name for the image that an engine builds from a folder. The name contains a digest of all files in the
     folder, except those that .dockerignore excludes. Raises InvalidField."""
     ignore = read_ignore(context)
     out = frozenset(left_out(context, ignore)) if ignore.patterns else frozenset()

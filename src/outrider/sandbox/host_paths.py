@@ -4,9 +4,10 @@
 - A mount, a root folder, an image's path or a virtual environment is below an entry of `sandboxes.allow`.
 - Every sandbox of some kinds sees certain folders of the host (`runtimes/shown_folders.py`).
 
-The settings must not make the files and folders in `KEPT` readable. Folders are compared by device and inode as well as
-by name, because a link or a bind mount may lead to the same folder. Invariants: a path is mounted as it was checked,
-with all links resolved; uploads are opened without following links (see sandbox/runtimes/tool_server/uploads.py).
+The settings must not make the files and folders in `KEPT` readable as a whole. Folders are compared by device and inode
+as well as by name, because a link or a bind mount may lead to the same folder. Invariants: a path is mounted as it was
+checked, with all links resolved; uploads are opened without following links (see
+sandbox/runtimes/tool_server/uploads.py).
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ Id = tuple[int, int] | str
 
 
 class HostPathRule(NamedTuple):
-    """A rule for a file or folder that tasks must not read.
+    """A rule for a file or folder that tasks must not read as a whole.
 
     `what`: a description for error messages.
-    `below`: whether the rule also covers everything in the folder.
+    `below`: whether tasks must not read any part of the folder either.
     `shown`: whether the file or folder must also be outside of `SHOWN`, the folders that every sandbox of a kind sees.
     """
 
@@ -60,8 +61,8 @@ KEPT = {
     "etc": HostPathRule("the machine's own settings", below=False, shown=False),
     "run": HostPathRule("the sockets of the machine's services", below=False, shown=False),
 }
-"""Files and folders that tasks must not read. The settings `files` and `sandboxes.allow` must not name one of them, or
-a folder that contains one. docs/security.md has the same table."""
+"""Files and folders that tasks must not read as a whole. The settings `files` and `sandboxes.allow` must not name one
+of them, or a folder that contains one. docs/security.md has the same table."""
 
 
 class Located(NamedTuple):
@@ -89,7 +90,7 @@ class Kept(NamedTuple):
 
 
 def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None:
-    """Return the error for the first readable path that violates a rule of `kept`, or None."""
+    """Return the error for the first path of `named` that violates a rule of `kept`, or None."""
     for one in named:
         for place in kept:
             if one.shown and not place.rule.shown:
@@ -267,7 +268,7 @@ def _id(path: str) -> Id:
 
 
 def _kept(config: Config) -> Iterator[Kept]:
-    """Yield the existing files and folders that tasks must not read."""
+    """Yield the entries of `KEPT` that exist on this machine."""
     key = config.tls.key or config.tls.certificate  # without a key file, the key is in the certificate's file
     homes = []
     with suppress(RuntimeError):  # the user has no home folder

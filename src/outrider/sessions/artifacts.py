@@ -162,7 +162,7 @@ class ArtifactCollector:
         return longer
 
     async def fetch_carried(self, session_id: str, attempt: int, file: Path) -> None:
-        """Write the packed files that `keep_carried` has kept for an attempt to the local path `file`. Raises
+        """Write an attempt's packed files, which `keep_carried` has stored, to `file`, a path on this machine. Raises
         OutriderError and OSError."""
         async with self._reading:
             data = await self._store.carried(session_id, attempt)

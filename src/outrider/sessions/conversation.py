@@ -601,7 +601,8 @@ class Conversation:
         self, prompt: PromptNode, readable: ReadableMessages, form: ImageForm | None, held: ExitStack
     ) -> tuple[RequestImage, ...]:
         """Return the images of a prompt. An image that has left the cache is decoded again from the request's messages.
-        Waits for memory for the pixel values, which is given back when `held` is closed."""
+        Waits until there is memory for the pixel values; closing `held` frees this memory. Raises RequestError if there
+        are too many or too large images, or if one cannot be decoded as before."""
         spans = prompt.all_images()
         if not spans:
             return ()

@@ -395,9 +395,9 @@ class Grading:
         First, sandboxes in which no agent has worked are tested. They must start, accept a file, run a command, open a
         shell (if `failure` is NoShell), and carry the task's files. If one of them fails, `failure` is raised.
 
-        Then `outcome` is evaluated in such a sandbox, as if the agent had done nothing. The reward is that of this
-        evaluation, but at most 0. If the evaluation raises EvaluatorError, the reward is 0; but if `failure` is an
-        EvaluatorError too, `failure` is raised.
+        Then `outcome` is evaluated in a tested sandbox, as if the agent had done nothing. The reward is the lower of 0
+        and the reward of this evaluation. If the evaluation raises EvaluatorError, the reward is 0; but if `failure` is
+        an EvaluatorError too, `failure` is raised.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         shell = failure.kind if isinstance(failure, NoShell) else None

@@ -1,6 +1,6 @@
 """The models of one session attempt: the policy and the frozen models, each with its own conversation.
 
-Invariant: calls of a frozen model do not appear in the policy's conversation and do not count toward the policy's
+Invariant: calls of a frozen model do not appear in the policy's conversation and do not count towards the policy's
 limits.
 """
 
@@ -187,7 +187,7 @@ async def completed(
         tools=tuple(tools),
         tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
         sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
-        # the only images that an agent in this process sends are screenshots of a desktop, and it cannot work without
+        # an agent in this process sends images only if it controls a desktop by screenshots, which it cannot do without
         # them
         needs_images=True,
     )

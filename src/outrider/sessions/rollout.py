@@ -103,7 +103,7 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
 
     def stalled_seconds(self) -> float:
         """Return the total seconds so far during which no session could make progress, because the event loop was
-        blocked, the service was stalled or the policy was paused. Overlapping periods count twice, in favor of the
+        blocked, the service was stalled or the policy was paused. Overlapping periods count twice, in favour of the
         sessions."""
         return self.watchdog.stalled_seconds() + self.service_silence() + self.model.pool.policy.gate.paused_seconds()
 

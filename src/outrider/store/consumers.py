@@ -35,7 +35,8 @@ class Consumers:
         """Return the consumer's position, and record the time of this request. An unknown consumer is created at
         position `at`.
 
-        Raises Conflict if `at` is greater than the newest cursor, or if the tenant already has MAX_CONSUMERS consumers.
+        For a new consumer, raises Conflict if `at` is greater than the newest cursor, or if the tenant already has
+        MAX_CONSUMERS consumers.
         """
         owner = tenant or OF_ADMINS
 

@@ -287,9 +287,9 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX training_timings_by_age ON training_timings (tenant, stored, epoch, step)",
     ),
     (
-        # While a pause matches its group, a queued session has `held` = 1 and `waiting` = 0. In `pauses`, an empty
-        # `tenant` means all tenants, and an empty `harness` means any harness. `labels` is a JSON object with sorted
-        # keys.
+        # While a pause matches the group of a queued session, the session has `held` = 1 and `waiting` = 0. In
+        # `pauses`, an empty `tenant` means all tenants, and an empty `harness` means any harness. `labels` is a JSON
+        # object with sorted keys.
         "ALTER TABLE sessions ADD COLUMN held INTEGER NOT NULL DEFAULT 0",
         "CREATE INDEX sessions_held ON sessions (group_id) WHERE held = 1",
         """CREATE TABLE pauses (

@@ -228,7 +228,7 @@ class _Connection:
 
 
 class _Server:
-    """Opens connections to a server. Administrators and `_Writer` recognize them by their application name, which only
+    """Opens connections to a server. Administrators and `_Writer` recognise them by their application name, which only
     this process uses."""
 
     def __init__(self, url: str, limit: float) -> None:

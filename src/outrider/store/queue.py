@@ -181,8 +181,8 @@ class QueuePass:
         return picked
 
     async def _tenants(self) -> list[str]:
-        """Return the tenants with waiting sessions, least recently served first. Tenants with MOST_PASSED skipped
-        buckets are left out."""
+        """Return the tenants with waiting sessions, least recently served first. A tenant is left out if MOST_PASSED or
+        more of its buckets are in `skip`."""
         found = await self.tx.fetch(TENANTS.format(which=self.which), ())
         return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
 

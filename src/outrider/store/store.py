@@ -124,12 +124,13 @@ class Store:
     Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write for an
     `attempt` raise Conflict if the session is done or has a newer attempt.
 
-    With a `tenant`, a method sees only this tenant's rows. If `tenant` is None, it sees all rows.
+    With a `tenant`, a method sees only this tenant's rows, so ids of other tenants' rows are unknown to it. If `tenant`
+    is None, it sees all rows.
 
     A session that was cancelled, has expired or is not needed any more has `ending` set:
     - It leaves the queue at once: `queued` skips it, and `start_attempt` refuses it.
     - It becomes done when the caller passes the reason in `ending` to `finish`.
-    - If its attempt ends before that by `requeue` or `recover`, its state is QUEUED in the meantime.
+    - If `requeue` or `recover` ends its attempt before the call of `finish`, its state is QUEUED until that call.
     - `to_end` lists the sessions that the caller must still finish, for instance after a crash.
     """
 
@@ -141,8 +142,8 @@ class Store:
         clock: Callable[[], float] = time.time,
         migrations: Migrations = MIGRATIONS,
     ) -> None:
-        """`key` loads or makes the key that encrypts tasks. If it is None, a new key is used, and the tasks cannot be
-        read once this store is closed."""
+        """`key` loads the stored key that encrypts tasks, or makes and stores a new one. If `key` is None, the store
+        uses a new key that is not stored, so nobody can decrypt its tasks after it is closed."""
         self._db = database
         self._key_source = key or TaskKey.new()
         self._clock = clock
@@ -747,7 +748,7 @@ class Store:
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
 
     async def policy(self) -> PolicyRow | None:
-        """Return the policy version that was stored last, or None."""
+        """Return the stored version and weights of the policy, or None if none were stored yet."""
         found = await self._db.read(lambda tx: tx.fetch("SELECT version, weights FROM policy"))
         return PolicyRow(*found[0]) if found else None
 

@@ -113,7 +113,7 @@ class TaskKey:
         return f"{SEALED_URL}{receiver} {base64.b64encode(self.seal(url.encode(), place)).decode()}"
 
     def open_url(self, sealed: str, place: str) -> str:
-        """Decrypt a URL that was sealed for `place`. Raises UnreadableTask, as `open` does."""
+        """Decrypt a URL that `seal_url` has encrypted for the same `place`. Raises UnreadableTask, as `open` does."""
         try:
             return self.open(base64.b64decode(sealed.rpartition(" ")[2]), place).decode()
         except binascii.Error as error:

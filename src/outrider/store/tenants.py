@@ -25,7 +25,8 @@ EVERYBODY = Condition("", ())
 
 
 def of_tenant(tenant: str | None) -> Condition:
-    """Return the condition for a table that has a column `tenant`."""
+    """Return a condition that selects the tenant's rows in a table with a column `tenant`. If `tenant` is None, it
+    selects all rows."""
     return EVERYBODY if tenant is None else Condition(" AND tenant = ?", (tenant,))
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from outrider.wire.link_protocol import Nonsense
 
 SMALL = 64 << 10
-"""Messages of at most this number of bytes are not checked. The most expensive message of this size, a list of empty
-lists, decodes in 26 ms."""
+"""The cost of messages of at most this number of bytes is not computed. The most expensive message of this size, a list
+of empty lists, decodes in 26 ms."""
 MAX_COST = 400_000
 """Maximum cost of a message. A list or map costs CONTAINER units. A key or a value of another type costs 1 unit. A unit
 takes at most 100 ns, so this maximum takes 40 ms."""

@@ -23,7 +23,8 @@ SESSIONS = 8
 """One session may use 1/SESSIONS of the connections of sandboxes, so this number of sessions can together use all of
 them. In the same way, one access token may use 1/SESSIONS of the connections for the control API."""
 EACH_LEAST, EACH_MOST = 8, 256
-"""Minimum and maximum number of connections of one session. The minimum also applies to one token."""
+"""A session may have at least EACH_LEAST and at most EACH_MOST connections at a time, whatever its share is. An access
+token may have at least EACH_LEAST, too."""
 
 
 class ConnectionQuotas(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 Every model refuses unknown fields. If a field cannot be translated, the request is refused with an error that names the
 field. Some known fields are accepted but ignored (the table is in docs/compat/polar.md). The module reads no files,
 imports no plugins, and stores nothing. Invariant: equal requests give equal groups, so that a repeated submission is
-recognized.
+recognised.
 """
 
 from __future__ import annotations

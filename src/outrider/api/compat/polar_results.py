@@ -178,8 +178,8 @@ class PolarReader:
             "completed_sessions": row.done,
             "errored_sessions": sum(status_of_result(each) == "ERROR" for each in done),
             "mean_reward": row.reward_total / row.rewarded if row.rewarded and graded(row) else None,
-            # The number of training rows is stored when a session ends. The traces of per_request would have to be
-            # built before they could be counted.
+            # The store has the number of training rows, which is also the number of traces for the builder
+            # prefix_merging. The builder per_request makes other traces, which would have to be built to be counted.
             "mean_traces": _mean(each.samples for each in done) if merged else None,
             "mean_completions": _mean(each.turns for each in done),
             "created_at": row.created,

@@ -118,7 +118,7 @@ class ProrlServer:
 
     async def process(self, request: Request, caller: Principal) -> Response:
         """Run a job, and reply with its result. The job continues if the caller disconnects. If the caller then repeats
-        the call, it gets the result of the same job, even after `stop`."""
+        the call, it gets the result of the same job, even while the server is stopped."""
         group, asked = await self._submitted(request, caller)
         release_body(request)
         done = await done_group(self._service, request, group.id, caller, seconds=self._wait_seconds)

@@ -3,8 +3,10 @@ the service sends.
 
 Invariants:
 
-- A call moves to another worker only while no part of its reply has arrived.
-- If a worker is lost, its calls fail at once.
+- If a worker loses its connection, its calls do not wait: they go to another worker at once, or fail with
+  EngineUnavailable if there is none.
+- A call goes to another worker only if the earlier worker has sent no reply, or has replied with an error that may be
+  its own.
 - The ids of a reply are passed on only together with the ids of the prompt and one log-probability for each id. Any
   other reply is text and never used for training; its ids appear only in the worker's report.
 """

@@ -245,8 +245,8 @@ class EngineRecord:
 
     def read_constraints(self) -> None:
         """Cache the engine's constraints: an isinstance check on a protocol takes 30 microseconds, and every call would
-        make two. Call this again when an engine returns, because a relay has no constraints until its first worker
-        attaches."""
+        make two. Call this again whenever an engine that was unavailable serves again: the constraints of a relay are
+        unknown until its first worker attaches."""
         self.constraints = self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset()
 
     def enter(self) -> None:
@@ -286,8 +286,8 @@ class EngineRecord:
             task.cancel()
 
     def known_pace(self) -> PaceSummary | None:
-        """Return the engine's usual speed (pace) as measured over the most calls, by this process or a follower.
-        Returns None if none has measured it."""
+        """Return the engine's usual speed (pace). This process and each follower may have measured one; the one from
+        the most calls is returned. Returns None if none was measured."""
         all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
         return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
 

@@ -2,8 +2,8 @@
 the waits of a session are too long.
 
 Each wait has an allowance: the length of a normal wait. For an engine it depends on the engine's pace, which is
-measured over the calls of recent minutes. Seconds within the allowance count toward the session's time limits, like the
-session's own work. Seconds beyond the allowance are overdue, and count toward no limit. Invariants:
+measured over the calls of recent minutes. Seconds within the allowance count towards the session's time limits, like
+the session's own work. Seconds beyond the allowance are overdue, and count towards no limit. Invariants:
 
 - Seconds in which several waits of a session are overdue count once.
 - A session that waits behind its own earlier requests is not overdue.

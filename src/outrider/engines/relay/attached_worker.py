@@ -351,9 +351,9 @@ class AttachedWorker:
         generation.news.set()
 
     def _received(self, generation: _Generation) -> None:
-        """Count a message of the worker. When `_scarce` messages are unacknowledged, acknowledge everything that was
-        consumed. Otherwise a consumer that has read everything could wait for the worker, while the worker waits for
-        acknowledgements."""
+        """Count a message from the worker. When the number of unacknowledged messages reaches `_scarce`, acknowledge
+        all messages that were consumed. Otherwise a consumer that has read everything could wait for the worker, while
+        the worker waits for acknowledgements."""
         generation.received += 1
         self._unacknowledged += 1
         if self._unacknowledged == self._scarce:

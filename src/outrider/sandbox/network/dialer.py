@@ -1,7 +1,7 @@
 """Opens the proxy's connections to servers, directly or through the operator's own HTTP proxy.
 
-Invariants: each connection resolves its host name once, and all addresses of the host are checked; a sandbox never
-learns the address or the password of the operator's HTTP proxy.
+Invariants: a direct connection resolves its host name once, checks all addresses of the host, and goes to one of the
+checked addresses. A sandbox never learns the address or the password of the operator's HTTP proxy.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class Dialer:
         return ServerConnection(reader, writer)
 
     async def _secured(self, connection: ServerConnection, name: str) -> ServerConnection:
-        """Add TLS to a connection, with asyncio's implementation. uvloop 0.23 loses the end of a reply that is longer
-        than the reader's buffer, if the server then closes the connection."""
+        """Add TLS to a connection. asyncio's implementation is used, because that of uvloop 0.23 loses the end of a
+        reply that is longer than the reader's buffer, if the server then closes the connection."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(MAX_HEAD)
         writers: list[asyncio.StreamWriter] = []

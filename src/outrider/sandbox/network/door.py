@@ -305,8 +305,8 @@ class Door:
             self._refused(self._use(self._phase, request.place), reason)
 
     def count(self, use: ServerUse, name: str, number: int) -> None:
-        """Add `number` bytes to a total of the server and of the sandbox. `name` is "sent" or "received". Raises
-        LimitExceeded if the sandbox has exceeded this limit."""
+        """Add `number` bytes to two totals: that of the server and that of the sandbox. `name` is "sent" or "received".
+        Raises LimitExceeded if the sandbox's total is then above the limit of this name."""
         self._totals[name] += number
         setattr(use, name, getattr(use, name) + number)
         use.end = self._clock()

@@ -58,7 +58,7 @@ class Unreachable(NotPassedOn):
 class RequestHead(msgspec.Struct, frozen=True):
     """The parsed head of a request.
 
-    `host`: the name or the address of the server, as `host_name` normalizes it.
+    `host`: the name or the address of the server, as `host_name` normalises it.
     `path`: the path with the query, or "" for a tunnel (CONNECT).
     `fields`: the header lines for the server.
     `length`: the size of the body in bytes.

@@ -91,8 +91,8 @@ def _extensions() -> Path:
 
 
 def portable_digest() -> str:
-    """Return the digest that names the folder. It covers the interpreter's version, and the paths and times of its
-    program and its library folders. Raises RuntimeUnavailable."""
+    """Return the digest that names the folder. It covers the interpreter's version, the paths and times of its program
+    and its library folders, and the program's size. Raises RuntimeUnavailable."""
     parts = [FORMAT, sys.version, sys.platlibdir]
     for path in (_executable(), _stdlib(), _extensions()):
         try:

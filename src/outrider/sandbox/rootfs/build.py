@@ -58,8 +58,9 @@ def apptainer_program() -> str:
 
 
 class Builder:
-    """Builds images with Apptainer into `folder`. The methods block. By default, `program` is the Apptainer on the
-    PATH. `note` is called with progress messages. A build is killed after `seconds`."""
+    """Builds images with Apptainer in the folder `folder`. The methods block until their work is done. `program` is the
+    path of Apptainer; by default, it is searched on the PATH. `note` is called with progress messages. A build that
+    takes longer than `seconds` is killed."""
 
     def __init__(
         self,

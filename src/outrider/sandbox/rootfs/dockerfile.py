@@ -61,7 +61,7 @@ WILD = re.compile(r"[*?\[]")
 SECONDS = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+(?:\.\d+)?)ms)?")
 SHELLS = re.compile(r"(/(usr/)?bin/)?(env|sh|bash|dash|tini|dumb-init)|--|-\w+|sleep|infinity")
 """The words that an ENTRYPOINT may contain, such as `tini --`: shells, init programs and options. Any other ENTRYPOINT
-is refused, because sandboxes start no program of their image."""
+is refused, because it names a program of its own, which no sandbox would start."""
 SHELL = ("/bin/sh", "-c")
 ARCHITECTURE = MACHINES.get(platform.machine(), platform.machine())
 PLATFORMS = {

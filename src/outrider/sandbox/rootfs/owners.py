@@ -97,7 +97,8 @@ def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple
 
 
 def packed(owners: Owners) -> bytes:
-    """Encode owners for the file beside the image. Each entry is `UID GID PATH` and a NUL."""
+    """Encode owners as the content of an image's file `owners` (see store.py): for each file `UID GID PATH` and a
+    NUL."""
     return b"".join(b"%d %d %s\0" % (uid, gid, os.fsencode(path)) for path, (uid, gid) in owners.items())
 
 

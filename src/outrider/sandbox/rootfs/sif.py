@@ -1,8 +1,8 @@
 """Reads SIF files, the image files of Apptainer: finds and unpacks their root file system.
 
 A file starts with a header of 128 bytes, and descriptors of 585 bytes follow (SIF specification). Only the system
-partition is used. It must be squashfs, because Apptainer builds nothing else. Invariant: no offset or size in a file
-leads beyond the file's end.
+partition is used. It must be squashfs, because Apptainer builds nothing else. Invariant: an offset or size in a file is
+used only if it does not lead beyond the file's end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_LINE = 64 << 10
 
 
 class Partition(NamedTuple):
-    """Where the root file system is in a SIF file, in bytes."""
+    """The position and the size of the root file system in a SIF file, both in bytes."""
 
     offset: int
     size: int

@@ -74,9 +74,9 @@ class ImageStore:
         """Import an image from a file or folder, and give it a name (see `give`). What was imported before is not
         unpacked again.
 
-        If the name contains a digest, the image must have it, unless `pulled` says that the caller has checked that.
-        Raises InvalidField for the name, NotFound without `source`, BadImage for an invalid image, and
-        RuntimeUnavailable if a required program is not installed.
+        If the name contains a digest, the image must have this digest. `pulled` is true if the caller has already
+        compared the digests, so that they are not compared here. Raises InvalidField for the name, NotFound without
+        `source`, BadImage for an invalid image, and RuntimeUnavailable if a required program is not installed.
         """
         checked_name(name)
         if not source.exists():
@@ -283,7 +283,8 @@ def checked_name(name: str, *, field: str = "name") -> str:
 
 
 def _check_pin(name: str, digest: str, pulled: bool) -> None:
-    """Raise InvalidField if the name contains a digest that is not the digest of the image."""
+    """Raise InvalidField if the name contains a digest that is not the digest of the image. With `pulled`, the caller
+    has already checked this."""
     _, pinned, wanted = name.partition("@")
     if pinned and not pulled and digest != wanted:
         raise InvalidField(

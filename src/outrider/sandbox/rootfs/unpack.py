@@ -298,9 +298,9 @@ class _Layer:
         return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
 
     def _folder(self, parts: list[str]) -> str:
-        """Return the path on the host of a folder in the image. Missing folders are created, and other files on the
-        path become folders. Symbolic links are resolved here, because the kernel would follow an absolute link out of
-        the image."""
+        """Return the path on the host of the image's folder `parts`. A missing folder is created, and anything else in
+        the place of a folder is replaced by a folder. Symbolic links are resolved here, with the image's root as `/`,
+        because the kernel would follow an absolute link out of the image. Raises BadImage."""
         at: list[str] = []
         todo = deque(parts)
         links = 0

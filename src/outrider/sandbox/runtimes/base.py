@@ -49,8 +49,8 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     - `host` holds the parts that all sandboxes of the node share. It is open while any sandbox runs.
     - `gateway_url` and `gateway_socket` are the model gateway's addresses on the host.
     - `mounts` are host folders with harness programs, to mount read-only at the same path inside.
-    - `layer` is a file that `save_layer` of another sandbox of the same spec wrote. The new sandbox starts with its
-      contents. Only a `SavesLayers` runtime receives a layer.
+    - `layer` is None, or a file that `save_layer` of another sandbox of the same spec wrote. The new sandbox then
+      starts with the contents of this file. Only a `SavesLayers` runtime receives a layer.
     - `gpus` are the GPUs that only this sandbox may use, named as in the setting `sandboxes.gpus`. The tuple is empty
       unless the kind has `gives_gpus`.
     - `ahead` is True for a sandbox that is started before any session needs it.

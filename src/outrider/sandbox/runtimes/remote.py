@@ -65,8 +65,8 @@ def is_orphan(label: str) -> bool:
     """Return whether the node with this label has ended.
 
     Returns False if this machine cannot determine that. This is the case if the node runs on another machine, ran on
-    this machine before its last boot, or runs in another pid namespace. A sandbox of such a node ends by itself after
-    some time."""
+    this machine before its last boot, or runs in another pid namespace. The sandboxes of such a node end by themselves,
+    because each has a time limit at its service."""
     machine, _, name = label.partition("-")
     return machine == _machine() and not lives(name)
 

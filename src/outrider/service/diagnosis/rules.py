@@ -573,8 +573,8 @@ def _odds(share: float) -> float:
 
 
 def _of_speeds(evidence: RunEvidence) -> Iterator[Measured]:
-    """Compare the seconds per token of each engine with those of all others. The number of units is twice the smaller
-    number of sessions: the engine's, or that of all others."""
+    """Compare the seconds per token of each engine with those of all other engines together. The number of units is
+    twice the number of the engine's sessions, or twice that of the others' sessions if they have fewer."""
     for name, own in sorted(evidence.speeds.items()):
         rest = [moments for other, moments in evidence.speeds.items() if other != name]
         others = _merged(rest)

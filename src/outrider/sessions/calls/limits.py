@@ -204,7 +204,7 @@ class BodyCapacity(msgspec.Struct, frozen=True):
     """The size limits of one request body. `context` is the model's context length in tokens, or None if unknown.
 
     If `images` is True, as for engines that take messages, the whole body may have MAX_BODY bytes. Otherwise the text
-    has a lower limit, and files count only toward MAX_BODY."""
+    has a lower limit, and files count only towards MAX_BODY."""
 
     context: int | None
     images: bool

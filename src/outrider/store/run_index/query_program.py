@@ -5,10 +5,10 @@ The program reads a job (JSON) from standard input. It writes one line of JSON, 
 reply.
 
 A query may come from an attacker. Each of these measures alone stops the usual attack:
-- The file is opened read-only. SQLite asks an authorizer about each action. It allows only SELECT, recursion, the
+- The file is opened read-only. SQLite asks an authoriser about each action. It allows only SELECT, recursion, the
   functions in FUNCTIONS, and reads of the views.
 - The views show only the rows of the caller's tenant. Each view reads a hidden view, and only hidden views may read
-  tables. The names of hidden views are random, because the authorizer gets only the name of the innermost view or
+  tables. The names of hidden views are random, because the authoriser gets only the name of the innermost view or
   common table expression. With a fixed name, a query could pose as a view: `WITH sessions AS (SELECT * FROM
   kept_sessions) ...`.
 - SQLite's memory, the process's address space and processor time, and the number and size of rows are limited.
@@ -134,7 +134,7 @@ NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.starts
     "TRANSACTION", "UPDATE", "ATTACH", "DETACH", "ALTER_TABLE", "REINDEX", "ANALYZE", "CREATE_VTABLE", "DROP_VTABLE",
     "FUNCTION", "SAVEPOINT", "RECURSIVE",
 }}  # fmt: skip
-"""Names of the actions that an authorizer decides on, by number."""
+"""Names of the actions that an authoriser decides on, by number."""
 
 
 class QueryRefused(Exception):
@@ -142,7 +142,7 @@ class QueryRefused(Exception):
 
 
 class QueryGuard:
-    """SQLite's authorizer for one query, which allows or denies actions."""
+    """SQLite's authoriser for one query, which allows or denies actions."""
 
     def __init__(self, views: Iterable[str], tables: Iterable[str], real: Iterable[str]) -> None:
         """views: the views that the query may read.
@@ -220,7 +220,7 @@ def answer(job: dict[str, Any]) -> str:
     for name, sql in job["views"].items():
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
-    # SQLite creates a table function at its first use, and asks the authorizer about each step. The authorizer would
+    # SQLite creates a table function at its first use, and asks the authoriser about each step. The authoriser would
     # refuse some. So the allowed table functions are used once before it is set.
     for name in TABLE_FUNCTIONS:
         db.execute(f"SELECT * FROM {name}('[]')").fetchall()

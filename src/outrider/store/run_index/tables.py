@@ -12,8 +12,8 @@ from typing import NamedTuple
 SECONDS = ("queued", "init", "ready", "run", "eval_wait", "eval", "stop")
 """Names of a session's stages (`trajectory.StageSeconds`)."""
 
-# `created`, `group_id` and `tenant` in `kept_sessions` are copies from the group, so that one index orders the list of
-# sessions.
+# The columns `created`, `group_id` and `tenant` of `kept_sessions` repeat values of the session's group. So an index on
+# `kept_sessions` alone can sort the list of sessions.
 TABLES = (
     """CREATE TABLE kept_groups (
         no INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, created REAL NOT NULL, finished REAL,

@@ -346,8 +346,8 @@ class _Handovers:
         self._label = label
         # For each turn index, the index of the turn's last descendant, even if its tools or system prompt differ.
         self._until = [turn.index for turn in session.turns]
-        # For each turn index, the turns that directly continue it with the same tools and system prompt, except unused
-        # replies and summaries.
+        # For each turn index, the turns that directly continue it with the same tools and system prompt. A turn whose
+        # reply did not reach the agent, and a summary, count only if another turn continues them.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
             source = session.source(turn)
@@ -391,8 +391,9 @@ class _Handovers:
             return False
         if self._is_replied_to(segment):
             return True
-        # A question with the words of a side call is a side call if the model cannot act as the agent. This is the case
-        # if it has no tools, or if both its tools and its system prompt differ from the agent's.
+        # A request may have the words of a side call, such as a request for a title. It is a side call if the model
+        # cannot do the agent's work in it, because it has no tools, or neither the agent's tools nor the agent's system
+        # prompt.
         can_act = first.tools and first.cause is not ForkCause.TOOLS_AND_SYSTEM_CHANGED
         if first.messages[-1].role is not Role.TOOL and not can_act and self._label(segment):
             return False

@@ -462,8 +462,8 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
         may_be_side_call = before.kind in (BranchKind.AUXILIARY, BranchKind.UNSURE)
         if not may_be_side_call:
             return Decision("forked", before.kind, origin, before.label)
-        # If a later request quotes the segment, the agent may have repeated its question and used the new answer. So
-        # the rules below decide.
+        # If a later request quotes the segment, this may be more than a repeated side call: the agent may have asked
+        # the question again and used the new answer. Then the rules below decide.
         if not signals.is_quoted(segment):
             # the parent of a side call is its caller, even if the call is repeated
             label = signals.label(segment) or before.label

@@ -102,7 +102,7 @@ class ParsedCalls(msgspec.Struct, frozen=True):
     calls: the well-formed calls.
     spans: for each call, its half-open range in the output ids.
     malformed: the texts of malformed calls.
-    content, reasoning: used only for families without streaming."""
+    content, reasoning: used only for model families without known markers, whose replies are not streamed."""
 
     calls: tuple[ToolCall, ...]
     spans: tuple[tuple[int, int], ...]
@@ -367,8 +367,8 @@ class Renderer:
 
     @cached_property
     def _opener_length(self) -> int:
-        """The number of ids at the end of a prompt in which `opens_reasoning` searches for the marker. They include
-        white space after the marker."""
+        """The number of ids at the end of a prompt in which `opens_reasoning` searches for the marker. It is the
+        marker's length, plus 8 ids for white space after the marker."""
         return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
 
     @property
@@ -384,7 +384,8 @@ class Renderer:
 
     @cached_property
     def _switches(self) -> dict[bool | None, ThinkingSwitch]:
-        # A model's own template may turn thinking on or off elsewhere in the prompt, so it has no switches.
+        # There are no switches for a model with its own template, because this template may turn thinking on or off in
+        # another part of the prompt.
         if self.family not in WINDOW_FAMILIES or self._template is not None:
             return {}
         usual = _turn_opening(self._parser)

@@ -58,10 +58,10 @@ class ReplyStream:
     """Converts the ids of one turn to a reply. Call `push` with the ids as they arrive, and at the end call `finish`
     once.
 
-    The reply ends before the first stop id or `stop` string. Stop ids are those of the family and `stop_ids`. If the
-    request has no tools, all markup of tool calls is text. Otherwise only malformed calls become text. A call without
-    an id gets one that is made from `call_id`. Set `held_to_calls` if a grammar forced the model to write only tool
-    calls (`call_grammar.py`).
+    The reply ends before the first stop id or the first `stop` string, whichever is earlier. The stop ids are those of
+    the model family, and in addition `stop_ids`. If the request has no tools, all markup of tool calls is text.
+    Otherwise only malformed calls become text. A call without an id gets one that is made from `call_id`. Set
+    `held_to_calls` if a grammar forced the model to write only tool calls (`call_grammar.py`).
     """
 
     def __init__(

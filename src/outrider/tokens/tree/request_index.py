@@ -197,7 +197,8 @@ class Splice(msgspec.Struct, frozen=True):
 
 
 def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
-    """Return the position of each reply up to this turn's own reply, and the digest of its reasoning."""
+    """Return a pair for each reply in the turn's conversation, up to the turn's own reply: the reply's position among
+    the messages, and the digest of its reasoning, or None. The newest turn comes first."""
     found: list[tuple[int, bytes | None]] = []
     node: TurnNode | None = turn
     while node is not None:

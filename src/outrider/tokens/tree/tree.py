@@ -197,11 +197,12 @@ class TokenTree:
         return turn
 
     def restore(self, turns: Sequence[Turn]) -> Steps[None]:
-        """Fill this empty tree with the stored turns of an earlier attempt, sorted by index. Later requests then join
-        as they would have in that attempt. The stored ids are used. Requests whose tools or system prompt changed are
-        rendered again, to find how their prompts were made.
+        """Fill this empty tree with the stored turns of an earlier attempt, sorted by index. A later request then
+        continues the same turns as it would have continued in the earlier attempt. The ids in the tree are the stored
+        ids. Only requests whose tools or system prompt changed are rendered again, to find how the stored ids of their
+        prompts are composed.
 
-        The indexes may have gaps. A turn that was not stored has no continuation, because no client received its
+        The indexes may have gaps. No stored turn continues a turn that was not stored, because no client received its
         reply."""
         nodes: dict[int, TurnNode] = {}
         said: dict[int, list[Message]] = {}
@@ -384,9 +385,9 @@ class TokenTree:
         return layout
 
     def _continued(self, tail: Sequence[int], output: bytes, request: IndexedRequest, covered: int) -> list[int] | None:
-        """Return the ids of the messages from position `covered` on, to be appended to those of the earlier messages,
-        which end with `tail` and then `output` (packed). Returns None if the renderer cannot prove that appending does
-        not change earlier ids."""
+        """Return the ids of the messages from position `covered` on. The caller appends them to the ids of the earlier
+        messages, whose end is `tail` followed by `output` (packed ids). Returns None if the renderer cannot prove that
+        appending leaves the earlier ids unchanged."""
         sampled: list[int] = unpack_ids(output).tolist()
         if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
             messages = request.parse_from(0)

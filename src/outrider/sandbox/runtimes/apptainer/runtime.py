@@ -62,8 +62,8 @@ NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "T
 
 
 class ApptainerRuntime:
-    """The kind `apptainer`. Paths passed to the methods of a sandbox are relative to the sandbox's own root. Written
-    files are in memory, and `stop` discards them."""
+    """The kind `apptainer`. Paths passed to the methods of a sandbox are paths inside the sandbox. Written files are in
+    memory, and `stop` discards them."""
 
     gives_gpus = True
     filters_network = True

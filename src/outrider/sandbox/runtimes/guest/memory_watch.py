@@ -49,8 +49,9 @@ class ProcessMemory:
         self.areas: dict[bytes, int] = {}
 
     def find_areas(self) -> None:
-        """Fill `areas`, which maps the inode of each area of shared memory to its size in bytes, up to the last byte
-        that the process has mapped. If the process's maps cannot be read, all its mapped memory counts as one area."""
+        """Fill `areas`, which maps the inode of each area of shared memory to a size in bytes: the size from the area's
+        first byte to the last byte that the process has mapped. If the process's maps cannot be read, all its mapped
+        memory counts as one area."""
         maps = read_of_process(self.pid, "maps")
         if not maps:
             self.areas = {b"%d" % self.pid: max(0, self.mapped)}

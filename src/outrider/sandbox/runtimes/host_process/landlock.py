@@ -2,9 +2,9 @@
 namespaces.
 
 The isolation is weaker than that of namespaces: programs see the host's system folders and processes, but cannot look
-into these processes. Without control groups, each process has its own limits, and the sandbox as a whole has none.
-Invariant: programs change files only in the sandbox's own directory, except that they can write to the terminals of the
-service's user. `stop` kills the same processes as in the process runtime.
+into these processes. Without control groups, each process has its own limits. For the sandbox as a whole, the tool
+server limits only the memory. Invariant: programs change files only in the sandbox's own directory, except that they
+can write to the terminals of the service's user. `stop` kills the same processes as in the process runtime.
 """
 
 from __future__ import annotations

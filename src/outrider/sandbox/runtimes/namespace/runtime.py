@@ -68,8 +68,8 @@ one."""
 
 
 class NamespaceRuntime:
-    """The kind `namespace`. Paths passed to the methods of a sandbox are relative to the sandbox's own root. `stop`
-    discards everything written."""
+    """The kind `namespace`. Paths passed to the methods of a sandbox are paths inside the sandbox. `stop` discards
+    everything written."""
 
     saves_layers = True
     gives_gpus = True

@@ -151,8 +151,8 @@ class RestoredRoots:
         self.left = limit
 
     def put(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        """Write one member, unless members of its type are left out. The owner may read and write every file and
-        folder, so the grader can."""
+        """Write one member, unless members of its type are left out. Every file and folder is made readable and
+        writable for its owner, so that the grader can use it."""
         above = self.above(member.name)
         if above < 0:
             return

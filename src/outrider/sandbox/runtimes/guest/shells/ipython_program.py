@@ -153,7 +153,7 @@ class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not t
 
 
 class Leave(ExitAutocall):  # type: ignore[misc]  # IPython is not typed in full
-    """The command `exit`. As in the live Python shell, it ends the input but not the shell."""
+    """IPython's command `exit`. It ends the running input, but the shell goes on, as in the live Python shell."""
 
     def __call__(self, code: object = None) -> None:
         raise SystemExit(code)

@@ -171,7 +171,7 @@ def flush() -> None:
 def serve(engine: type) -> None:
     sys.argv = [""]
     for fd in (INPUTS, RESULTS):
-        os.set_inheritable(fd, False)  # programs that an input starts must not use it
+        os.set_inheritable(fd, False)  # an input's programs must not read inputs or write results
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # text streams
     session = InputResults()
