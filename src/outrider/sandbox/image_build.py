@@ -55,7 +55,7 @@ MAX_LINKS = 255
 ROOT_LAYER = "0"
 """The folder of a `save_layer` archive that contains the changes to the root file system."""
 NOT_KEPT = ("proc/", "sys/", "dev/", PORTABLE_AT.strip("/"), APT_CONFIG.strip("/"))
-"""Paths that belong to the running sandbox and must not become part of the image."""
+"""Prefixes of the paths that belong to the running sandbox and must not become part of the image."""
 
 
 def build_image(
@@ -227,8 +227,8 @@ def kept_part(source: Path, without: Sequence[Path], drafts: Path) -> Path:
 
 async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path) -> None:
     """Copy files from another image, whose root folder is `origin`, into the sandbox. If a source is a symbolic link,
-    its target is copied under the link's name. Symbolic links in a copied folder stay links. `drafts` is for temporary
-    files. Raises RuntimeFailure."""
+    its target within `origin` is copied under the link's name. Symbolic links in a copied folder stay links. `drafts`
+    is for temporary files. Raises RuntimeFailure."""
     found = [match for source in step.sources for match in await asyncio.to_thread(matches, origin, source)]
     into = step.into or len(found) > 1 or (found[0][1].is_file() and await goes_into(runtime, step))
     new = step.owner and not await exists(runtime, step.target)
@@ -279,7 +279,7 @@ async def chown(runtime: Runtime, owner: str, paths: Sequence[str]) -> None:
 
 def matches(origin: Path, source: str) -> list[tuple[str, Path]]:
     """Find the files and folders of an image that match an absolute path or pattern. Returns each with its name and its
-    resolved path on the host. Raises RuntimeFailure if nothing matches."""
+    resolved path on the host. Raises RuntimeFailure if nothing matches, or if a path has too many links."""
     relative = source.lstrip("/")
     wild = any(char in relative for char in "*?[")
     named = sorted(origin.glob(relative)) if wild else [origin / relative]

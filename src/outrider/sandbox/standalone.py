@@ -34,8 +34,8 @@ async def open_sandbox(
     `paths`: the files of this machine that `spec` may name. By default, none.
     `gateway`: starts a server at a Unix socket, which the sandbox reaches at `Runtime.endpoint`. By default, the
         sandbox has no model endpoint.
-    `network`: the destinations that `spec` may name. By default, none. The sandbox has the network of the agent's
-        phase.
+    `network`: the destinations that `spec` may name. By default, none. In the `with` block, the sandbox has the network
+        of the agent's phase.
 
     Raises InvalidField and RuntimeUnavailable for a spec that cannot work here, and RuntimeFailure if the start or a
     prepare step fails.

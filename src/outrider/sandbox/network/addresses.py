@@ -70,7 +70,8 @@ def is_sensitive(address: Address) -> bool:
 
 
 def is_public(address: Address) -> bool:
-    """Return True for an address on the public Internet, unless it belongs to this machine."""
+    """Return True for an address on the public Internet, unless it belongs to this machine. Returns False for a private
+    address in any notation."""
     found = meanings(plain(address))
     return not is_sensitive(address) and all(one.is_global for one in found) and not any(map(is_own, found))
 

@@ -33,8 +33,8 @@ Resolve = Callable[[str, int, bool], Awaitable[Sequence[Address]]]
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server to connect to.
 
-    `internal`: True if the operator lists exactly this host and port as internal. The server may then have a private
-        address.
+    `internal`: True if the operator has named this host and port, for example in network.internal or as a package
+        index. The server may then have a private address.
     `named`: True if the task or the operator names exactly this host. A program in the sandbox may have invented any
         other host.
     `proxy`: the URL of the HTTP proxy to use. None means the proxy in this process's environment variables, and ""

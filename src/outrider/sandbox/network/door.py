@@ -81,7 +81,8 @@ class ServerUse(msgspec.Struct, kw_only=True):
 
 
 class NetworkLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits for all network traffic of one sandbox: bytes received, bytes sent, and number of requests."""
+    """Limits for the traffic of one sandbox with other machines: bytes received, bytes sent, and number of requests.
+    Traffic with the model gateway does not count."""
 
     received: int
     sent: int
@@ -409,7 +410,7 @@ class ServerWait(msgspec.Struct, frozen=True):
 
 
 async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy all bytes from `reader` to `writer`. At the end, close the sending side of the receiver's connection."""
+    """Copy all bytes from `reader` to `writer`. At the end, the receiver gets an end of file."""
     with suppress(OSError):
         while data := await reader.read(CHUNK):
             await put(writer, data)

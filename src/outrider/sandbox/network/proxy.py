@@ -40,8 +40,8 @@ LINGER_SECONDS = 2.0
 """How long a refused client may read the reason. Meanwhile, the rest of its request is discarded, because closing a
 connection with unread bytes would reset it, and the reason would be lost."""
 CONNECT_PATIENCE = 5.0
-"""If a phase ends after a request has waited longer than this for a connection to its server, the server has failed. A
-shorter wait is no failure, because a program may send a request just before it exits."""
+"""If a phase ends after a request has waited more than this many seconds for a connection to its server, the server has
+failed. A shorter wait is no failure, because a program may send a request just before it exits."""
 ANSWER_PATIENCE = 30.0
 """If a connection ends after a wait of more than this many seconds for a reply or for its next bytes, the server has
 failed."""
@@ -213,7 +213,7 @@ class Proxy:
                 else:
                     await self._exchange(request, route, connection, flow, reader, writer)
         except NotPassedOn as error:
-            # The program chooses the path. So the index has not failed if it refuses one.
+            # The program chooses the request. So a request that is not allowed is not a failure of the index.
             blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
             flow.end_wait()
             passage.failed(str(error), blameless=blameless)
@@ -535,9 +535,8 @@ class Flow:
         count: Callable[[int], None],
         limit: int | None = None,
     ) -> None:
-        """Copy at most `limit` bytes from `reader` to `writer`. Without a `limit`, copy all bytes, and then close the
-        sending side of the receiver's connection. If `count` reports an exceeded limit, the connection ends (see
-        `end`)."""
+        """Copy at most `limit` bytes from `reader` to `writer`. Without a `limit`, copy all bytes, and then give the
+        receiver an end of file. If `count` raises LimitExceeded, the connection ends (see `end`)."""
         taken = 0
         with suppress(OSError):
             while limit is None or taken < limit:
@@ -588,8 +587,8 @@ async def _write_page(
     writer: asyncio.StreamWriter,
     kept: KeptReply,
 ) -> None:
-    """Write a page of a package index with replaced addresses. The page is sent in chunks, because its new length is
-    unknown until the end."""
+    """Write a page of a package index with replaced addresses. An HTTP/1.1 client gets it in chunks, because its new
+    length is unknown until the end."""
     chunks = request.version == "HTTP/1.1"
     fields = [
         field

@@ -44,7 +44,7 @@ LEFT_OUT = frozenset(
         "lib-dynload",
     ]
 )
-"""Folders of the standard library that programs in sandboxes do not need. `_build` copies `lib-dynload` separately."""
+"""Folders of the standard library that the tool server does not need. `_build` copies `lib-dynload` separately."""
 MODULES_LEFT_OUT = ("_tkinter", "_test", "_ctypes_test", "xx")
 BESIDE_LIBC = ("libgcc_s.so.1",)
 """Libraries that no ELF file lists among its dependencies. glibc loads libgcc_s itself when a thread is cancelled."""

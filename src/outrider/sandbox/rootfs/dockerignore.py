@@ -2,7 +2,7 @@
 
 The rules are those of Docker:
 
-- Each line is a pattern, or a comment after `#`.
+- Each line is a pattern, or a comment if it starts with `#`.
 - A pattern after `!` includes files again.
 - The last pattern that matches a path decides.
 - A pattern that matches a folder matches everything in it.

@@ -91,8 +91,8 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     commands: tuple[str, ...] = ()
 
     def key(self, *parts: str) -> str:
-        """Return the key of the build, which also covers `parts`. Builds with the same key produce the same image.
-        Blocks while the copied files are read."""
+        """Return the key of the build, which also covers `parts`. A build may be reused for every definition with the
+        same key. Blocks while the copied files are read."""
         contents = [(file.target, digest_of(Path(file.source))) for file in self.files]
         said = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
         return hashlib.sha256(msgspec.json.encode([FORMAT, said])).hexdigest()[:32]
