@@ -63,13 +63,13 @@ SLACK = 64
 Load = tuple[bool, float, int]
 """Sort key for the choice of an engine: suspect engines last, then load, then number of sessions."""
 
-EngineTask = Literal["probe", "trial", "check", "token_probe"]
+EngineTask = Literal["probe", "trial", "check", "question"]
 """The kinds of background work on an engine.
 
 - `probe`: probes a failed engine until it works again.
 - `trial`: sends requests to a suspect engine until it has sent good replies.
 - `check`: checks an engine that is silent, or that a follower has reported.
-- `token_probe`: measures how long an engine needs for one token, after a client has given up a call.
+- `question`: measures how long an engine needs for one token, after a client has given up a call.
 
 Each kind has its own task, so that a check does not wait for a probe (up to 15 s between two tries) or a trial (up to a
 minute)."""

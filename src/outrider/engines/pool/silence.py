@@ -62,7 +62,7 @@ class SilenceWatch:
             if token_probe is None and member.serves:
                 token_probe = self._token_probes[member] = TokenProbe(member, loop_time())
                 asking = self._request_token(token_probe, member, probe_request(flight.request))
-                token_probe.task = self._health.run(member, "token_probe", asking)
+                token_probe.task = self._health.run(member, "question", asking)
                 token_probe.task.add_done_callback(lambda _: self._token_probes.pop(member, None))
             elif token_probe is None:
                 token_probe = TokenProbe(member, loop_time())
