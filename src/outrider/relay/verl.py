@@ -300,7 +300,7 @@ class ProxyWorker:
         reply = stream.finish().message
         times["worker_tool_parse_completed_at"] = time.time()
         return {
-            "completion_text": self._renderer.tokenizer.decode(self._spoken(whole.ids)),
+            "completion_text": self._renderer.tokenizer.decode(self._without_stop_id(whole.ids)),
             "content_text": reply.content,
             "reasoning_text": reply.reasoning,
             "tool_calls": [*map(tool_call_object, reply.tool_calls)] or None,
@@ -354,7 +354,7 @@ class ProxyWorker:
             raise EngineMisbehaved(f"{len(logprobs)} log-probabilities for {len(ids)} sampled tokens")
         return msgspec.structs.replace(last, ids=ids, logprobs=logprobs)
 
-    def _spoken(self, ids: list[int]) -> list[int]:
+    def _without_stop_id(self, ids: list[int]) -> list[int]:
         """Return the ids without a stop id at the end."""
         return ids[:-1] if ids and ids[-1] in self._renderer.stop_ids else ids
 

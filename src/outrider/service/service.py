@@ -277,7 +277,7 @@ class Service:
         def steps() -> Steps[S]:
             if len(body) > LARGE:
                 try:
-                    yield from BodyCapacity(None, images=True).checking(body)
+                    yield from BodyCapacity(None, takes_messages=True).checking(body)
                 # No context length is given here, so ContextOverflow means that the body has too many JSON values.
                 except ContextOverflow as error:
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error

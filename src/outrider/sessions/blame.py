@@ -118,7 +118,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     examines this failure."""
 
     @property
-    def ended_badly(self) -> bool:
+    def may_be_harmed(self) -> bool:
         """True if a late or missing reply may be the reason why the run ended in this way."""
         by_model = self.limit or self.overflow
         return (
@@ -134,8 +134,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     def explained(self) -> bool:
         """True if it is already known which part of the infrastructure failed. Then the calls that the agent gave up
         need not be checked."""
-        harmed = self.stalled or self.overdue
-        return self.unrecorded or self.engine_failed or (self.ended_badly and harmed)
+        delayed = self.stalled or self.overdue
+        return self.unrecorded or self.engine_failed or (self.may_be_harmed and delayed)
 
 
 class Blame(StrEnum):
@@ -220,13 +220,13 @@ RULES = (
     ),
     BlameRule(
         name="service stalled",
-        when=("stalled", "ended_badly"),
+        when=("stalled", "may_be_harmed"),
         cause=Cause.STALL,
         why="the agent's client may have given up meanwhile",
     ),
     BlameRule(
         name="overdue",
-        when=("overdue", "ended_badly"),
+        when=("overdue", "may_be_harmed"),
         cause=Cause.OVERDUE,
         why="the agent's client may have given up meanwhile",
     ),

@@ -251,7 +251,7 @@ class Conversation:
         """Return the size limits of a request body. Raises RunEnded and EngineError."""
         assigned = await self._assigned()
         context = self.backend.context_tokens or assigned.context_tokens
-        return BodyCapacity(context, images=assigned.mode is not TokenMode.TOKENS)
+        return BodyCapacity(context, takes_messages=assigned.mode is not TokenMode.TOKENS)
 
     async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
         """Receive the body of a request. Raises the errors of `Body.received`, and for a LARGE body also RunEnded and
@@ -491,7 +491,7 @@ class Conversation:
         back when `held` is closed."""
         assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
-        BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
+        BodyCapacity(context, takes_messages=True).check_numbers(len(request.messages), len(request.tools))
         request = constrained(request, assigned, self.backend.renderer.family)
         if assigned.mode is not TokenMode.TOKENS:
             readable = self._readable_by_messages(request)

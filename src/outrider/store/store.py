@@ -49,7 +49,7 @@ from outrider.store.rows import (
     TokenRow,
 )
 from outrider.store.run_reader import RunReader
-from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
+from outrider.store.task_key import DIGEST_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.store.training_timings import TrainingTimings
 from outrider.timeline import TimelinePart
@@ -391,7 +391,7 @@ class Store:
 
         picked = await self._db.read(body)
         if picked.empty:
-            await self._db.write(lambda tx: queue.close_shares(tx, picked.empty), volatile=True)
+            await self._db.write(lambda tx: queue.close_empty_shares(tx, picked.empty), volatile=True)
         return picked.sessions
 
     async def expire(self, *, now: float) -> bool:
@@ -723,21 +723,21 @@ class Store:
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return bytes(found[0][0]) if found else None
 
-    def mark_of(self, text: str) -> str:
+    def digest_of(self, text: str) -> str:
         """Return a digest of a text: 16 hexadecimal digits. Without the store's key, nobody can test a guess of the
         text."""
-        return hashlib.sha256(self._key.mark(f"the text {text}").encode()).hexdigest()[:16]
+        return hashlib.sha256(self._key.keyed_digest(f"the text {text}").encode()).hexdigest()[:16]
 
     def credential_of(self, session_id: str) -> str:
         """Return the credential of a session whose agent runs outside Outrider. It is derived from the store's key
         instead of being stored, so it stays valid after a restart."""
-        return f"{EXTERNAL_KEY}{session_id}_{self._key.mark(_key_of(session_id))}"
+        return f"{EXTERNAL_KEY}{session_id}_{self._key.keyed_digest(_key_of(session_id))}"
 
     def session_of_credential(self, credential: str) -> str | None:
         """Return the id of the session with this credential, or None. Its agent runs outside Outrider."""
         if not credential.startswith(EXTERNAL_KEY):
             return None
-        session_id = credential[len(EXTERNAL_KEY) : -MARK_LENGTH - 1]
+        session_id = credential[len(EXTERNAL_KEY) : -DIGEST_LENGTH - 1]
         return session_id if compare_digest(self.credential_of(session_id).encode(), credential.encode()) else None
 
     async def began_before(self, version: int) -> list[str]:

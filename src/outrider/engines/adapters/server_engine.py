@@ -85,7 +85,7 @@ class ServerReply(Generic[EventT]):
     def finished(self) -> bool:
         return self._last is not None
 
-    def ask(self) -> str:
+    def begin_attempt(self) -> str:
         """Record the version with which the request is sent, and return its cache salt. Called right before each
         attempt to send it."""
         self._asked = self._current_versions()
@@ -227,7 +227,7 @@ class ServerEngine(Generic[ReplyT]):
             reply = self.reply(self.name, lambda: self.versions)
             cut, closings = Cut(), self._gate.closings
             headers = {self.session_header: request.session_key}
-            body = partial(self.body, request, route, reply.ask)
+            body = partial(self.body, request, route, reply.begin_attempt)
             try:
                 async with (
                     self._gate.passage(cut.now),

@@ -249,9 +249,10 @@ class TokenTree:
         """Index the request. Find the turn whose conversation is the longest recorded prefix of the request."""
         request = yield from self._indexer.index(messages, tools, tools_raw)
         request.switch = self._renderer.thinking_switch(thinking)
+        checked_to = request.reasoning_checked_to
         for covered in range(len(request.keys), 0, -1):
             turns = self._turns.get(request.prefixes[covered])
-            if turns is not None and (turn := _newest_agreeing(turns, request, request.checked)) is not None:
+            if turns is not None and (turn := _newest_agreeing(turns, request, checked_to)) is not None:
                 request.matched, request.covered = turn, covered
                 break
         return request
@@ -455,7 +456,9 @@ class _HistoryIndex:
         return None
 
 
-def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
+def _newest_agreeing(
+    turns: Sequence[TurnNode], request: IndexedRequest, checked_to: PromptNode | None
+) -> TurnNode | None:
     """Return one of several turns with equal conversations, or None. The request must repeat or drop the turn's
     recorded reasoning (`reasoning_agrees`). Among such turns, one whose call ids are in the request wins, then the
     newest. Clients may replace call ids."""
@@ -466,7 +469,7 @@ def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked
             # The turn has a different number of system messages, so the keys are shifted to their positions in the
             # turn. The keys of the system messages are not compared.
             keys = [*(keys[:1] * system_count), *keys[request.system_count :]]
-        if reasoning_agrees(turn, keys, checked):
+        if reasoning_agrees(turn, keys, checked_to):
             agreeing.append((turn, keys))
     if len(agreeing) > 1:
         for turn, keys in agreeing:

@@ -52,14 +52,14 @@ class ContainerEngine:
     - `name` is the engine's name.
     - `variable` is the environment variable with the address of the daemon's socket.
     - `hint` is for a machine without a daemon, `gpu_hint` for a daemon that cannot give a GPU.
-    - `places` returns the usual paths of the socket, most likely first.
+    - `socket_paths` returns the usual paths of the socket, most likely first.
     - `libpod` is true if the daemon has Podman's own API besides Docker's."""
 
     name: str
     variable: str
     hint: str
     gpu_hint: str
-    places: Callable[[], Sequence[Path]]
+    socket_paths: Callable[[], Sequence[Path]]
     libpod: bool = False
 
     def daemon(self, host: Host) -> ContainerDaemon:
@@ -79,11 +79,11 @@ class ContainerEngine:
                     hint="sandboxes share folders with the service: name a Unix socket, unix:///path",
                 )
             return Path(place)
-        for path in self.places():
+        for path in self.socket_paths():
             with contextlib.suppress(OSError):  # after `su`, XDG_RUNTIME_DIR may be another user's
                 if path.is_socket():
                     return path
-        looked = ", ".join(map(str, self.places()))
+        looked = ", ".join(map(str, self.socket_paths()))
         raise RuntimeUnavailable(f"no {self.name} daemon at {looked}", hint=self.hint)
 
     def available(self) -> Availability:
@@ -109,11 +109,11 @@ class ContainerEngine:
             return frozenset()
 
 
-def docker_places() -> Sequence[Path]:
+def docker_sockets() -> Sequence[Path]:
     return (Path("/var/run/docker.sock"), _run_folder() / "docker.sock")
 
 
-def podman_places() -> Sequence[Path]:
+def podman_sockets() -> Sequence[Path]:
     places = (_run_folder() / "podman/podman.sock", Path("/run/podman/podman.sock"))
     return places if os.getuid() else places[::-1]
 
@@ -128,7 +128,7 @@ DOCKER_ENGINE = ContainerEngine(
     hint="start dockerd and join the group docker, or set DOCKER_HOST=unix:///path/to/docker.sock",
     gpu_hint="install the NVIDIA Container Toolkit and restart dockerd; for a GPU that is named vendor/class=device in "
     "sandboxes.gpus, Docker 25 or newer with the feature cdi, and a description of it in /etc/cdi",
-    places=docker_places,
+    socket_paths=docker_sockets,
 )
 PODMAN_ENGINE = ContainerEngine(
     name="podman",
@@ -137,7 +137,7 @@ PODMAN_ENGINE = ContainerEngine(
     gpu_hint="this needs Podman 4.1 or newer and a description of the machine's GPUs: "
     "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
     libpod=True,
-    places=podman_places,
+    socket_paths=podman_sockets,
 )
 
 

@@ -24,9 +24,9 @@ else:
 SIGINT, SIGKILL, SIGSTOP = _signal.SIGINT, _signal.SIGKILL, _signal.SIGSTOP
 OTHER_ERROR = 255
 """Exit code of a child of `fork_with_pipe` that raised an exception without an errno."""
-SWIFT_LOOKS = 3
+FAST_SCANS = 3
 """How many scans of `kill_tree` kill each process at once. Later scans first stop every new process."""
-LOOKS = 200
+SCANS = 200
 """Maximum number of scans in `kill_tree`. Without a maximum, processes that fork faster than they are killed would keep
 it busy forever."""
 
@@ -150,25 +150,25 @@ def send_signal(pid: int, number: int) -> bool:
 
 def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
     """SIGKILL `roots`, adopted orphans with `mark`, and all descendants of both, until a scan of /proc finds none
-    alive. Returns the processes still alive after LOOKS scans, because the kernel does not let them exit or they fork
+    alive. Returns the processes still alive after SCANS scans, because the kernel does not let them exit or they fork
     too fast.
 
     A fork bomb survives the first scans: under a limit of processes, each killed process makes room for another fork. A
     stopped process makes no room, so later scans send SIGSTOP until all are stopped, and then SIGKILL."""
     victims: set[int] = set()
     stopped: set[int] = set()
-    for attempt in range(LOOKS):
+    for attempt in range(SCANS):
         table = processes()
         start = roots | (adopted_orphans(table, mark) if mark else set())
         victims = descendants(table, start) - {posix.getpid()}
         if not victims:
             break
-        number = SIGSTOP if SWIFT_LOOKS <= attempt < LOOKS // 2 and not victims <= stopped else SIGKILL
+        number = SIGSTOP if FAST_SCANS <= attempt < SCANS // 2 and not victims <= stopped else SIGKILL
         if number == SIGSTOP:
             stopped |= victims
         for pid in victims:
             send_signal(pid, number)
-        time.sleep(0 if attempt < SWIFT_LOOKS else 0.002)  # by the second scan, most victims have exited
+        time.sleep(0 if attempt < FAST_SCANS else 0.002)  # by the second scan, most victims have exited
     return victims
 
 

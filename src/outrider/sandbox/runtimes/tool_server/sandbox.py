@@ -94,7 +94,7 @@ class SandboxPaths:
     workdir: str
     work: str | None = None
 
-    def place(self, path: str) -> str:
+    def server_path(self, path: str) -> str:
         """Return the absolute path that the tool server uses for `path`."""
         if self.work is None:
             return posixpath.join(self.workdir, path)
@@ -111,7 +111,7 @@ class SandboxPaths:
         out, because all sandboxes on the host share them."""
         own = paths
         if self.work is not None:
-            own = [path for path in paths if f"{self.place(path)}/".startswith(f"{self.work}/")]
+            own = [path for path in paths if f"{self.server_path(path)}/".startswith(f"{self.work}/")]
         named = {f"{self.member(path)}/": path for path in own}
         return [path for name, path in named.items() if not any(name.startswith(up) for up in named if up != name)]
 
@@ -231,7 +231,7 @@ class ToolServerSandbox:
             "script": command if by_shell else "",
             "merged": merged,
             "env": dict(env),
-            "cwd": self._paths.place(cwd or "."),
+            "cwd": self._paths.server_path(cwd or "."),
             "stdin": stdin,
             "ms": round(seconds * 1000),
             "cap": MAX_OUTPUT,
@@ -258,7 +258,7 @@ class ToolServerSandbox:
     async def open_shell(self, kind: ShellKind = "bash") -> ToolServerShell:
         args = {
             "kind": kind,
-            "cwd": self._paths.place("."),
+            "cwd": self._paths.server_path("."),
             "program": "" if kind == "bash" else await asyncio.to_thread(shell_program, kind),
             "fallback": ipython_command() if kind == "ipython" else [],
         }
@@ -288,7 +288,7 @@ class ToolServerSandbox:
         ]
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
-        place = self._paths.place(path)
+        place = self._paths.server_path(path)
         pieces: list[bytes] = []
         total = 0
         while True:
@@ -305,7 +305,7 @@ class ToolServerSandbox:
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
         mode = 0o755 if executable else 0o644
         for offset in range(0, max(1, len(data)), PIECE):
-            await self._write(self._paths.place(path), data[offset : offset + PIECE], mode, append=offset > 0)
+            await self._write(self._paths.server_path(path), data[offset : offset + PIECE], mode, append=offset > 0)
 
     async def _write(self, place: str, data: bytes, mode: int, *, append: bool) -> None:
         args = {"path": place, "data": data, "mode": mode, "append": append}
@@ -316,7 +316,7 @@ class ToolServerSandbox:
 
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
         fixed, wild = split_pattern(pattern)
-        args = {"root": self._paths.place(fixed or "."), "pattern": wild, "limit": limit}
+        args = {"root": self._paths.server_path(fixed or "."), "pattern": wild, "limit": limit}
         data = bytearray()
         try:
             await self.server.tools.call("glob", args, Done, seconds=GLOB_SECONDS, on_part=data.extend, room=MAX_ANSWER)
@@ -339,7 +339,7 @@ class ToolServerSandbox:
 
     async def upload(self, source: Path, target: str) -> None:
         for entry in await asyncio.to_thread(lambda: list(entries(source))):
-            place = self._paths.place(posixpath.join(target, entry.name) if entry.name else target)
+            place = self._paths.server_path(posixpath.join(target, entry.name) if entry.name else target)
             if entry.link is not None:
                 await self.server.tools.call("link", {"path": place, "target": entry.link}, Done)
             elif entry.folder:
@@ -355,14 +355,14 @@ class ToolServerSandbox:
                         await self._write(place, b"", mode, append=False)
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        named = [[self._paths.place(path), self._paths.member(path)] for path in paths]
+        named = [[self._paths.server_path(path), self._paths.member(path)] for path in paths]
         await download_archive(
             self.server.tools, "snapshot", {"paths": named, "alone": alone}, target, limit=MAX_SNAPSHOT
         )
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
         outermost = self._paths.outermost(paths)
-        roots = [[posixpath.normpath(self._paths.place(path)), self._paths.member(path)] for path in outermost]
+        roots = [[posixpath.normpath(self._paths.server_path(path)), self._paths.member(path)] for path in outermost]
         args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
         tools = self.server.tools
         async with opened_in_thread(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:

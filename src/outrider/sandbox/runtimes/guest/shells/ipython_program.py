@@ -30,7 +30,7 @@ except ImportError as error:
 DISPLAY_MAX = 8 << 20
 """Maximum bytes of all displays of one input. The tool server accepts frames of up to 10 MiB."""
 DISPLAYS_MAX = 1000
-FORMS_MAX = 60
+FORMATS_MAX = 60
 MIME_MAX = 100
 """Maximum number of displays of an input, of formats of a display, and of characters in a MIME type. The program drops
 anything beyond. The limits are small, because the host decodes all displays of an input at once."""
@@ -71,7 +71,7 @@ class Gallery:
         if set(data) <= {"text/plain"}:
             return
         kept: dict[str, Any] = {}
-        for mime, value in list(data.items())[:FORMS_MAX]:
+        for mime, value in list(data.items())[:FORMATS_MAX]:
             value = plain_data(mime, value)
             size = len(value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
             if len(mime) > MIME_MAX or self.size + size > DISPLAY_MAX:
