@@ -356,7 +356,7 @@ class QueueFull(Busy):
     code = "queue_full"
 
 
-def lacks_means(error: BaseException) -> bool:
+def may_come_from_machine(error: BaseException) -> bool:
     """Return True if the error may come from the machine and not from the code: the disk, descriptors, memory or
     threads are used up, a file or a connection fails, or the database cannot be reached."""
     return isinstance(error, OSError | MemoryError | ServiceError) or (
@@ -377,11 +377,11 @@ def described(error: BaseException) -> str:
 
 
 def record_of(error: BaseException) -> ErrorRecord:
-    """Return the record of any exception. An OutriderError makes its own record. An error for which `lacks_means` is
+    """Return the record of any exception. An OutriderError makes its own record. An error for which `may_come_from_machine` is
     True is recorded as a ServiceError. Any other exception is recorded as a bug in Outrider."""
     if isinstance(error, OutriderError):
         return error.record()
-    if lacks_means(error):
+    if may_come_from_machine(error):
         hint = "the machine lacks what this says: disk, descriptors (ulimit -n), memory or threads"
         return ServiceError(described(error), hint=hint).record()
     return bounded(

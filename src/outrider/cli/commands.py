@@ -20,7 +20,7 @@ from outrider.cli.command_line import CliCommand, CliGroup, CliOption
 from outrider.cli.exit_codes import FAILURE, SUCCESS, USAGE
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.environment import installed_version, variables
-from outrider.errors import OutriderError, RequestError, ServiceError, described, lacks_means
+from outrider.errors import OutriderError, RequestError, ServiceError, described, may_come_from_machine
 
 log = logging.getLogger("outrider.cli")
 
@@ -250,7 +250,7 @@ def _version(ctx: click.Context, _: click.Parameter, given: bool) -> None:
 
 
 def _is_shown(error: BaseException) -> bool:
-    return isinstance(error, OutriderError) or lacks_means(error)
+    return isinstance(error, OutriderError) or may_come_from_machine(error)
 
 
 def _shown(error: BaseException) -> OutriderError:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from outrider.concurrency.retries import RetryPolicy
-from outrider.errors import FailingChore, OutriderError, described, lacks_means
+from outrider.errors import FailingChore, OutriderError, described, may_come_from_machine
 from outrider.redaction import redacted
 
 log = logging.getLogger("outrider.chores")
@@ -66,7 +66,7 @@ class Failures:
         if name in self._quiet and abs(now - self._logged.get(name, -QUIET_SECONDS)) >= QUIET_SECONDS:
             self._quiet.discard(name)
             self._logged[name] = now
-            bug = None if lacks_means(error) or isinstance(error, OutriderError) else error
+            bug = None if may_come_from_machine(error) or isinstance(error, OutriderError) else error
             log.error("%s: failed, and is tried again: %s", name, text, exc_info=bug)
         for book in (self._failing, self._logged):
             while len(book) > MOST_NAMES:

@@ -32,7 +32,7 @@ from outrider.errors import (
     ServiceError,
     UnreadableTask,
     described,
-    lacks_means,
+    may_come_from_machine,
     record_of,
 )
 from outrider.lifecycle import SessionState, StopReason
@@ -518,4 +518,4 @@ def _take_nothing() -> Callable[[], None]:
 
 
 def _is_bug(error: Exception) -> bool:
-    return not lacks_means(error)
+    return not may_come_from_machine(error)
