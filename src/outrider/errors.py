@@ -377,8 +377,9 @@ def described(error: BaseException) -> str:
 
 
 def record_of(error: BaseException) -> ErrorRecord:
-    """Return the record of any exception. An OutriderError makes its own record. An error for which `may_come_from_machine` is
-    True is recorded as a ServiceError. Any other exception is recorded as a bug in Outrider."""
+    """Return the record of any exception. An OutriderError makes its own record. An error for which
+    `may_come_from_machine` is True is recorded as a ServiceError. Any other exception is recorded as a bug in
+    Outrider."""
     if isinstance(error, OutriderError):
         return error.record()
     if may_come_from_machine(error):
