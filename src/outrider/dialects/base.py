@@ -105,8 +105,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     - `tools_raw`: bytes that are never equal for different `tools`; b"" for no tools.
     - `tool_choice`: restricts the reply's tool calls; None for no restriction.
     - `ignored`: the names of the request's fields and tools that have no effect (`reading.bounded_notes`).
-    - `needs_images`: True if the agent cannot work without the images that its tools return. For a model that
-      cannot read images, the request is then refused. If False, a text replaces each of these images.
+    - `needs_images`: True if the agent cannot work without the images that its tools return. A request with such an
+      image is then refused if the model cannot read images. If False, such a model sees a text instead of the image.
     - `reply_context`: the dialect's own data for writing the reply.
     """
 
