@@ -138,7 +138,7 @@ class Run(Spec):
 
 def checked_upload(value: str) -> str:
     """Return a path relative to the service's `files` folder. Raises ValueError for a path that is absolute or contains
-    `..`."""
+    `..` or NUL."""
     path = PurePosixPath(without_nul(value))
     if path.is_absolute() or ".." in path.parts:
         raise ValueError("must be a relative path that stays inside the service's files folder")

@@ -197,7 +197,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
     - `routes` are tried in order. The first route that matches a call determines the operation.
     - `model` returns the name of the requested model without parsing the rest of the request. It returns None if the
-      request names no model or cannot be read; `parse` then raises the error.
+      request names no model or cannot be read. It raises no error, because `parse` does.
     - `parse` parses the body of a GENERATE or COUNT_TOKENS call. Raises RequestError with the name of the wrong field.
     - `reply` writes a whole reply, and `stream` makes the writer of a streamed reply.
     - `models` writes the reply to a MODELS or MODEL call. Its second argument maps each model's name to the size of its
