@@ -761,7 +761,8 @@ class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
         done.
     calls, calls_failed: model calls that were stored, and model calls that got an error reply.
     tokens_sampled: tokens of the stored calls.
-    queued, running: sessions in the queue, and running sessions, at the time `at`.
+    queued, running: sessions in the queue, and running sessions, at the time `at`. A session is running from its start
+        to its end.
     """
 
     at: float
