@@ -26,7 +26,7 @@
         ├── ServiceUnusable           service     500   no      the address, a proxy or the version is wrong
         ├── ServiceStopping           service     503   yes
         ├── StoreUnavailable          service     503   yes
-        └── Busy                      service     429   yes     the caller has too many requests in progress
+        └── Busy                      service     429   yes     try again later: there is too much to do
             └── QueueFull             service     429   yes     too many sessions wait in the queue
 
 `Boundary` explains the column "boundary". The error of a failed rollout is recorded once, as an `ErrorRecord`, and
@@ -341,8 +341,8 @@ class StoreUnavailable(ServiceError):
 
 
 class Busy(ServiceError):
-    """The caller has too many requests in progress. `retry_after` is the number of seconds to wait before the next try.
-    The reply sends it in the header Retry-After."""
+    """The service does not accept the request now, for example because the caller has too many requests in progress.
+    `retry_after` is the number of seconds to wait before the next try. The reply sends it in the header Retry-After."""
 
     code = "busy"
     http_status = 429
@@ -424,7 +424,8 @@ def storable(text: object) -> str | None:
 
 
 def error_from(record: ErrorRecord) -> OutriderError:
-    """Make the exception that a record describes. A code that this version does not know becomes a ServiceError."""
+    """Make the exception that a record describes. A code without a class, such as one of another version, becomes a
+    ServiceError."""
     # A subclass without its own code is left out. It has its parent's code, and would replace the parent.
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
