@@ -34,7 +34,8 @@ PATCH = "outrider:patch.diff"
 GRADING_LOG = "outrider:grading.log"
 """Name of the artifact that holds the output of the graders."""
 NETWORK_RECORD = "outrider:network.jsonl"
-"""Name of the artifact that holds the recorded HTTP traffic of the sandbox, if the task asks for a recording."""
+"""Name of the artifact that holds the recorded HTTP requests and replies of the sandbox, if the task asks for a
+recording."""
 LOGGED = (GRADING_LOG, NETWORK_RECORD)
 """Names of the logs that Outrider itself writes."""
 FOR_GRADERS = (CARRIED, PATCH)

@@ -73,7 +73,8 @@ class QueueKind(IntEnum):
     EVALUATION = 1
     """Sessions of groups with EVALUATION_LABEL. They may also use the slots that are reserved for evaluations."""
     EXTERNAL = 2
-    """Sessions whose agents run outside Outrider. They need no slot, so they do not wait for one."""
+    """Sessions whose agents run outside Outrider. They need no slot, so they do not wait behind sessions that need
+    one."""
 
 
 def kind_of(labels: Mapping[str, str], *, external: bool) -> QueueKind:

@@ -74,7 +74,7 @@ MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING,
 `finish`."""
 
 # A model call waits for this write, so one statement both checks the attempt and inserts the turn. `lease_until` is set
-# only while an attempt is in progress. If no row was inserted, a second statement finds out why.
+# exactly while an attempt is in progress. If no row was inserted, a second statement finds out why.
 ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
     SELECT id, attempt, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
@@ -213,7 +213,7 @@ class Store:
         """Store a group, its queued sessions and the event of its creation.
 
         spec: JSON of a GroupSpec.
-        expires: `expire` ends each session that has not started by this time.
+        expires: the method `expire` sets `ending` of each session that has not started by this time.
         quota: maximum number of sessions that the submitter may have queued or running.
         external: True if the group's agents run outside Outrider.
 
@@ -697,7 +697,8 @@ class Store:
 
     async def add_report(self, session_id: str, report: bytes, *, tenant: str | None = None) -> None:
         """Store the report (JSON) with which a client completes a session. An equal report may be sent again. Raises
-        Conflict if the session already has another report, or is done without one."""
+        Conflict if the session already has another report. Without one, raises Conflict if the session is over: it is
+        done, or has `ending` set."""
 
         async def body(tx: Connection) -> None:
             session = await _find_session(tx, session_id, tenant)

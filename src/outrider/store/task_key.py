@@ -43,7 +43,7 @@ class KeySource(Protocol):
     """Loads the key that encrypts tasks, or makes a new key."""
 
     def load(self) -> TaskKey | None:
-        """Return the key, or None if none was ever made. Raises ServiceError if the key cannot be read."""
+        """Return the key, or None if it was not made yet or is lost. Raises ServiceError if the key cannot be read."""
         ...
 
     def make(self) -> TaskKey:
