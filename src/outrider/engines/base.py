@@ -25,7 +25,7 @@ PauseMode = Literal["finish", "abort", "keep"]
 sampled so far, and "keep" freezes them until the engine resumes."""
 
 MAX_COUNT = (1 << 31) - 1
-"""The largest accepted count or policy version. Sample files store versions as int32."""
+"""The largest accepted count or policy version, because sample files store versions as int32."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ MUCH_SLOWER = 8.0
 make an engine a few times slower within a minute."""
 PREFILL_TOKENS_PER_SECOND = 2000
 """Number of prompt tokens that any GPU computes in a second. At this rate, the time for the whole prompt is added to
-the usual seconds, which were measured on prompts that were mostly cached."""
+the usual seconds, because those were measured on prompts that were mostly cached."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
 """Number of prompt tokens that a slow engine computes in a second, for example without a GPU. Time limits allow for
 this rate, so that such an engine is not considered as failed."""

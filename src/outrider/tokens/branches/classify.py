@@ -34,8 +34,8 @@ together: its prompt has the words of a side call, and nothing uses its answer.
 
 The evidence is the content of the requests and the later course of the conversations. The names that the client sends
 (`Turn.agent_id`, `purpose`) are only hints. docs/branches.md shows both tables of rules. The module is pure and
-deterministic, and does not depend on rewards. Invariant: the parent of a segment is a turn before the segment's first
-turn.
+deterministic, and does not depend on rewards or on the policy for each kind. Invariant: the parent of a segment is a
+turn before the segment's first turn.
 """
 
 from __future__ import annotations

@@ -456,8 +456,8 @@ class _HistoryIndex:
 
 def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
     """Return one of several turns with equal conversations, or None. The request must repeat or drop the turn's
-    recorded reasoning (`reasoning_agrees`). Among such turns, one whose call ids are in the request wins, then the
-    newest. Clients may replace call ids."""
+    recorded reasoning (`reasoning_agrees`). Among such turns, the newest whose call ids are in the request wins. If
+    there is none, because clients may replace call ids, the newest wins."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
