@@ -55,7 +55,7 @@ class Failures:
 
     def note(self, name: str, error: BaseException) -> None:
         """Record a failure of the work `name`. The first failure after a success is logged, with a traceback if the
-        error looks like a bug. There is at most one log line about `name` in QUIET_SECONDS, so a failure may be logged
+        error looks like a bug. At most one failure of `name` is logged in QUIET_SECONDS, so a failure may be logged
         later, when the work fails again."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
@@ -173,13 +173,13 @@ class Chores:
         try:
             await work()
         except asyncio.CancelledError as error:
-            # This task is not being cancelled, so an object that the work awaited was cancelled. Record this as a
+            # If this task is not being cancelled, an object that the work awaited was cancelled. This is recorded as a
             # failure, because the chore would otherwise end silently.
             if task.cancelling():
                 raise
             self.failures.note(name, error)
             return False
-        except Exception as error:  # every error is recorded, and the work is tried again
+        except Exception as error:  # every error that is not fatal is recorded, and the work is tried again
             if self._fatal(error):
                 raise
             self.failures.note(name, error)
@@ -190,7 +190,8 @@ class Chores:
     async def _noted(self, work: Coroutine[Any, Any, T], name: str) -> T | None:
         try:
             found = await work
-        except Exception as error:  # every error is recorded, because possibly no code awaits the task
+        # every error that is not fatal is recorded, because possibly no code awaits the task
+        except Exception as error:
             if self._fatal(error):
                 raise
             self.failures.note(name, error)

@@ -30,8 +30,8 @@ STALL = 0.05
 LOOK = STALL / 2
 """Seconds between two checks by the sampling thread."""
 LOG_SECONDS = 60.0
-"""Minimum seconds between two log lines. The first stall is logged at once. Later stalls are summed up in one line per
-minute."""
+"""Minimum seconds between two log lines. A stall is logged at once if the last line is older. Other stalls are summed
+up in one line per minute."""
 FRAMES = 4
 """A log line shows this number of innermost frames of the loop's stack."""
 MOST = 0.5
@@ -207,8 +207,8 @@ def _stack(frame: FrameType | None) -> str:
 
 
 class _Report:
-    """Logs stalls: one line for the first stall, then at most one line per minute with the number of stalls since the
-    previous line."""
+    """Logs stalls. A stall gets its own line if there was no line in the last minute. Other stalls are counted, and
+    summed up in at most one line per minute."""
 
     def __init__(self) -> None:
         self._logged = -LOG_SECONDS

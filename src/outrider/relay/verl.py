@@ -7,7 +7,7 @@ renders them to ids, samples a reply, and parses the reply's tool calls. Invaria
 
 - A response contains the engine's ids and one log-probability for each of them.
 - If the proxy sends the recorded ids of a conversation, the prompt begins with them. All messages are rendered again
-  only if the renderer cannot append the new messages to the recorded ids.
+  only if the new messages cannot be appended, for example because the recorded ids do not end with a stop id.
 - When a connection ends, its model calls are cancelled.
 """
 
@@ -312,9 +312,9 @@ class ProxyWorker:
         }
 
     def _prompt(self, messages: list[Message], tools: list[ToolSpec], known: list[int] | None) -> list[int]:
-        """Return the ids of the prompt: `known`, followed by the ids of the messages after the last reply. If the
-        renderer cannot append these messages to `known`, it renders all messages. Raises RequestError if the messages
-        cannot be rendered."""
+        """Return the ids of the prompt: `known`, followed by the ids of the messages after the last reply. If `known`
+        does not end with a stop id, or the renderer cannot append these messages to it, all messages are rendered.
+        Raises RequestError if the messages cannot be rendered."""
         if known and known[-1] in self._renderer.stop_ids:
             replies = [at for at, message in enumerate(messages) if message.role is Role.ASSISTANT]
             new = messages[replies[-1] + 1 :] if replies else []

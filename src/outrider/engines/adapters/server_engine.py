@@ -271,8 +271,8 @@ class ServerEngine(Generic[ReplyT]):
         raise NotImplementedError
 
     def aborted(self, error: Exception, reply: ReplyT, *, paused: bool) -> bool:
-        """Return True if the error shows that a pause has aborted the generation. `paused` is True if this adapter was
-        paused while the request was in flight."""
+        """Return True if the error shows that a pause has aborted the generation. `paused` is True if this adapter has
+        begun to hold back requests while this one was in flight."""
         raise NotImplementedError
 
     def other_route(self, route: str, error: Exception, reply: ReplyT) -> str | None:

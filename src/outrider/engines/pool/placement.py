@@ -166,7 +166,7 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class EngineRecord:
-    """The pool's record of one engine. `EngineStatus` explains the fields that have no text here."""
+    """The pool's record of one engine. `EngineStatus` explains most of the fields that have no text here."""
 
     engine: AnyEngine
     health: EngineHealth

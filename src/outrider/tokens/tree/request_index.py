@@ -57,7 +57,7 @@ class PromptNode:
     matched: the turn whose conversation the request extends, even if the prompt does not use this turn's ids.
     rendered_replies: the assistant messages whose ids were rendered and not sampled, each as its position and the
         digest of its reasoning, or None.
-    splice: set if the history was recorded after other tools or system messages.
+    splice: set if the ids of the history were recorded after other tools or system messages, and are used here.
     thinking: True or False if the end of the prompt turns the model's reasoning on or off; None for the family's
         default.
     conversation: the number of the conversation. 0 is the session's first. The others began independently, or with
@@ -209,7 +209,8 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked_to: PromptNode | None) -> bool:
     """Return True if the request repeats or drops the recorded reasoning (`may_echo_reasoning`) for every reply on the
-    path to `turn`. An earlier comparison has already checked the replies in the prompt `checked_to`."""
+    path to `turn`. The replies in the prompt `checked_to` are not compared, because an earlier comparison found that they
+    agree."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
@@ -377,7 +378,7 @@ def _extend_all(prefix: bytes, keys: Sequence[MessageKey]) -> bytes:
 
 class _RememberedPrefix(msgspec.Struct, frozen=True):
     """Stored digests of the first messages of an earlier request. `head` is the digest of all bytes of these messages,
-    and `size` is their number. `last` is the digest of the last message's bytes."""
+    and `size` is the number of bytes. `last` is the digest of the last message's bytes."""
 
     last: bytes
     head: bytes
