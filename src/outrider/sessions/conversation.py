@@ -303,7 +303,7 @@ class Conversation:
 
     async def _check_images_countable(self, request: ModelRequest, cause: RequestError | None = None) -> None:
         """Raise RequestError if the request has an image and the session's engine takes messages, because such an
-        engine tokenizes the image itself."""
+        engine tokenises the image itself."""
         if (await self._assigned()).mode is not TokenMode.TOKENS:
             readable = self._readable_by_messages(request)
             messages = await self._read_files(readable, None, partial(parse_messages, readable))
