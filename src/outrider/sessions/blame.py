@@ -100,7 +100,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     overdue: bool = False
     """The run's calls waited longer than usual for an engine or the store, by HARMFUL_SECONDS or more in total."""
     in_vain: bool = False
-    """The agent gave up waiting for a call because an engine or the store was slow, or the policy was paused."""
+    """The agent gave up waiting for a call because an engine was silent or slow, the store was slow, or the policy was
+    paused."""
     hung_up: bool = False
     """The agent's client disconnected during a call, before the run ended."""
     limit: bool = False
@@ -108,7 +109,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     overflow: bool = False
     """The prompt of a model call was too long, and no later call has succeeded in its place."""
     called: bool = False
-    """The agent has made at least one model call in the task's current step."""
+    """At least one model call to the policy was recorded as a turn in the task's current step."""
     replied: bool = False
     """The agent has received at least one whole reply in this session."""
     inside: bool = False

@@ -109,8 +109,8 @@ class _Failed(msgspec.Struct, frozen=True):
 
 
 class FailedCalls:
-    """The failed calls of one model for which no later call has made up. If the run ends while there is one, the run
-    fails with that call's error.
+    """The failed calls of one model for which no later call has made up. If the run ends while there is one, its error
+    counts as the error of the run (see `error`).
 
     `begin` is called when a call begins. When the call has ended, `ended` is called with the number that `begin`
     returned, unless the client caused the error or gave up the call.
@@ -303,7 +303,7 @@ class Conversation:
 
     async def _check_images_countable(self, request: ModelRequest, cause: RequestError | None = None) -> None:
         """Raise RequestError if the request has an image and the session's engine takes messages, because such an
-        engine tokenizes the image itself."""
+        engine tokenises the image itself."""
         if (await self._assigned()).mode is not TokenMode.TOKENS:
             readable = self._readable_by_messages(request)
             messages = await self._read_files(readable, None, partial(parse_messages, readable))
@@ -479,7 +479,7 @@ class Conversation:
 
     def _end_at_limit(self) -> None:
         """Call `on_limit` if a call was refused and every later call would be refused, too. This is decided only while
-        no call is running, because a running call that fails may not use up its turn."""
+        no call is running, because a running call may fail, and then gives its turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
             on_limit, self._on_limit = self._on_limit, None

@@ -9,7 +9,7 @@ The steps of a task run one after another in the same sandbox. All except the la
 its run slot. An attempt that grades an earlier run again starts no agent, and takes only resources and an eval slot.
 
 A session is cancelled by cancelling this coroutine. Invariant: whatever happens, the sandbox is stopped exactly once,
-and then every slot and the resources are released.
+every slot is released, and the resources are released last.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ TREND_GROUPS = 4096
 SAMPLED_GROUPS = 100
 """Maximum number of groups from which sessions are sampled."""
 SAMPLED_SESSIONS = 400
-"""Maximum number of sessions whose turns are read, unless LEAST_SIBLINGS of each group are more."""
+"""Maximum number of sessions whose turns are read."""
 LEAST_SIBLINGS = 4
 """Number of sessions that are sampled from each group, or more if there are few groups."""
 LEAST_SPREAD = 1e-9

@@ -1,10 +1,11 @@
 """Limits of a session's model calls: on the size of each request body, and on the tokens that the session may still
 sample.
 
-A body with too many bytes or JSON values is refused before it is parsed. The checks work for the request format of
-every API, because they count only JSON's separators. Invariant: the bytes held for calls are limited for each session
-and, for LARGE bodies, over all sessions. A body's bytes count from their arrival to the end of the call. The number of
-a session's calls is limited in `api/gateway.py`.
+A body with too many bytes or JSON values is refused before it is parsed, so a body that cannot fit the model's context
+costs at most a count. The checks work for the request format of every API, because JSON's separators are always the
+same. Invariant: the bytes held for calls are limited for each session and, for LARGE bodies, over all sessions. A
+body's bytes count from their arrival to the end of the call. The number of a session's calls is limited in
+`api/gateway.py`.
 
 Concurrent calls of a session share the session's tokens (`Allowance`). Before a call begins, some tokens are promised
 to it, and other calls cannot use them. If too few tokens are free, a new call waits while other calls run, because they
