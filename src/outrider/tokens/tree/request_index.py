@@ -209,8 +209,8 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked_to: PromptNode | None) -> bool:
     """Return True if the request repeats or drops the recorded reasoning (`may_echo_reasoning`) for every reply on the
-    path to `turn`. The replies in the prompt `checked_to` are not compared, because an earlier comparison found that they
-    agree."""
+    path to `turn`. The replies in the prompt `checked_to` are not compared, because an earlier comparison found that
+    they agree."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
