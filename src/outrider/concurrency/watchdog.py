@@ -8,6 +8,7 @@ Invariant: a stall of STALL seconds or more is counted exactly once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -193,7 +194,22 @@ class Watchdog:
         while not self._ended.wait(LOOK):
             self._looks += 1
             if not self._where and time.monotonic() - self._seen >= STALL:
-                self._where = _stack(sys._current_frames().get(self._loop_thread))
+                self._where = _stack(frame_of(self._loop_thread))
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread, or None if the thread has ended.
+
+    Garbage collection is off during the call. In Python 3.11, `sys._current_frames` holds a lock of the interpreter
+    while it allocates. A collection at this point may switch threads, and if the next thread starts a thread, it waits
+    for the same lock, and the whole process stops for ever (CPython's issue 106883)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _stack(frame: FrameType | None) -> str:
