@@ -1,5 +1,5 @@
-"""The command line: `outrider ...`. Each command, or group of commands, has its own module, and `commands.py` combines
-all commands in one program."""
+"""The command line `outrider ...`. A module of this package defines one command or one group of commands. `commands.py`
+combines them into one program."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. `argv` is by default the command line of this process, without the
-    program's name."""
+    """Run one command and return its exit code. `argv` has the words after the program's name. Without it, the function
+    uses the command line of this process."""
     try:
         # The imports are inside the `try`, because they are slow, and Ctrl-C during an import must not print a
         # traceback.
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             import gc
 
-            gc.disable()  # makes the imports faster; CliCommand.invoke turns it on again
+            gc.disable()  # imports are faster without garbage collection; CliCommand.invoke turns it on again
         from outrider.cli.commands import run_command
 
         return run_command(argv)

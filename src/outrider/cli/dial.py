@@ -1,4 +1,5 @@
-"""`outrider engines dial`: answers model calls of a session proxy of verl's recipe, until a signal ends the command."""
+"""`outrider engines dial`: connects to a session proxy of verl's recipe and answers its model calls, until a signal
+ends the command."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ def dial(
 ) -> None:
     """Answer the calls of a session proxy of verl's recipe, until Ctrl-C.
 
-    The proxy is the recipe's own proxy in its relay mode, or an Outrider
-    service with --compat verl. The engine must accept token ids.
+    The command connects to the proxy, and sends its model calls to an engine. The
+    proxy is the recipe's own proxy in its relay mode, or an Outrider service with
+    --compat verl. The engine must accept token ids.
 
     Example:
 
@@ -97,7 +99,7 @@ def dial(
                 terminal.note("stopping: the calls that run go to the proxy's other workers")
                 running.cancel()
                 attached.cancel()
-        except ExceptionGroup as group:  # contains the error that ended the worker
+        except ExceptionGroup as group:  # the group contains the one error that ended the worker
             raise group.exceptions[0] from None
         except asyncio.CancelledError:
             if not signals.came:

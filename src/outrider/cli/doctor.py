@@ -1,4 +1,4 @@
-"""`outrider doctor`: prints which features work on this machine, with hints for the others."""
+"""`outrider doctor`: prints which features work on this machine, and hints on how to get the missing ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from outrider.cli.terminal import Terminal
 from outrider.doctor import Finding, diagnose
 
 NAMES = {"gpus": "GPUs"}
-"""Headings of the report, by field of a `Diagnosis`. The heading of any other field is the field's name."""
+"""Headings of the report for the fields of a `Diagnosis`. A field that is not listed here has its own name as
+heading."""
 
 
 @command

@@ -1,5 +1,5 @@
-"""Parses KIND=WHERE, which names an engine on the command line: `vllm=http://127.0.0.1:8000`. The module does not
-import the settings of a service."""
+"""Parses the option value KIND=WHERE, which names an engine: `vllm=http://127.0.0.1:8000`. The module does not import a
+service's settings, because they load slowly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ KIND_HELP = (
 
 
 def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
-    """Parse KIND=WHERE into the fields of an `EngineSpec`. Raises InvalidField."""
+    """Parse KIND=WHERE into the fields of an `EngineSpec`. Raises InvalidField for a text of another form or an unknown
+    kind."""
     kind, given, where = text.partition("=")
     if not (kind and given and where):
         raise InvalidField(f"{text!r} is not {KIND}", field=field, hint=f"give {KIND_HELP}")

@@ -1,4 +1,4 @@
-"""Progress bars on standard error, drawn only on a terminal."""
+"""Progress bars on standard error. They are drawn only if standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[Watch]:
-    """Show one bar for the sessions of all watched groups, with the number of sessions in each state. The bar shows the
-    text `first` until the groups have been read once."""
+    """Show one progress bar for the sessions of several groups, with the number of sessions in each state. The block
+    passes the groups to the yielded function. Before the first call, the bar shows the text `first`."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task(first, total=None)
 
@@ -37,8 +37,8 @@ def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[
 
 @contextmanager
 def run_progress(terminal: Terminal) -> Iterator[Callable[[RunProgress], None]]:
-    """Show one bar for the sessions of a run, and the number of unfinished sessions in each state. Without a terminal,
-    write a line instead for each tenth of the sessions."""
+    """Show one progress bar for the sessions of a run, and the number of unfinished sessions in each state. Without a
+    terminal, write a line each time another tenth of the sessions is done."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task("submitting", total=None)
         tenth = 0
@@ -62,7 +62,8 @@ def _states(now: RunProgress) -> str:
 
 @contextmanager
 def row_progress(terminal: Terminal, rows: int) -> Iterator[Callable[[RowVerdict], None]]:
-    """Show one bar for the rows of a harness's certificate. Always write a line for each verdict, too."""
+    """Show one progress bar for the rows of a harness's certificate. Also write a line for each verdict, with or
+    without a terminal."""
     with _progress(terminal, transient=True) as progress:
         bar = progress.add_task("starting a service", total=rows)
 

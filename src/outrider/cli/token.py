@@ -1,5 +1,5 @@
-"""`outrider token`: creates, lists and revokes tokens of the control API. The first token can be created in the store
-of a stopped service."""
+"""`outrider token`: creates, lists and revokes tokens of the control API. With --data, it creates a token in the store
+of a stopped service. So the first token needs no other token."""
 
 from __future__ import annotations
 
@@ -55,6 +55,9 @@ def create(
 ) -> None:
     """Make a token, and print it. It cannot be printed again.
 
+    With --data, the command writes the token into the data folder of a service
+    that does not run. Use this for the first token.
+
     Examples:
 
         outrider token create --role admin --name me --data .outrider
@@ -80,7 +83,7 @@ def create(
 
 async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
     """Make a token in the store of a stopped service."""
-    # The imports are here, because the other commands do not need the service's libraries.
+    # Imported here, because the other commands do not need the libraries of the service.
     from outrider.service.admission import parse_body
     from outrider.service.audit import AuditEntry, AuditLog
     from outrider.service.data_folder import open_store

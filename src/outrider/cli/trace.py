@@ -1,4 +1,4 @@
-"""`outrider trace`: writes the timelines of sessions as a trace that ui.perfetto.dev shows."""
+"""`outrider trace`: writes the timelines of sessions to a trace file that the site ui.perfetto.dev can show."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def trace(
 ) -> None:
     """Write what happened when as a trace for ui.perfetto.dev.
 
-    In the trace, each session is a process, with rows for its stages, model calls, commands and processes.
-    The newest attempt of each session is written.
+    In the trace, each session is a process, with rows for its stages, model
+    calls, commands and processes. Only the newest attempt of a session is
+    written.
 
     Examples:
 
@@ -107,7 +108,8 @@ def _timelines(service: Client, sessions: list[SessionView]) -> Iterator[tuple[s
 
 
 def _write(file: BinaryIO, timelines: Iterator[tuple[str, TimelineView]]) -> int:
-    """Write one event per line, each as soon as its timeline has been read. Returns the number of events."""
+    """Write the events of the timelines, one per line, and return their number. Events are written as soon as their
+    timeline has been read."""
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
     for count, event in enumerate(trace_events(timelines), 1):
