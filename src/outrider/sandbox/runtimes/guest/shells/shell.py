@@ -1,11 +1,11 @@
-"""Live shells, which keep their state from one input to the next. Bash and sh run on a terminal, and Python and IPython
+"""Live shells, which keep their state from one input to the next. Bash and sh run on a terminal. Python and IPython run
 on pipes.
 
-The code for bash and sh uses only POSIX features, except for PRELUDES. Python and IPython send each result as a
-length-prefixed frame (see python_program.py). Invariants:
+The code for bash and sh uses only features of POSIX, except PRELUDES. Python and IPython send each result as a frame
+with a length (see python_program.py). Invariants:
 
-- About two seconds after an input's time limit, the shell accepts the next input or has ended.
-- A Python shell is reported as open only after its first frame. It has OPEN_SECONDS to send this frame.
+- About two seconds after an input's time limit, the shell has either ended or accepts the next input.
+- A Python shell is reported as open only after its first frame. It must send this frame within OPEN_SECONDS.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 INTERRUPT_EVERY = 0.1
-"""Seconds between two interrupts of an input that does not end."""
+"""If an input does not end, seconds between two interrupts."""
 KILL_AFTER = 3
-"""From this interrupt on (counted from 1), the programs that the input has started are also killed."""
+"""From this interrupt on, programs that the input has started are also killed. The first interrupt has the number 1."""
 RESTART_AFTER = 20
-"""After this many interrupts (two seconds), the shell itself is killed and started again. The sh of busybox can hang:
-if SIGINT arrives while it allocates memory, it waits for a lock that is never released."""
+"""After this many interrupts (two seconds), the shell itself is killed and started again. This is needed, because the
+sh of busybox can hang. If SIGINT arrives while it allocates memory, it waits for a lock that is never released."""
 
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "--noediting", "-i"],
@@ -51,32 +51,34 @@ PRELUDES = {
 }
 """Commands that turn off the prompt and the history. In bash, they also turn off the expansion of `!`."""
 STATUS = b' __status=0; __set_status() { return "$1"; }; '
-"""Definitions that let each input start with the previous input's status in `$?`. For the first input, it is 0."""
+"""Shell code that lets each input start with the exit status of the previous input in `$?`. The first input starts with
+0."""
 GREETING_MAX = 1 << 16
-"""Maximum bytes that a shell may print before its first marker (see `Bash`). This output is dropped. If no marker has
-arrived by then, the shell is used without it."""
+"""Maximum bytes that a shell may print before its first marker (see `Bash`). This output is dropped. If the marker has
+not arrived by then, the shell is used without it."""
 STATUS_MAX = 8
 r"""Maximum bytes of the exit status in a marker (see `Bash`), including the \x1e at its end."""
 TERMIOS_SIZE = 64
-"""Size of a buffer that is large enough for a `struct termios` on every architecture."""
+"""Size of a buffer that can hold a `struct termios` of any architecture."""
 
 FRAME_MAX = 10 << 20
-"""Maximum bytes of a frame. Results are always smaller, unless an input itself writes to the descriptor for results."""
+"""Maximum bytes of a frame. Results are always smaller, unless an input itself writes to the program's descriptor for
+results."""
 OPEN_SECONDS = 25.0
-"""A program that is not ready after this many seconds is killed, and the next command is tried. IPython takes long to
-load from a slow disk."""
+"""A shell's program that is not ready after this many seconds is killed, and the next command is tried. The time is
+long, because IPython loads slowly from a slow disk."""
 WHY_MAX = 2000
-"""Maximum bytes to keep of the output of an interpreter that fails to start."""
+"""Maximum bytes that are kept of the output of an interpreter that fails to start."""
 
 
 class LiveShell:
     """A live shell. It runs one input at a time. Output that arrives between two inputs is returned with the output of
-    the second one.
+    the second input.
 
-    `program`: starts the process, sends inputs and reads output.
-    `commands`: the commands to try, in this order. The first one that works is used.
-    `opening`: the number of the host's call that opens the shell, or 0 once that call has its reply.
-    `ticks`: how often the running input has been interrupted.
+    program: starts the shell's process, sends inputs and reads output.
+    commands: the commands that start the process. They are tried in order, and the first one that works is used.
+    opening: the number of the host's call that opens the shell. 0 after the reply to this call.
+    ticks: how often the running input has been interrupted.
     """
 
     def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
@@ -106,7 +108,7 @@ class LiveShell:
 
     def _open(self) -> None:
         """Start the next command. If none is left, report that the shell cannot be opened. Raises OSError if the
-        program cannot be started; all descriptors are then closed."""
+        program cannot be started. All descriptors are then closed."""
         if not self.commands:
             self._give_up()
             return
@@ -132,8 +134,8 @@ class LiveShell:
         self._open_again()
 
     def _open_again(self) -> str:
-        """Call `_open`, and return its error message or "". If the call that opens the shell still waits for its reply,
-        it also gets the error. Raises nothing, because the event loop does not handle exceptions."""
+        """Call `_open`, and return its error message or "". If the call that opens the shell has no reply yet, it also
+        gets the error. Raises no error, because the event loop does not handle exceptions."""
         try:
             self._open()
         except OSError as error:
@@ -146,7 +148,7 @@ class LiveShell:
         return ""
 
     def opened(self) -> None:
-        """Report that the shell is open and its program runs. A second call does nothing."""
+        """Report that the shell is open, because its program runs. A second call does nothing."""
         if self.opening:
             self._answer_opening({"shell": self.number})
 
@@ -164,7 +166,7 @@ class LiveShell:
 
     @property
     def dead(self) -> bool:
-        """True if the program does not run. Its descriptors are closed when it ends."""
+        """True if the shell's program does not run. The descriptors are closed when it ends."""
         return not self.descriptors
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
@@ -209,11 +211,11 @@ class LiveShell:
         self.calls.reply(call, fields)
 
     def cancel(self) -> None:
-        """Interrupt the running input now, and again every INTERRUPT_EVERY seconds until it ends.
+        """Interrupt the running input now, and then every INTERRUPT_EVERY seconds until it ends.
 
         Each time, the input's process group gets SIGINT, and its programs in other process groups get SIGKILL. From
-        interrupt KILL_AFTER on, all its programs get SIGKILL. After RESTART_AFTER interrupts, the shell is
-        restarted.
+        interrupt KILL_AFTER on, all its programs get SIGKILL. After RESTART_AFTER interrupts, the shell is started
+        again.
         """
         if not self.call:
             return
