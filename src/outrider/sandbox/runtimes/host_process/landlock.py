@@ -1,10 +1,10 @@
-"""The process-landlock runtime: programs on the host itself, confined by Landlock, for machines without user
-namespaces.
+"""The runtime `process-landlock`, for machines without user namespaces. Programs run on the host itself, and Landlock
+confines them.
 
-The isolation is weaker than that of namespaces: programs see the host's system folders and processes, but cannot look
-into these processes. Without control groups, each process has its own limits, and the sandbox as a whole has none.
-Invariant: programs change files only in the sandbox's own directory, except that they can write to the terminals of the
-service's user. `stop` kills the same processes as in the process runtime.
+The isolation is weaker than with namespaces. Programs see the host's system folders, and the ids of its processes, but
+cannot look into these processes. Without control groups, each process has its own limits, and the sandbox as a whole
+has none. Invariant: programs change files only in the sandbox's own directory, but can also write to the terminals of
+the service's user. `stop` kills the same processes as in the runtime `process`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ from outrider.spec import RuntimeSpec
 
 CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.landlock")
 NEEDED = 3
-"""The minimum version of Landlock (Linux 6.2). Older versions do not prevent truncating a file without write access."""
+"""The oldest usable version of Landlock (Linux 6.2). With older versions, programs could truncate a file that they may
+not write."""
 WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
-"""Writable paths. /dev/pts is needed to open new terminals, but also gives access to other terminals of the service's
-user."""
+"""Paths to which programs may write. /dev/pts is needed to open new terminals. It also gives access to other terminals
+of the service's user."""
 ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
-"""Variables that make Git skip the host-wide configuration file. If that file exists but cannot be read, Git exits with
-an error."""
+"""Variables that make git skip the configuration file of the host. Otherwise git exits with an error if the file exists
+but cannot be read."""
 
 
 class LandlockRuntime:
-    """The kind `process-landlock`. It is like `ProcessRuntime`, but programs write only below the sandbox's own
-    directory, and read only the system's folders and the harness's programs. They make TCP connections only to the
-    gateway, if the kernel has Landlock 4 or newer (`landlock.NETWORK_SINCE`)."""
+    """The kind `process-landlock`. It is like `ProcessRuntime`, with these restrictions:
+
+    - Programs can write only below the sandbox's own directory.
+    - They can read only the system's folders and the harness's programs.
+    - They can open TCP connections only to the gateway, if the kernel has version 4 of Landlock
+      (`landlock.NETWORK_SINCE`)."""
 
     check_spec = ProcessRuntime.check_spec
 
@@ -64,8 +68,8 @@ class LandlockRuntime:
 def confined_program(
     context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
 ) -> tuple[list[str], bytes]:
-    """Return the tool server's command and code. The code of guest/isolation/landlock.py runs first and parses the
-    arguments after the command."""
+    """Return the tool server's command, and the code to send to it. The code of guest/isolation/landlock.py runs first,
+    and parses the arguments after the command."""
     shown = [*SHOWN["process-landlock"], str(Path(sys.base_prefix).resolve()), *map(str, context.mounts)]
     words = [
         str(urlsplit(gateway_url(context)).port or 0),

@@ -283,8 +283,8 @@ class Bash:
 
     Inputs arrive on a pipe. On a terminal, the sh of busybox would edit lines, and the kernel would process every input
     first. After the output of each input, the shell prints a marker on the same terminal: ``\x1e TOKEN.SEQUENCE :
-    STATUS \x1e``. So all output of an input comes before its marker. The first marker has the number 0, and text before
-    it is dropped.
+    STATUS \x1e``. So all output of an input comes before its marker. The first marker has the number 0, and all text
+    before it is dropped.
     """
 
     def __init__(self, shell: LiveShell) -> None:
@@ -298,7 +298,8 @@ class Bash:
         return [SHELLS[self.shell.calls.shell()]]
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program, and report the shell as open at once. If something is wrong, its first input shows it."""
+        """Start the program, and report at once that the shell is open. If the start failed, the first input will show
+        it."""
         self.token = posix.urandom(8).hex().encode()
         self.pending = bytearray()
         self.begun = False
@@ -323,8 +324,8 @@ class Bash:
         """Send an input to the shell."""
         keep_terminal(self.shell.output, self.mode)
         quoted = text.replace(b"\0", b"").replace(b"'", b"'\\''")
-        # Without `command`, sh would drop the rest of the line after a syntax error in `eval`. Standard input is
-        # /dev/null, because programs would otherwise read the next input.
+        # `command` is needed: without it, sh would drop the rest of the line after a syntax error in `eval`. Standard
+        # input is /dev/null, because programs would otherwise read the shell's next input.
         line = b"__set_status $__status; command eval '" + quoted + b"\n' </dev/null; __status=$?; "
         self.shell.writer.write(line + self._report(self.shell.sequence) + b"\n")
 
@@ -352,7 +353,7 @@ class Bash:
                     self.shell.finish(int(status))
                 return
             if not end and len(status) < STATUS_MAX and (status + b"0").isdigit():
-                return  # the rest of the marker is still missing
+                return  # the rest of the marker has not arrived yet
             self._print(start + 1)
             start = self.pending.find(marker)
         last = self.pending.rfind(b"\x1e", -len(marker))
@@ -368,8 +369,8 @@ class Bash:
         self._print(len(self.pending))
 
     def clean(self, out: bytes) -> bytes:
-        """Remove markers from the output of an interrupted input. Usually the shell drops such a marker, but sometimes
-        it prints it."""
+        """Remove markers from the output of an interrupted input. Usually the shell does not print the marker of such
+        an input, but sometimes it does."""
         marker = b"\x1e" + self.token
         while marker in out:
             start = out.index(marker)
@@ -378,8 +379,8 @@ class Bash:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """Return the terminal's foreground process group, which is to be interrupted, and the processes to kill if they
-        ignore the interrupt."""
+        """Return two things for an interrupt: the terminal's foreground process group, which gets the interrupt, and
+        the processes to kill if they ignore it."""
         try:
             group = posix.tcgetpgrp(self.shell.output)
         except OSError:
@@ -387,15 +388,15 @@ class Bash:
         return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Make the shell print a new marker. After an interrupt, it drops the rest of its line with the input's own
-        marker."""
+        """Let the shell print a new marker. An interrupted shell drops the rest of its line, which would print the
+        input's own marker."""
         self.shell.sequence += self.shell.ticks == 1
         self.shell.writer.write(b"\n" + self._report(self.shell.sequence) + b"\n")
 
 
 def raw_terminal(fd: int) -> bytes:
-    """Make a terminal raw: it passes output on unchanged and echoes nothing. Returns the terminal's mode, a `struct
-    termios`."""
+    """Make a terminal raw, so that it passes output on unchanged and echoes nothing. Returns the terminal's mode as a
+    `struct termios`."""
     import fcntl  # imported here, because only `Bash` needs them
     import termios
 
@@ -407,8 +408,8 @@ def raw_terminal(fd: int) -> bytes:
 
 
 def keep_terminal(fd: int, mode: bytes) -> None:
-    """Restore the terminal's mode if a program has changed it. It is compared first, because reading is ten times as
-    fast as setting."""
+    """Restore the terminal's mode if a program has changed it. The mode is first read and compared, because reading is
+    ten times as fast as setting."""
     import fcntl
     import termios
 
@@ -417,8 +418,8 @@ def keep_terminal(fd: int, mode: bytes) -> None:
 
 
 class Interpreter:
-    """A live Python or IPython. Its output arrives on one pipe. After each input, the result arrives as a frame on
-    another pipe."""
+    """A live Python or IPython shell. Its output arrives on one pipe. After each input, the result arrives as a frame
+    on another pipe."""
 
     def __init__(self, shell: LiveShell) -> None:
         self.shell = shell
@@ -426,8 +427,8 @@ class Interpreter:
         self.frames = bytearray()
 
     def commands(self) -> list[list[str]]:
-        """Return the commands to try: first the sandbox's `python3`, then an interpreter of the host. Programs that do
-        not exist are left out."""
+        """Return the commands to try. The first one is the sandbox's `python3`, and the second one an interpreter of
+        the host. A program that does not exist is left out."""
         calls, args = self.shell.calls, self.shell.args
         commands = [["python3"]] if find_program("python3", calls.base_env.get("PATH", DEFAULT_PATH)) else []
         own = calls.python or [sys.executable]
@@ -435,7 +436,7 @@ class Interpreter:
         return commands + ([spare] if spare and find_program(spare[0], "") else [])
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program. When it is ready, it sends a frame with the number 0."""
+        """Start the program. It sends a frame with the number 0 when it is ready."""
         shell = self.shell
         self.frames = bytearray()
         shell.capture = Capture(WHY_MAX)
@@ -476,7 +477,8 @@ class Interpreter:
                 return
             frame = bytes(self.frames[4 : 4 + size])
             del self.frames[: 4 + size]
-            # A frame contains: number, status, length of the echo, the echo, the displays (see python_program.py).
+            # A frame has these parts: number, status, length of the echo, the echo, the displays (see
+            # python_program.py).
             number, status, length = (int.from_bytes(frame[at : at + 4], "big") for at in (0, 4, 8))
             shell.drain()
             if number == 0 and shell.opening:
@@ -488,15 +490,15 @@ class Interpreter:
                 shell.finish(status)
 
     def ended(self) -> None:
-        """Do nothing, because an interpreter's output is never pending."""
+        """Do nothing, because an interpreter keeps no output back."""
 
     def clean(self, out: bytes) -> bytes:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """Return the program's own process group, which is to be interrupted, and the processes to kill if they ignore
-        the interrupt."""
+        """Return two things for an interrupt: the program's own process group, which gets the interrupt, and the
+        processes to kill if they ignore it."""
         return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Do nothing, because the program sends a frame even after an interrupt."""
+        """Do nothing, because the program sends its frame even after an interrupt."""
