@@ -169,8 +169,8 @@ def container_security(pods: PodsConfig, users: int) -> dict[str, Any]:
 
 
 def resource_limits(resources: Resources) -> dict[str, Any]:
-    """Return the resource requests and limits of a container. As in other runtimes, the memory and CPUs that are
-    requested are those that the task names."""
+    """Return the resource requests and limits of a container. The requests have the memory and CPUs that the task
+    names, as in other runtimes, or a small default."""
     limits = {"memory": f"{resources.most_memory_mb}Mi", "ephemeral-storage": f"{resources.disk_mb}Mi"}
     requests = {"memory": f"{resources.memory_mb or 64}Mi", "ephemeral-storage": f"{min(resources.disk_mb, 64)}Mi"}
     cpus = "50m"

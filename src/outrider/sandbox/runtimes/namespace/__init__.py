@@ -1,1 +1,2 @@
-"""The default runtime: rootless sandboxes of Linux namespaces, forked from a zygote in milliseconds."""
+"""The default runtime. It makes rootless sandboxes of Linux namespaces, which are forked from a zygote in
+milliseconds."""
