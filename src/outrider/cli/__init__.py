@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. `argv` has the words after the program's name. Without it, the function
-    uses the command line of this process."""
+    """Run one command and return its exit code. `argv` is by default the command line of this process, without the
+    program's name."""
     try:
         # The imports are inside the `try`, because they are slow, and Ctrl-C during an import must not print a
         # traceback.

@@ -16,7 +16,7 @@ from outrider.errors import InvalidField, ServiceError
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """The output of `outrider artifacts SESSION PATH --json`, which describes the downloaded file."""
+    """The output of `outrider artifacts SESSION PATH --json`."""
 
     path: str
     size: int

@@ -173,7 +173,7 @@ class CliGroup(click.Group):
         return self._load(name)
 
     def first_line(self, name: str) -> str:
-        """Return the first line of the help of the command or group `name`."""
+        """Return the first line of a command's help."""
         line = self._lines[name]
         return (self.member(name).help or "").partition("\n")[0] if line is None else line
 

@@ -48,8 +48,8 @@ Then start a service with `outrider serve` and run a task with `outrider run`.
 """
 
 CLIENT_VARIABLES = {"OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_CA", "OUTRIDER_HOME"}
-"""Environment variables that need no check, because commands that call a service read them. If any other OUTRIDER_
-variable is set, the program looks for misspelt names and warns about them."""
+"""Environment variables for commands that call a service. If any other OUTRIDER_ variable is set, the program checks
+its name and may warn about it."""
 
 COMMANDS = {
     "serve": ("serve:serve", "Serve rollouts until Ctrl-C or SIGTERM."),
@@ -167,7 +167,7 @@ GROUPS = {
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Run one command and return its exit code. Raises KeyboardInterrupt when the user presses Ctrl-C."""
+    """Run one command and return its exit code. Raises KeyboardInterrupt for Ctrl-C."""
     terminal = Terminal()
     words = sys.argv[1:] if argv is None else list(argv)
     try:

@@ -21,7 +21,7 @@ Tenant = Annotated[
     CliOption(metavar="NAME", help="Whose consumer it is, for an admin.", show_default="the admins' own"),
 ]
 LISTED = 1000
-"""Maximum number of callbacks that `outrider callbacks list` shows."""
+"""Maximum number of callbacks shown."""
 
 
 @command
@@ -49,8 +49,7 @@ def acknowledge(
 ) -> None:
     """Move a consumer to a cursor.
 
-    The cursor is a position in the results. The consumer has then acknowledged
-    all groups up to this position.
+    The consumer has then acknowledged all groups up to this cursor.
 
     Examples:
 
@@ -85,8 +84,7 @@ def remove_consumer(
 def list_callbacks(terminal: Terminal, service: Client) -> None:
     """List the callbacks that were given up, the newest first.
 
-    A callback is a request that sends a finished group to a URL. The service
-    gives a callback up after its last attempt has failed.
+    A callback is a request that sends a finished group to a URL.
 
     Example:
 
@@ -124,8 +122,7 @@ def discard(
 ) -> None:
     """Discard a callback that was given up.
 
-    Its group can then be removed, for example by `outrider gc`. A group is kept
-    as long as its callback is neither delivered nor discarded.
+    Its group can then be removed, for example by `outrider gc`.
 
     Example:
 

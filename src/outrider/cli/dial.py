@@ -1,5 +1,4 @@
-"""`outrider engines dial`: connects to a session proxy of verl's recipe and answers its model calls, until a signal
-ends the command."""
+"""`outrider engines dial`: answers model calls of a session proxy of verl's recipe, until a signal ends the command."""
 
 from __future__ import annotations
 
@@ -42,9 +41,9 @@ def dial(
 ) -> None:
     """Answer the calls of a session proxy of verl's recipe, until Ctrl-C.
 
-    The command connects to the proxy, and sends its model calls to an engine. The
-    proxy is the recipe's own proxy in its relay mode, or an Outrider service with
-    --compat verl. The engine must accept token ids.
+    The command sends the model calls of the proxy to an engine. The proxy is the
+    recipe's own proxy in its relay mode, or an Outrider service with --compat
+    verl. The engine must accept token ids.
 
     Example:
 

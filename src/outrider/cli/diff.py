@@ -30,8 +30,9 @@ def diff(
     """Compare two runs: rewards, pass@k, turns, tokens, failures, flips.
 
     A flip is a pair of sessions of one task, of which only one is solved. Each
-    difference has a 95 % confidence interval over tasks. Groups belong to the same task if
-    they have the same label `task` or, without this label, the same instruction.
+    difference has a 95 % confidence interval over tasks. Groups belong to the
+    same task if they have the same label `task` or, without this label, the same
+    instruction.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`outrider doctor`: prints which features work on this machine, and hints on how to get the missing ones."""
+"""`outrider doctor`: prints which features work on this machine, with hints for the others."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ KIND_HELP = (
 
 
 def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
-    """Parse KIND=WHERE into the fields of an `EngineSpec`. Raises InvalidField for a text of another form or an unknown
-    kind."""
+    """Parse KIND=WHERE into the fields of an `EngineSpec`. Raises InvalidField."""
     kind, given, where = text.partition("=")
     if not (kind and given and where):
         raise InvalidField(f"{text!r} is not {KIND}", field=field, hint=f"give {KIND_HELP}")

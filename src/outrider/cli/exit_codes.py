@@ -6,4 +6,4 @@ FAILURE = 1
 USAGE = 2
 """The command line is invalid, or the service has refused the request as invalid."""
 INTERRUPTED = 130
-"""The user pressed Ctrl-C. Shells report this code for a program that was ended by SIGINT."""
+"""Ctrl-C. Shells report this code for a program that SIGINT has ended."""

@@ -191,7 +191,7 @@ class _Images:
 
     @property
     def where(self) -> str | None:
-        """The path of the folder with the images. None if there is no folder, or no image in it yet."""
+        """The folder, or None if images are not downloaded or the folder has no image yet."""
         return str(self._folder.path) if self._folder and self.shown else None
 
     def take(self, samples: Sequence[Row], service: Client) -> None:
@@ -203,8 +203,7 @@ class _Images:
 
 
 def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> Generator[GroupView, None, None]:
-    """Yield done groups. `only` is the id of a single group. If it is None, yield every done group after the cursor
-    `after`."""
+    """Yield the group with the id `only` or, if `only` is None, every done group after the cursor `after`."""
     if only is not None:
         group = service.group(only, samples=samples)
         if group.state is not GroupState.DONE:

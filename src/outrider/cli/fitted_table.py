@@ -20,7 +20,7 @@ TEXT_WIDTH = 24
 
 
 class FittedTable:
-    """A table whose cells are texts. If the name of a column ends in ">", the column is aligned to the right."""
+    """A table of texts. A column whose name ends in ">" is aligned to the right."""
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], title: str | None = None) -> None:
         self._names = [name.removesuffix(">") for name in columns]
@@ -59,7 +59,7 @@ class FittedTable:
         yield self._widened(columns, room)
 
     def _is_text(self, at: int) -> bool:
-        """Return True for the last column if it is aligned to the left. Only cells of this column may wrap."""
+        """Return True for a last column that is aligned to the left: only its cells may wrap."""
         return at == len(self._names) - 1 and not self._right[at]
 
     def _smallest(self, at: int, room: int) -> int:

@@ -99,11 +99,10 @@ def update_harness(
 ) -> None:
     """Try the newest version of a preset's program.
 
-    The command installs the newest version in the registry, beside the version
-    that the preset pins. It checks both, as `outrider harness check` does, and
-    prints the differences. If the newest version passes, it becomes the pinned
-    version. This needs a checkout of Outrider's source. With --check, the pinned
-    version does not change.
+    The command installs the newest version in the registry beside the pinned
+    version. It checks both, as `outrider harness check` does, and prints the
+    differences. If the newest version passes, it becomes the pinned one, which
+    needs a checkout of Outrider's source. With --check, the pin does not change.
 
     Exit code 0: the newest version passes, or is already pinned.
     Exit code 1: the newest version does not pass.

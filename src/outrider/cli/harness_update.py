@@ -21,7 +21,7 @@ from outrider.lab.certify.judge import Certificate, RowVerdict
 
 
 class VersionDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference between the certificate of the pinned version and the certificate of the newest version."""
+    """A difference between the certificates of the pinned and the newest version."""
 
     row: str
     fact: str
@@ -102,8 +102,8 @@ def _result(update: TriedUpdate) -> str:
 
 
 def _differences(before: Certificate, after: Certificate) -> Iterator[VersionDifference]:
-    """Yield the differences between two certificates that have the same rows. Times, token counts and logs are not
-    compared, because they always differ."""
+    """Yield the differences between two certificates with the same rows. Times, tokens and logs always differ and are
+    not compared."""
     for one, other in zip(before.rows, after.rows, strict=True):
         for (fact, pinned), (_, newest) in zip(_facts(one), _facts(other), strict=True):
             if pinned != newest:

@@ -1,5 +1,4 @@
-"""`outrider nodes join`: makes this machine a node of a service, which runs the service's sessions until a signal ends
-the command."""
+"""`outrider nodes join`: runs sessions of a service on this machine, until a signal ends the command."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ def start_log(level: int, *, token: str | None = None, process: str = "", as_jso
     log.setFormatter((JsonLogFormatter if as_json else LogFormatter)(token, process=process))
     logging.basicConfig(level=level, handlers=[log])
     if level > logging.DEBUG:
-        # Hide two kinds of lines: uvicorn's lines about the start and end of a server, and lines of the package mcp
-        # about each request.
+        # Hide uvicorn's lines about the start and end of each server, and the package mcp's lines about each request.
         for name in ("uvicorn.error", "mcp"):
             logging.getLogger(name).setLevel(max(level, logging.WARNING))
 

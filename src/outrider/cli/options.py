@@ -140,11 +140,8 @@ FOR_ANY_HARNESS = ("mcp_servers", "skills")
 def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
-    """Return the task with the agent that the command line chooses.
-
-    harness: a preset, which replaces the task's own agent.
-    agent: an agent in Python, for a task without its own agent.
-    default: the value of `agent` if it is not given."""
+    """Return the task with the agent that the command line chooses. The preset `harness` replaces the task's own agent.
+    Without it, a task without an agent gets the Python agent `agent`, or `default`."""
     own = task.get("harness") or {}
     given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:

@@ -87,7 +87,7 @@ class _Gateways(Spec):
 
 
 class PolarTopology(Spec):
-    """The content of a topology file."""
+    """A topology file."""
 
     rollout: _Rollout
     gateway: _Gateways

@@ -1,4 +1,4 @@
-"""Progress bars on standard error. They are drawn only if standard error is a terminal."""
+"""Progress bars on standard error, drawn only on a terminal."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def _states(now: RunProgress) -> str:
 
 @contextmanager
 def row_progress(terminal: Terminal, rows: int) -> Iterator[Callable[[RowVerdict], None]]:
-    """Show one progress bar for the rows of a harness's certificate. Also write a line for each verdict, with or
-    without a terminal."""
+    """Show one bar for the rows of a harness's certificate. Always write a line for each verdict, too."""
     with _progress(terminal, transient=True) as progress:
         bar = progress.add_task("starting a service", total=rows)
 

@@ -47,7 +47,7 @@ def query(
 
 
 def _table(reply: QueryReply) -> FittedTable:
-    """Return the rows of a reply as a table. Columns of numbers are aligned to the right."""
+    """Return the reply as a table. Columns of numbers are aligned to the right."""
     numeric = [
         any(row[at] is not None for row in reply.rows)
         and all(row[at] is None or isinstance(row[at], int | float) for row in reply.rows)

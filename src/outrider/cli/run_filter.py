@@ -99,7 +99,7 @@ def time_of(text: str, option: str, *, now: float | None = None) -> float:
 
 
 def pairs_of(given: Sequence[str] | None) -> dict[str, str]:
-    """Parse labels of the form NAME=VALUE. Raises InvalidField for a label without a name or without `=`."""
+    """Parse labels in the form NAME=VALUE. Raises InvalidField for any other form."""
     found = {}
     for pair in given or ():
         name, equals, value = pair.partition("=")

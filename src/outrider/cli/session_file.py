@@ -29,8 +29,7 @@ MOST_IMAGES = 64 << 20
 
 
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One reply of the service, as stored in the file. A reply is either JSON, or a file as base64 with its media
-    type."""
+    """A recorded reply of the service: JSON, or the base64 of a file and its media type."""
 
     json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     base64: str | msgspec.UnsetType = msgspec.UNSET
@@ -45,7 +44,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def session_page(service: Client, session_id: str) -> bytes:
-    """Return the HTML file of a session. Raises NotFound for an unknown session, and the errors of a client's calls."""
+    """Return the HTML file of a session. Raises NotFound for an unknown session, and the client's errors."""
     replies = _replies(service, session_id)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     return html_file(Recording(made, replies), title=session_id)

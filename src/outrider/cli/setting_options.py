@@ -36,8 +36,8 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the option --config, and an option for each setting. With `only`, the settings are limited to these names
-    and sections. An option is a pair: the name of a function's parameter, and its annotation."""
+    """Yield the option --config, and one for each setting. `only` limits the settings to these names and sections. An
+    option is the name and annotation of a function's parameter."""
     yield "config", ConfigFile
     for path, field, setting in all_settings():
         section, dot, _ = path.partition(".")
@@ -58,8 +58,7 @@ def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
 
 
 def read_settings(options: Mapping[str, Any]) -> Config:
-    """Return the settings, which are merged from the options, the environment, and the file that --config names. Raises
-    InvalidField."""
+    """Return the settings, merged from the options, the environment and the file of --config. Raises InvalidField."""
     flags = {path: options.get(_parameter(path)) or None for path, _, _ in all_settings()}
     if engines := flags["engines"]:
         flags["engines"] = [parse_engine(text) for text in engines]

@@ -77,7 +77,7 @@ def show(
 
 
 def write_page(terminal: Terminal, page: bytes, file: Path) -> None:
-    """Write the HTML page of a session to `file`. Raises ServiceError if the file cannot be written."""
+    """Write an HTML file. Raises ServiceError if the file cannot be written."""
     try:
         file.write_bytes(page)
     except OSError as error:
@@ -114,7 +114,7 @@ def _lines(session: SessionView, turns: Sequence[TurnView], network: Sequence[Sp
 
 
 def _server(span: SpanView) -> Text:
-    """Return a line about one server that the sandbox called, with the number of requests and bytes."""
+    """Return the line for a server that a sandbox has called."""
     data = span.data
     said = [f"{data['requests']} requests", f"{data['sent']:,} bytes sent, {data['received']:,} received"]
     for name, reason in (("refused", "refusal"), ("failed", "failure")):

@@ -25,7 +25,7 @@ from outrider.slurm.batch_script import TOKEN_FILE, URL_FILE, BatchJob, script_o
 
 PLACE = "Allocation"
 FOLDER = "slurm"
-"""Name of the folder with the job's files, inside the data folder."""
+"""Name of the job's folder within the data folder."""
 STANDARD_OUTPUT = "-"
 SERVICE_ONLY = ("processes", "stop_seconds", "token")
 """Parameters of `outrider serve` that are not passed on to `outrider nodes join`, because they mean something else
@@ -175,8 +175,7 @@ def slurm(
 
 
 def settings_of(flags: Sequence[str]) -> Config:
-    """Parse flags of `outrider serve`, and return the settings of a service that runs with them. Raises UsageError for
-    an unknown flag."""
+    """Return the settings of a service with these flags of `outrider serve`. Raises UsageError for an unknown flag."""
     return read_settings(_serve_options(flags))
 
 
@@ -186,7 +185,7 @@ def _serve_options(flags: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _check(given: Mapping[str, Any], settings: Config) -> None:
-    """Raise InvalidField for flags that would make the job fail, or that would show the token to other users."""
+    """Raise InvalidField for flags that would make the job fail, or show the token to others."""
     if given["token"] is not None:
         hint = "leave it out: the job has a token of its own, in a file"
         raise InvalidField("a batch script can be read by others, and must have no token", field="token", hint=hint)

@@ -84,9 +84,8 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def session_table(group: GroupView) -> RenderableType:
-    """Return a table with a row for each session of a group. The columns are the state or stop reason, the reward, the
-    turns, the sampled tokens, the seconds of each stage, and the error. A session without an error may have a remark in
-    the last cell."""
+    """Return a table of a group's sessions: state or stop reason, reward, turns, sampled tokens, seconds of each stage,
+    and error. A session without an error may have a remark in the last cell."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
     rows: list[Sequence[object]] = []
     for session in group.sessions:
@@ -112,9 +111,8 @@ def session_table(group: GroupView) -> RenderableType:
 
 
 def sessions_table(sessions: Sequence[SessionView]) -> RenderableType:
-    """Return a table with a row for each session of several groups. The columns are the state or stop reason, the
-    reward, the turns, the sampled tokens, and the error. Without an error, the last cell has the number of failed model
-    calls, if there were any."""
+    """Return a table of sessions of several groups: state or stop reason, reward, turns, sampled tokens, and error.
+    Without an error, the last cell has the number of failed model calls, if there were any."""
     rows: list[Sequence[object]] = []
     for session in sessions:
         result = session.result

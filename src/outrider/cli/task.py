@@ -45,11 +45,11 @@ MAX_VALUE = 160
 
 
 WIDTH = 80
-"""Width of the table of tasks, in columns of the screen."""
+"""Width of the list of tasks, in columns."""
 GAP = 3
 """Number of spaces between two columns of a table."""
 MAX_TOLD = 20
-"""Maximum number of different faults for which `outrider task list` prints a remedy."""
+"""Maximum number of different faults that `outrider task list` explains."""
 MIN_INSTRUCTION, MAX_ID = 12, 32
 """Minimum width of the column of instructions, and maximum width of the column of ids."""
 
@@ -246,8 +246,7 @@ def import_(
 
 
 def chosen(examples: Sequence[Example], task: str | None, source: str) -> Example:
-    """Return the example with the id `task`, or the first example if `task` is None. Raises InvalidField if there is no
-    such example."""
+    """Return the example with the id `task`, by default the first. Raises InvalidField if there is none."""
     for example in examples:
         if task is None or example.id == task:
             return example
@@ -259,7 +258,7 @@ def chosen(examples: Sequence[Example], task: str | None, source: str) -> Exampl
 
 
 def evaluator_of(example: Example) -> str:
-    """Return the kind of the example's evaluator as a text to print. Works for a task that has not been validated."""
+    """Return the kind of the example's evaluator, for display. The task is not validated yet."""
     evaluator = example.task.get("evaluator")
     kind = evaluator.get("kind", "command") if isinstance(evaluator, dict) else "-"
     return printable(str(kind))

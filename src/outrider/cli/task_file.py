@@ -23,8 +23,7 @@ from outrider.text_files import read_toml_file
 Step = dict[str, Any]
 
 ROWS = "rows"
-"""Name of a table in a TOML file. The table names a file with rows of a data set. The task in the TOML file is then a
-template that is filled from each row."""
+"""Name of a table in a TOML file. It names a file of rows, each of which fills the file's task as a template."""
 
 
 def is_one_task(path: Path) -> bool:
@@ -72,7 +71,7 @@ def load_table(path: Path) -> dict[str, Any]:
 
 
 def gold_of(table: Any, path: Path) -> Gold:
-    """Parse the table `gold` of a TOML file, which has the known solution. `path` is the file, for error messages."""
+    """Parse the table `gold` of the file `path`, which has the known solution."""
     try:
         return msgspec.convert(table, Gold)
     except msgspec.ValidationError as error:

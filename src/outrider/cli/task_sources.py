@@ -44,7 +44,7 @@ REASONING_GYM = "reasoning-gym"
 MINIWOB = "miniwob"
 RELEASE_PAIRS = "release-pairs"
 ENTRIES = 4
-"""Number of tasks from one reasoning-gym dataset or one MiniWoB page, if the user gives no limit."""
+"""Default number of tasks from one reasoning-gym dataset or one MiniWoB page."""
 SOURCES = (
     "name a TOML file with a task or a template, a folder of tasks, KIND:FILE with rows of a data set "
     f"({', '.join(sorted(ADAPTERS))}), or {HUMAN_EVAL}, {REASONING_GYM}, {MINIWOB}, {RELEASE_PAIRS}"
@@ -71,7 +71,7 @@ class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TaskLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One line of a JSON Lines file that `outrider task import` wrote."""
+    """One line of a JSON Lines file of tasks."""
 
     id: str
     task: dict[str, Any]

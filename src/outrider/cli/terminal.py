@@ -26,8 +26,8 @@ WIDTH_OF_A_FILE = 240
 
 
 class Terminal:
-    """The output streams of a command: `out` is standard output, and `err` is standard error. A stream has colours only
-    if it is a terminal."""
+    """The output streams of a command. `out` is standard output, `err` standard error. Colours are used only on
+    terminals."""
 
     def __init__(self) -> None:
         self.json = False
@@ -53,8 +53,7 @@ class Terminal:
             self.out.print(each, soft_wrap=isinstance(each, str))
 
     def error(self, record: ErrorRecord) -> None:
-        """Write an error to standard error as the lines `error: ...` and `hint: ...`. With --json, also write a JSON
-        document."""
+        """Write the lines `error: ...` and `hint: ...`, and with --json also a JSON document."""
         told = record.field and re.search(rf"\b{re.escape(record.field)}\b", record.message)
         named = f"{record.field}: " if record.field and not told else ""
         self._line("error", f"{named}{record.message}", "bold red")

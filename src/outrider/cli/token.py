@@ -1,5 +1,5 @@
-"""`outrider token`: creates, lists and revokes tokens of the control API. With --data, it creates a token in the store
-of a stopped service. So the first token needs no other token."""
+"""`outrider token`: creates, lists and revokes tokens of the control API. The first token can be created in the store
+of a stopped service."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ def create(
 ) -> None:
     """Make a token, and print it. It cannot be printed again.
 
-    With --data, the command writes the token into the data folder of a service
-    that does not run. Use this for the first token.
+    With --data, the token is made for a stopped service.
 
     Examples:
 

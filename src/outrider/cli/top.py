@@ -40,7 +40,7 @@ from outrider.schemas import ServiceStatus
 
 REFRESH_SECONDS = 1.0
 QUIT = "q"
-"""The key that the user presses to end the command."""
+"""The key that ends the command."""
 RATE_SECONDS = 30.0
 """Rates are averages over this many last seconds."""
 ERRORS_EVERY = 10.0
@@ -190,7 +190,7 @@ class TopReadings:
 
 
 def frame(view: TopView) -> RenderableType:
-    """Draw a view for the terminal. If it has 80 columns or more, no line is cut off."""
+    """Draw a view. In 80 columns or more, no line is cut."""
     status, rates = view.service, view.rates
     states = " · ".join(f"{count} {state}" for state, count in status.sessions.items() if count)
     parts: list[Any] = [

@@ -1,4 +1,4 @@
-"""`outrider trace`: writes the timelines of sessions to a trace file that the site ui.perfetto.dev can show."""
+"""`outrider trace`: writes the timelines of sessions as a trace that ui.perfetto.dev shows."""
 
 from __future__ import annotations
 
@@ -108,8 +108,7 @@ def _timelines(service: Client, sessions: list[SessionView]) -> Iterator[tuple[s
 
 
 def _write(file: BinaryIO, timelines: Iterator[tuple[str, TimelineView]]) -> int:
-    """Write the events of the timelines, one per line, and return their number. Events are written as soon as their
-    timeline has been read."""
+    """Write one event per line, each as soon as its timeline has been read. Returns the number of events."""
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
     for count, event in enumerate(trace_events(timelines), 1):

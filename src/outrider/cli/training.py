@@ -123,8 +123,7 @@ def _progress(terminal: Terminal, seed: int, seeds: int, most: int) -> Iterator[
 
 
 def plot(rewards: Sequence[float]) -> Text:
-    """Draw the rewards of the newest WIDTH steps as bars, with one column per step. Each row stands for a reward of
-    0.1."""
+    """Draw the rewards of the newest WIDTH steps, one column per step. A row is a reward of 0.1."""
     shown = rewards[-WIDTH:]
     lines = []
     for row in reversed(range(HEIGHT)):
@@ -152,6 +151,5 @@ def _print(terminal: Terminal, runs: Sequence[SeedRun], found: TrainSummary) -> 
 
 
 def _reached(run: SeedRun) -> float:
-    """Return the reward that was measured after the training. If the training ended early, return the reward of its
-    last step."""
+    """Return the reward after the training, or the reward of the last step if the training ended early."""
     return run.steps[-1].stats.reward if run.last_reward is None else run.last_reward

@@ -1,4 +1,4 @@
-"""`outrider view`: serves the web page of a finished run on this machine, until Ctrl-C. No service needs to run."""
+"""`outrider view`: serves the web page of a finished run on this machine, until Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints notes that explain why the sessions of a service make no progress."""
+"""Writes notes that explain why sessions make no progress."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def _look(terminal: Terminal, client: AsyncClient, every: float) -> None:
 
 
 def _progress(status: ServiceStatus) -> object:
-    """Return numbers from the service's status. Whenever a session makes progress, at least one of them changes."""
+    """Return numbers from the status, some of which change whenever a session makes progress."""
     engines = [(each.in_flight, each.generated_tokens, each.failures) for each in status.engines]
     lanes = [(lane.in_use, lane.served) for node in status.nodes for lane in node.lanes]
     return status.sessions, engines, lanes, status.cursor

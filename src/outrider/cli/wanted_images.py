@@ -1,5 +1,4 @@
-"""Parses the names of images that a command must pull, and pulls them. For several images, it prints when each pull
-begins and ends."""
+"""Parses the images that a command must pull, and pulls them with a line of progress for each."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ HELP = "REFERENCE NAME for one image; NAME=REFERENCE for each of several."
 
 
 def read_images(words: Sequence[str]) -> dict[str, str]:
-    """Parse the words of a command line into references by name. The words are REFERENCE NAME for a single image, or
-    NAME=REFERENCE for each image. Raises InvalidField."""
+    """Parse REFERENCE NAME for a single image, or NAME=REFERENCE for each image. Returns the references by name. Raises
+    InvalidField."""
     found: dict[str, str] = {}
     if len(words) == 2 and not any("=" in word for word in words):
         return {words[1]: words[0]}

@@ -38,8 +38,7 @@ GIT_ENVIRONMENT = {
     "GIT_ATTR_NOSYSTEM": "1",
     "LC_ALL": "C",
 }
-"""Environment variables for git. With them, git applies a patch to the files of a folder, whether or not the folder is
-in a repository."""
+"""Variables that make git apply a patch to the files of a folder, whether or not the folder is in a repository."""
 
 
 class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,8 +80,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
     def log_tail(self, *, limit: int = LOG_TAIL) -> str:
-        """Return the end of stdout, followed by the end of stderr, in at most `limit` bytes together. Each stream gets
-        half of the limit, and also what the other stream does not need."""
+        """Return the end of stdout and then of stderr, at most `limit` bytes together. Each stream gets half of the
+        limit, plus what the other does not need."""
         out, err = self.stdout.rstrip(), self.stderr.rstrip()
         err = err[-max(limit // 2, limit - len(out)) :]
         room = limit - len(err)
@@ -187,7 +186,7 @@ class RuntimeKind(Protocol):
     """
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:
-        """Return a new sandbox that has not started yet. Nothing is created on the host."""
+        """Return a sandbox that has not started. Creates nothing on the host."""
         ...
 
     def available(self) -> Availability:
@@ -258,7 +257,7 @@ class Runtime(Protocol):
         ...
 
     async def upload(self, source: Path, target: str) -> None:
-        """Copy a file or folder of the host to `target`. A symbolic link that leads out of the folder is refused."""
+        """Copy a host file or folder to `target`. Symbolic links that lead out of the folder are refused."""
         ...
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
@@ -329,10 +328,9 @@ class QueuesStarts(Protocol):
 
 
 class SavesLayers(Protocol):
-    """A runtime that can save all files that programs have written in a sandbox. Another sandbox can then start with
-    them."""
+    """A runtime that can save every file written in a sandbox, for use in another sandbox."""
 
     async def save_layer(self, target: Path) -> None:
-        """Write the files of the sandbox's writable layer into a new host file. Another sandbox can use this file as
-        its `SandboxContext.layer`."""
+        """Write the sandbox's writable layer into a new host file, for use as `SandboxContext.layer` of another
+        sandbox."""
         ...

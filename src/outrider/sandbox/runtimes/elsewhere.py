@@ -11,8 +11,8 @@ from outrider.plugins import resolve
 from outrider.sandbox.runtimes.node_host import Host
 
 ELSEWHERE = ("e2b", "kubernetes")
-"""Names of the kinds whose sandboxes run on other machines. The class of each kind has an attribute `part`, which makes
-the object that its sandboxes share (see `Host.part`)."""
+"""Names of the kinds whose sandboxes run on other machines. The class of each kind has an attribute `part` (see
+`RuntimeKind`)."""
 
 
 def is_set_up(kind: str, host: Host) -> bool:

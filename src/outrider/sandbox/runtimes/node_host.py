@@ -24,7 +24,7 @@ from outrider.sandbox.runtimes.kernel.process_marks import started
 P = TypeVar("P")
 
 PREFIX = "outrider-"
-"""The name of every node starts with this prefix, and so do the names of its folders, control groups and labels."""
+"""Prefix of the names of every node and of its folders, control groups and labels."""
 
 
 SWEEP_SECONDS = 60.0

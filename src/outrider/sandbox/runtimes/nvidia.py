@@ -24,8 +24,8 @@ from outrider.errors import RuntimeUnavailable
 CDI_KIND = "nvidia.com/gpu="
 """Beginning of an NVIDIA GPU's name in the Container Device Interface (CDI) of container engines."""
 CONTROL = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
-"""Device files that a sandbox needs in addition to those of its GPUs. Every CUDA program opens the first two. Profilers
-also open the last one."""
+"""Device files that are shown together with any GPU. Every CUDA program opens the first two. Profilers also open the
+last."""
 LIBRARIES_AT = "/run/outrider-nvidia"
 """Folder with the driver's libraries in a sandbox. They cannot be part of an image, because their version must match
 the kernel module."""
@@ -54,8 +54,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class GpuFiles(msgspec.Struct, frozen=True):
-    """The device files and libraries that a sandbox needs for its GPUs. Each is a pair (path on this machine, path in
-    the sandbox)."""
+    """The device files and libraries that a sandbox needs for GPUs, as pairs (path on this machine, path in the
+    sandbox)."""
 
     devices: tuple[tuple[str, str], ...] = ()
     libraries: tuple[tuple[str, str], ...] = ()
@@ -67,8 +67,8 @@ class GpuFiles(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NvidiaDriver:
-    """The state of the NVIDIA driver. It is read from the folders `proc` and `dev`, and from the program `ldconfig`,
-    which lists the driver's libraries."""
+    """The NVIDIA driver's state, read from the folders `proc` and `dev`. The program `ldconfig` lists the driver's
+    libraries."""
 
     proc: Path = Path("/proc/driver/nvidia")
     dev: Path = Path("/dev")
@@ -161,8 +161,8 @@ def variables(names: Sequence[str]) -> Mapping[str, str]:
 
 
 def is_nvidia(name: str) -> bool:
-    """Return whether a name in the setting `sandboxes.gpus` belongs to an NVIDIA GPU. Such a name contains no slash,
-    such as `0`, or begins with CDI_KIND."""
+    """Return whether a name in the setting sandboxes.gpus is an NVIDIA GPU's. Such a name contains no slash (`0`), or
+    begins with CDI_KIND."""
     return "/" not in name or name.startswith(CDI_KIND)
 
 

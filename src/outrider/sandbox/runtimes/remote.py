@@ -38,8 +38,8 @@ ATTEMPT_LABEL = "outrider.attempt"
 
 MACHINE_CHARACTERS = 8
 HEAD = 5
-"""Number of bytes before the data of a message in the tunnel. One byte is the kind of the message, and four are the
-client's number."""
+"""Number of bytes before the data of a message in the tunnel: one byte for the message's kind, four for the client's
+number."""
 MOST_WAITING = 64 << 20
 """Maximum bytes that may wait in one buffer until they are sent to the gateway or the tool server."""
 UNBOUNDED = 1 << 62
@@ -192,7 +192,7 @@ class _GatewayTunnel:
         connection."""
         if len(part) < HEAD:
             raise ValueError("a part of the tunnel without a number")
-        # each message may cause a reply, so memory would fill up if the server sent messages without reading
+        # each message may cause a reply, so a flood of messages would fill memory
         if self._tools.backlog() > MOST_WAITING:
             raise ValueError("a tool server that sends and does not read")
         kind, number, data = part[0], int.from_bytes(part[1:HEAD], "big"), part[HEAD:]

@@ -38,8 +38,7 @@ ISOLATION = (
     "--no-umask",
 )
 ROOT_OF_OWN = ("--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command")
-"""Options if the service runs as an ordinary user. The user becomes uid 0 in a new user namespace without other
-users."""
+"""Options for an ordinary user, who becomes uid 0 in a new user namespace with no other user."""
 ROOT_AS_ROOT = ("--userns",)
 """Options if the service runs as root. Root also becomes uid 0 of a new user namespace. `--fakeroot` is left out,
 because it fails for root without an entry in /etc/subuid."""
@@ -49,7 +48,7 @@ CONFINEMENT = (
     *("isolation.syscalls", "isolation.seccomp", "filesystem.paths", "isolation.isolate"),
     "isolation.container_entry",
 )
-"""Modules of runtimes/guest that confine the tool server. They are imported in this order."""
+"""Modules of runtimes/guest that confine the tool server, in import order."""
 
 
 class Apptainer(msgspec.Struct, frozen=True):

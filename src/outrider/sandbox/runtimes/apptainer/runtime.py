@@ -90,8 +90,7 @@ class ApptainerRuntime:
 
 
 def _found() -> str:
-    """Return a text about the Apptainer of this machine, and how the machine limits sandboxes. Raises
-    RuntimeUnavailable."""
+    """Return a description of Apptainer, and of how this machine limits sandboxes. Raises RuntimeUnavailable."""
     found = APPTAINER.get()
     return f"apptainer {found.version} at {found.path}; limits by {limits_in_words(cgroups.find())}"
 
@@ -112,7 +111,7 @@ def named_image(spec: RuntimeSpec) -> str:
 async def launch(
     spec: RuntimeSpec, context: SandboxContext, *, driver: NvidiaDriver = NVIDIA
 ) -> AsyncIterator[RunningServer]:
-    """Run `apptainer exec` for one sandbox. tool_server/launch.py explains the parameters and the result.
+    """Run `apptainer exec`. See tool_server/launch.py.
 
     The option `--nv` is not used, because it would show the container all GPUs of the machine."""
     name = context.directory.name
@@ -210,8 +209,8 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path
 
 
 def with_apptainer(resources: Resources) -> Resources:
-    """Return the task's limits, plus what Apptainer's own processes need. These processes run as the sandbox's user and
-    in its control group, so the limits also count them."""
+    """Return the task's limits, raised by what Apptainer's own processes need, because they share the sandbox's control
+    group and user."""
     memory = resources.most_memory_mb + OWN_MEMORY_MB
     return resources.model_copy(update={"pids": resources.pids + OWN_PROCESSES, "memory_mb": memory})
 

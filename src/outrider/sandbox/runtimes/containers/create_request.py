@@ -127,8 +127,7 @@ def device_requests(gpus: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def ulimit(name: str, kind: int, most: int) -> dict[str, Any]:
-    """Return a limit on a container's processes. Its value is `most`, or the hard limit of this process if that is
-    lower."""
+    """Return a limit of a container's processes: `most`, or this process's own hard limit if that is lower."""
     own = resource.getrlimit(kind)[1]
     value = most if own == resource.RLIM_INFINITY else min(own, most)
     return {"Name": name, "Soft": value, "Hard": value}

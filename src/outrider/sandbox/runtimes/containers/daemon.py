@@ -80,7 +80,7 @@ class ContainerEngine:
                 )
             return Path(place)
         for path in self.places():
-            with contextlib.suppress(OSError):  # after `su`, XDG_RUNTIME_DIR may be a folder of another user
+            with contextlib.suppress(OSError):  # after `su`, XDG_RUNTIME_DIR may be another user's
                 if path.is_socket():
                     return path
         looked = ", ".join(map(str, self.places()))
@@ -324,6 +324,5 @@ def rootless(path: Path) -> bool:
 
 
 def limits_hold(path: Path) -> bool:
-    """Return whether the daemon can limit the resources of containers. A rootless daemon can if the machine uses
-    version 2 of control groups."""
+    """Return whether the daemon can limit containers. A rootless daemon needs version 2 of control groups for this."""
     return not rootless(path) or Path("/sys/fs/cgroup/cgroup.controllers").exists()

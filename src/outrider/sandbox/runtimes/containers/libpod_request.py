@@ -19,8 +19,7 @@ FIXED = {
     "Healthcheck": {"Test": ["NONE"]},
     "StopSignal": "SIGKILL",
 }
-"""Parts of Docker's request that have the same value in every request. The translation is valid only for these
-values."""
+"""Parts of Docker's request that never vary. The translation is valid only for these values."""
 
 
 def libpod_body(body: Mapping[str, Any], gpus: Sequence[str]) -> dict[str, Any]:

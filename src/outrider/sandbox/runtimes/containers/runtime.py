@@ -99,7 +99,7 @@ GVISOR = ContainerRuntime(DOCKER_ENGINE, oci_runtime="runsc")
 
 @asynccontextmanager
 async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[RunningServer]:
-    """Run a container with the daemon. tool_server/launch.py explains the parameters and the result."""
+    """Run a container with the daemon. See tool_server/launch.py."""
     image_name = kind.image_name(spec)
     daemon = await context.host.part(kind.engine.daemon)
     image = await daemon.image(image_name)

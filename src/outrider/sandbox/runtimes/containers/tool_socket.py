@@ -37,8 +37,8 @@ CONNECT = (
     " for fd in fds: posix.dup2(end.fileno(),fd)\n"
     " end.close()\n"
 )
-"""A Python program that runs in the container and connects the server to the host. The first connection carries calls,
-and the second carries the server's standard error."""
+"""A Python program that connects the server to the host. The first connection is for calls, the second for the server's
+standard error."""
 
 
 def command(file_bytes: int, memory: int) -> list[str]:
@@ -100,7 +100,7 @@ class ToolSocket:
         return tools
 
     async def _accept(self, runs: Runs) -> socket.socket:
-        """Return the next connection to the socket. Raises RuntimeFailure if the container no longer runs."""
+        """Return the next connection. Raises RuntimeFailure when the container no longer runs."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):

@@ -24,7 +24,7 @@ from outrider.errors import RuntimeUnavailable
 
 DOMAIN = "e2b.app"
 ENVD_PORT = 49983
-"""The port on which the program `envd` listens in every sandbox. `envd` starts processes and copies files."""
+"""Port of `envd` in every sandbox. This program starts processes and copies files."""
 CALL_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 MAX_REPLY = 16 << 20
@@ -65,8 +65,7 @@ class E2BSettings:
 
     @classmethod
     def read(cls) -> E2BSettings:
-        """Read the same environment variables as E2B's own SDK. Raises RuntimeUnavailable if the key is missing or an
-        address is invalid."""
+        """Read the environment variables that E2B's own SDK uses. Raises RuntimeUnavailable."""
         key = (environment("E2B_API_KEY") or "").strip()
         if not key:
             raise RuntimeUnavailable(

@@ -46,7 +46,7 @@ SILENCE_SECONDS = 120.0
 """The output stream is treated as broken if no frame arrives for this many seconds. The client asks the service for a
 keep-alive every PING_SECONDS. A service that ignores this sends a keep-alive every 90 seconds."""
 BUSY = RetryPolicy(first=0.2, longest=10.0, attempts=20)
-"""How to repeat a call after a reply with the status 429, which means that the call was not carried out."""
+"""How to repeat a call whose reply has status 429. Such a call was not carried out."""
 END_SECONDS = 2.0
 """Seconds to wait for the process to end, after input could not be sent to it."""
 COMPRESSED, LAST = 1, 2
@@ -117,7 +117,7 @@ class Envd:
         return self._http.get(self._url + path, headers=self._headers, allow_redirects=False)
 
     async def upload(self, path: str, data: AsyncIterator[bytes]) -> None:
-        """Create or replace a file in the sandbox. Missing parent folders are made. Raises E2BError."""
+        """Create or replace a file, with its parent folders. Raises E2BError."""
         form = aiohttp.FormData()
         form.add_field("file", data, filename=path, content_type="application/octet-stream")
         query = {"path": path, "username": USER}
@@ -237,8 +237,7 @@ class ProcessSocket:
         return "\n".join(filter(None, parts))
 
     async def run(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Run the process. Returns when the process ends, the stream breaks, or the task is cancelled. Raises no
-        error."""
+        """Run the process until it ends, the stream breaks, or the task is cancelled. Raises nothing."""
         try:
             async with self._envd.start(command, env) as answer, asyncio.TaskGroup() as group:
                 feeding: asyncio.Task[None] | None = None

@@ -21,8 +21,7 @@ from outrider.sandbox.runtimes.tool_server.client import ExecDone, ToolClient
 ARCHIVE_AT = "/tmp/.outrider-programs"
 PIECE = 1 << 18
 LEVEL = 1
-"""The compression level of archives. It is low, because a node compresses an archive only once, but sends it to every
-sandbox."""
+"""The compression level. It is low, because an archive is compressed once per node but sent once per sandbox."""
 UNPACK_SECONDS = 600.0
 UNPACK = (
     "import os,sys,tarfile\n"

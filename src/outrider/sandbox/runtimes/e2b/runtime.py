@@ -107,8 +107,7 @@ def _list_status(settings: E2BSettings) -> int:
 
 @asynccontextmanager
 async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock) -> AsyncIterator[RunningServer]:
-    """Create a sandbox at the service, and start the tool server in it. tool_server/launch.py explains the parameters
-    and the result."""
+    """Create a sandbox at the service, and run the tool server in it. See tool_server/launch.py."""
     name = context.directory.name
     service = await context.host.part(E2BService)
     program = await asyncio.to_thread(remote_delivery)

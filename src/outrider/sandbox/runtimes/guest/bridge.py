@@ -72,8 +72,7 @@ class BridgedConnection:
         self._watch()
 
     def _ready(self, inward: Stream, outward: Stream, events: int) -> None:
-        """Handle poll events of one socket. `inward` is the stream that reads from it, and `outward` the stream that
-        writes to it."""
+        """Handle events of a socket. `inward` is the stream that reads from it, and `outward` writes to it."""
         try:
             if events & select.POLLOUT:
                 outward.push()

@@ -81,7 +81,7 @@ class ChildReply:
         self._finish()
 
     def _finish(self) -> None:
-        """Reply when the child has exited and its pipe has ended. The two events may come in any order."""
+        """Reply once the child has exited and its pipe has ended. Either event may come first."""
         if self.code is None or self.fd >= 0:
             return
         self.calls.loop.timers.pop((self, "limit"), None)

@@ -101,8 +101,8 @@ class HostConnection:
 
 
 class Calls:
-    """State that all calls share, and functions that reply to calls. `running` has a function for each call that can be
-    cancelled, by the call's number. The function cancels the call."""
+    """State that all calls share, and functions that reply to calls. `running` has a function that cancels each
+    cancellable call, by the call's number."""
 
     def __init__(self, loop: Loop, connection: HostConnection) -> None:
         self.loop = loop

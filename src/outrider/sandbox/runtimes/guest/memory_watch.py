@@ -23,8 +23,8 @@ from outrider.sandbox.runtimes.guest.processes import (
 )
 
 RATE = 4 << 30
-"""The fastest growth of the programs' memory that is expected, in bytes per second. The next scan takes place when the
-programs could reach the limit at this rate."""
+"""Assumed maximum growth of the programs' memory, in bytes per second. The next scan happens when the programs could
+reach the limit at this rate."""
 MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Minimum and maximum seconds between two scans."""
 OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from outrider.sandbox.runtimes.guest.poll_loop import Loop
 
 SOCKETS = "/proc/self/net/netlink"
-"""The kernel's table of netlink sockets in this network. It has a line of headings, and then one line for each
-socket."""
+"""The kernel's table of netlink sockets in this network: a line of headings, then one line for each socket."""
 HELD = (4, 5)
-"""Positions of two columns in SOCKETS. They count bytes that were received but not read, and bytes that were sent but
-not received."""
+"""Indexes of the columns of SOCKETS that count bytes received but not read, and bytes sent but not received."""
 MOST = 64 << 20
 PAUSE = 1.0
 

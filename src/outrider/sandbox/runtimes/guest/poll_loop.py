@@ -1,7 +1,7 @@
-"""A single-threaded event loop. It handles descriptors that become ready, timers, and exits of child processes.
+"""A single-threaded event loop for ready descriptors, timers, and exits of child processes.
 
-asyncio is not used, because importing it would take several times as long as starting the interpreter. Invariant: the
-loop collects the exit code of every child, also of adopted orphans.
+Importing asyncio would take several times as long as starting the interpreter. Invariant: the loop collects the exit
+code of every child, also of adopted orphans.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ else:
 
 POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
 CHUNK = 1 << 18
-"""Maximum bytes of one read or write. It is large enough to need few system calls, and small enough that no single call
-delays the loop."""
+"""Maximum bytes of one read or write: large enough to need few system calls, and small enough that no call delays the
+loop."""
 
 REST_FACTOR = 20
 """Scans of processes or sockets can be slow, and must not use much CPU time. So the pause after a scan is at least this
@@ -75,7 +75,7 @@ class Loop:
             soonest = float("inf")
             if self.timers:
                 soonest = min(deadline for deadline, _ in self.timers.values())
-                # 0.5 is added, because `poll` cuts the timeout to whole milliseconds
+                # 0.5, because `poll` truncates to whole milliseconds
                 timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5
             for fd, events in self.poll.poll(timeout):
                 handler = self.handlers.get(fd)  # another handler may have just removed it
@@ -125,7 +125,7 @@ class PipeWriter:
         self._ready(0)
 
     def close(self) -> None:
-        """Close the pipe. Data that is not written yet is dropped. May be called twice."""
+        """Close the pipe. Data not yet written is dropped. Idempotent."""
         if self.fd >= 0:
             self.loop.unwatch(self.fd)
             posix.close(self.fd)

@@ -25,8 +25,7 @@ SIGINT, SIGKILL, SIGSTOP = _signal.SIGINT, _signal.SIGKILL, _signal.SIGSTOP
 OTHER_ERROR = 255
 """Exit code of a child of `fork_with_pipe` if it raised an exception that has no errno."""
 SWIFT_LOOKS = 3
-"""The number of first scans in which `kill_tree` kills each process at once. Later scans first stop every new
-process."""
+"""How many scans of `kill_tree` kill each process at once. Later scans first stop every new process."""
 LOOKS = 200
 """Maximum number of scans in `kill_tree`. Without a maximum, processes that fork faster than they are killed would keep
 it busy forever."""
@@ -119,7 +118,7 @@ def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
 
 
 def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
-    """Return those processes in `roots` that are alive, and all their living descendants."""
+    """Return the living processes among `roots` and their living descendants."""
     below: dict[int, list[int]] = {}
     for process in table.values():
         below.setdefault(process.parent, []).append(process.pid)
@@ -169,7 +168,7 @@ def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
             stopped |= victims
         for pid in victims:
             send_signal(pid, number)
-        # most of the killed processes have exited before the second scan
+        # by the second scan, most victims have exited
         time.sleep(0 if attempt < SWIFT_LOOKS else 0.002)
     return victims
 

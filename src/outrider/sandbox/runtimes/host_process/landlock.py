@@ -30,8 +30,8 @@ NEEDED = 3
 """The oldest usable version of Landlock (Linux 6.2). With older versions, programs could truncate a file that they may
 not write."""
 WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
-"""Paths to which programs may write. /dev/pts is needed to open new terminals. It also gives access to other terminals
-of the service's user."""
+"""Writable paths. /dev/pts is needed to open new terminals, but also gives access to other terminals of the service's
+user."""
 ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
 """Variables that make git skip the configuration file of the host. Otherwise git exits with an error if the file exists
 but cannot be read."""
@@ -68,8 +68,8 @@ class LandlockRuntime:
 def confined_program(
     context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
 ) -> tuple[list[str], bytes]:
-    """Return the tool server's command, and the code to send to it. The code of guest/isolation/landlock.py runs first,
-    and parses the arguments after the command."""
+    """Return the tool server's command and code. The code of guest/isolation/landlock.py runs first and parses the
+    arguments after the command."""
     shown = [*SHOWN["process-landlock"], str(Path(sys.base_prefix).resolve()), *map(str, context.mounts)]
     words = [
         str(urlsplit(gateway_url(context)).port or 0),

@@ -63,8 +63,7 @@ NONE = Hierarchies(0, {})
 
 
 def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
-    """Return the folders in which this process can make control groups. `own` is the text of /proc/self/cgroup, which
-    is read if `own` is None."""
+    """Return the folders in which this process can make control groups. `own` is the text of /proc/self/cgroup."""
     paths = by_controller(OWN_GROUPS.read_text() if own is None else own)
     if not (mount / "cgroup.controllers").exists():
         found = {}
@@ -73,8 +72,8 @@ def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
             if name in CONTROLLERS and os.access(folder, os.W_OK):
                 found[name] = folder
         return Hierarchies(1, dict(sorted(found.items()))) if found else NONE
-    # With version 2, `folder` is the group of this process. If the process has already moved into OWN, it is the parent
-    # of that group.
+    # With version 2, `folder` is the group of this process, or this group's parent if the process has already moved
+    # into OWN.
     folder = mount / paths.get(UNIFIED, "/").lstrip("/")
     folder = folder.parent if folder.name == OWN else folder
     try:

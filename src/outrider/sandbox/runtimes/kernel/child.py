@@ -116,7 +116,7 @@ class Child:
 
     def reap(self) -> None:
         """Collect the exit code of a process that has exited, and close the descriptors."""
-        with contextlib.suppress(ChildProcessError):  # the process may be a child of the zygote and not of this process
+        with contextlib.suppress(ChildProcessError):  # the process may be a child of the zygote
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
         self.close()
 

@@ -22,7 +22,7 @@ ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
 class MountPoint(msgspec.Struct, frozen=True):
-    """A mount point, and the kind of the file system that is mounted there, such as `tmpfs`."""
+    """A mount point and the kind of its file system (such as `tmpfs`)."""
 
     path: str
     kind: str
@@ -53,8 +53,7 @@ class MountTable:
 
 def parse(mountinfo: bytes) -> tuple[MountPoint, ...]:
     """Parse the text of mountinfo (see proc_pid_mountinfo(5)). The fifth field is the mount point. The kind of the file
-    system follows a field that is only a dash. Blanks, tabs, newlines and backslashes are the only characters that are
-    escaped in a path."""
+    system follows a field `-`. In a path, only blanks, tabs, newlines and backslashes are escaped."""
     kinds = {}
     for line in filter(None, mountinfo.split(b"\n")):
         fields = line.split(b" ")

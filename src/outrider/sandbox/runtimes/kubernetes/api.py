@@ -52,13 +52,13 @@ class KubeApiError(Exception):
 
     @property
     def passing(self) -> bool:
-        """True if the same call may succeed later. Either there was no response, or the server is overloaded or had an
-        error of its own."""
+        """True if the same call may succeed later, because there was no response, or the server is overloaded or failed
+        itself."""
         return self.status in (0, 408, 429) or self.status >= 500
 
 
 class StatusReply(msgspec.Struct):
-    """The object `Status` of the Kubernetes API. It reports a failed call, or the end of a command in a pod."""
+    """The `Status` object that reports a failed call or the end of a command in a pod."""
 
     status: str = ""
     message: str = ""

@@ -89,13 +89,8 @@ class Kubeconfig(msgspec.Struct, rename="kebab"):
 
 
 def find_access() -> ClusterAccess:
-    """Return the access to an API server. The call blocks. Raises RuntimeUnavailable.
-
-    The first of these sources is used:
-
-    1. the file that KUBECONFIG names
-    2. the pod in which this process runs
-    3. `~/.kube/config`"""
+    """Return the access to an API server. It is from the first of these that exists: the file that KUBECONFIG names,
+    the service account of this process's pod, `~/.kube/config`. The call blocks. Raises RuntimeUnavailable."""
     if named := environment("KUBECONFIG"):
         first, *more = named.split(os.pathsep)
         if more:

@@ -21,7 +21,7 @@ from outrider.sandbox.runtimes.tool_server.bundle import FLAGS
 from outrider.spec import Resources, RuntimeSpec
 
 APP_LABEL, APP = "app.kubernetes.io/name", "outrider-sandbox"
-"""The label of every sandbox's pod. The network policy in the Helm chart selects pods by it."""
+"""The label of every sandbox's pod. The chart's network policy selects pods by it."""
 IDLE_SECONDS = 60
 """A pod ends by itself if it has no tool server for this many seconds. This happens if its node was killed, or cannot
 reach the cluster any more."""

@@ -91,7 +91,7 @@ class Pod(msgspec.Struct):
 
     @property
     def ended_at(self) -> str | None:
-        """The time at which the sandbox's container ended, or None if it has not ended."""
+        """The time at which the sandbox's container ended."""
         own = self._own()
         return None if own is None or own.state.terminated is None else own.state.terminated.finished_at
 

@@ -1,8 +1,7 @@
-"""Pulls images on every machine of a cluster before a sandbox needs them. It uses a DaemonSet whose containers do
-nothing.
+"""Pulls images on every machine of a cluster before sandboxes need them. A DaemonSet, whose containers do nothing, does
+this.
 
-Invariant: when `pull_ahead` returns or raises an error, the DaemonSet has been removed, unless the cluster does not
-respond.
+Invariant: `pull_ahead` always removes its DaemonSet, unless the cluster does not respond.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The rights that a node's account needs for its sandboxes. They have the form of rules of a Role. The Helm chart has
-the same rules."""
+"""The rights that a node's account needs for its sandboxes, as rules of a Role. The Helm chart has the same rules."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ ENTER_SECONDS = 30.0
 """For this many seconds, the command that starts the tool server is repeated if it fails. A pod may be reported as
 running before its machine accepts commands."""
 OF_CLUSTER = ("KUBERNETES_", "OUTRIDER_")
-"""Variables whose name starts with one of these texts are set by the cluster or by us, and not by the image."""
+"""Variables with these prefixes in a pod are not from its image."""
 
 
 class KubernetesRuntime:
@@ -86,7 +86,7 @@ class KubernetesRuntime:
 
 @asynccontextmanager
 async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) -> AsyncIterator[RunningServer]:
-    """Make a pod, and run the tool server in it. tool_server/launch.py explains the parameters and the result."""
+    """Make a pod and run the tool server in it. See tool_server/launch.py."""
     cluster = await context.host.part(PodCluster)
     pods, sandbox = cluster.pods, context.directory.name
     if pods.user is not None and spec.several_users:

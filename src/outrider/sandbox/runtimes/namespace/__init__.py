@@ -1,2 +1,1 @@
-"""The default runtime. It makes rootless sandboxes of Linux namespaces, which are forked from a zygote in
-milliseconds."""
+"""The default runtime: rootless sandboxes of Linux namespaces, forked from a zygote in milliseconds."""

@@ -105,7 +105,7 @@ def _found() -> str:
 async def launch(
     spec: RuntimeSpec, context: SandboxContext, *, driver: NvidiaDriver = NVIDIA
 ) -> AsyncIterator[RunningServer]:
-    """Fork a sandbox from the node's zygote. tool_server/launch.py explains the parameters and the result."""
+    """Fork a sandbox from the node's zygote. See tool_server/launch.py."""
     name = context.directory.name
     groups = await context.host.part(Cgroups)
     # The control groups are opened before the zygote starts. With version 2, opening them moves the processes of our
@@ -224,8 +224,7 @@ def ids_of(spec: RuntimeSpec, image: RootImage | None) -> UserIds:
 
 
 def _root(spec: RuntimeSpec, host_root: Root) -> Root:
-    """Return the root for a spec without an image. It is `spec.rootfs` if this is set, and the host's root otherwise.
-    Raises RuntimeUnavailable."""
+    """Return the root for a spec without an image: `spec.rootfs`, or the host's root. Raises RuntimeUnavailable."""
     if spec.rootfs is None:
         return host_root
     folder = Path(spec.rootfs)
@@ -246,7 +245,7 @@ def _root(spec: RuntimeSpec, host_root: Root) -> Root:
 
 
 def _has_python(root: Root) -> bool:
-    if root.folders or root.layers[1:]:  # such a root contains folders of the host, and so the host's Python
+    if root.folders or root.layers[1:]:  # these roots contain the host's folders, and so its Python
         return True
     folder = root.layers[0][0]
     return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)

@@ -52,8 +52,7 @@ def user_ids(count: int) -> UserIds:
 
 
 def _range(kind: str, count: int) -> int:
-    """Return the first id of a range with at least `count` ids. Of several such ranges of this user, the first one is
-    used. Raises RuntimeUnavailable."""
+    """Return the first id of this user's first range that has at least `count` ids. Raises RuntimeUnavailable."""
     uid = os.geteuid()
     names = {str(uid)}
     with suppress(KeyError):  # a user without a name may still have ranges under its number

@@ -88,8 +88,7 @@ class ZygoteClient:
         await shielded(self._await_deaths)
 
     async def _await_deaths(self) -> None:
-        """Wait until the abandoned zygotes have exited. All sandboxes that were forked from them then have exited,
-        too."""
+        """Wait until the abandoned zygotes have exited, and with them all sandboxes forked from them."""
         while self._given_up:
             await self._given_up.pop().end(STOP_SECONDS)
 
@@ -140,8 +139,8 @@ class ZygoteClient:
             raise
 
     async def _send(self, number: int, answer: asyncio.Future[tuple[int, int]], *fds: int) -> None:
-        """Send a request to the zygote, and wait while the socket is full. If the connection is lost, the zygote is
-        abandoned. Any other error affects only this request."""
+        """Send the request, and wait while the socket is full. If the connection is lost, the zygote is abandoned. Any
+        other error fails only this request."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
         try:
             while not answer.done():

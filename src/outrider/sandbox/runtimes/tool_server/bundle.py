@@ -81,8 +81,7 @@ for the cached result. The lock also prevents concurrent calls of `ast.parse`, w
 
 
 def source(name: str) -> str:
-    """Return the text of a module in the package runtimes/guest. `name` is relative to the package, such as
-    `filesystem.trees`."""
+    """Return the text of a module of runtimes/guest, named relative to that package, such as `filesystem.trees`."""
     folder = importlib.resources.files(GUEST)
     return folder.joinpath(name.replace(".", "/") + ".py").read_text(encoding="utf-8")
 
@@ -177,8 +176,8 @@ def remote_command() -> list[str]:
 
 @functools.cache
 def remote_delivery() -> bytes:
-    """Return the source text of the tool server, in the form in which it is sent. Any Python version can run it, while
-    bytecode would need the same version."""
+    """Return the tool server's source text, ready to be sent. Any Python version can run it, while bytecode would need
+    the same version."""
     with COMPILING:
         return delivery(program().encode())
 

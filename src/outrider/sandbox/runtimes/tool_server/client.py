@@ -166,7 +166,7 @@ class ToolClient(asyncio.Protocol):
         end, self._end = self._end, None
         try:
             self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=end)
-        # BaseException includes CancelledError; the loop itself closes a transport that is not complete
+        # BaseException includes CancelledError; the loop closes an incomplete transport itself
         except BaseException:
             self._lose("the connection to the tool server was not opened", "closed")
             raise

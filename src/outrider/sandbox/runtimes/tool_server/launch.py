@@ -224,10 +224,10 @@ def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, 
 
 
 async def undone(sandbox: str, step: Callable[[], Awaitable[object]]) -> None:
-    """Run `step` to its end, even if the caller is cancelled meanwhile. `step` undoes a part of a launch.
+    """Run `step`, which undoes a part of a launch, to its end, even if the caller is cancelled meanwhile.
 
-    A failure is logged and not raised. One reason is that `Runtime.stop` never raises an error. The other is that the
-    remaining steps must also be undone."""
+    A failure is logged and not raised, because `Runtime.stop` never raises an error, and the remaining steps must also
+    be undone."""
     try:
         await shielded(step)
     except Exception as error:  # after any error, the remaining steps must still be undone

@@ -103,8 +103,7 @@ class SandboxPaths:
         return seen if f"{inside}/".startswith("../") else posixpath.normpath(posixpath.join(self.work, inside))
 
     def member(self, path: str) -> str:
-        """Return the name of `path` in a snapshot. It is the absolute path from the caller's view, without the slash at
-        its beginning."""
+        """Return the name of `path` in a snapshot: its absolute path as callers give it, without the leading slash."""
         return self._seen(path).lstrip("/")
 
     def outermost(self, paths: Sequence[str]) -> list[str]:
@@ -167,7 +166,7 @@ class ToolServerSandbox:
             async with self._changing, starting:
                 self._starting = starting
                 self._server = await self._launched.enter_async_context(self._launch(self._spec, self._context))
-        except InvalidField as error:  # a file that the spec names may have been deleted since the check of the spec
+        except InvalidField as error:  # files that the spec names may have been deleted after the check
             raise RuntimeUnavailable(error.message, field=error.field, hint=error.hint) from error
         except OSError as error:  # TimeoutError is an OSError
             if starting.expired():
@@ -380,7 +379,7 @@ class ToolServerSandbox:
 
 
 class ToolServerShell:
-    """A live shell in a sandbox. If several inputs are given concurrently, they run one after another."""
+    """A live shell in a sandbox. Concurrent inputs run one after another."""
 
     def __init__(self, tools: ToolClient, number: int, commands: CommandFeed) -> None:
         self._tools = tools

@@ -1,2 +1,1 @@
-"""Reads, writes, searches, archives and restores files in a sandbox. File names may be of any kind, and folders of any
-depth."""
+"""Reads, writes, searches, archives and restores files in a sandbox, whatever their names and depth."""

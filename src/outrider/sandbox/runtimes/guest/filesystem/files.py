@@ -17,8 +17,8 @@ KERNEL_FOLDERS = ("/proc/", "/sys/")
 
 
 def open_file(path: str, follow: bool = True, flags: int = posix.O_RDONLY) -> int:
-    """Open an existing regular file, and return its descriptor. Raises OSError. Raises ValueError for a file of another
-    type, such as a pipe."""
+    """Open an existing regular file, and return its descriptor. Raises OSError, and ValueError for a file that is not
+    regular."""
     held = hold(path, 0 if follow else posix.O_NOFOLLOW)
     try:
         kind = posix.fstat(held).st_mode & KIND
@@ -64,8 +64,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
-    """Write to a regular file. `append` extends an existing file instead of replacing its content. Missing parent
-    folders are made."""
+    """Create, replace or extend a regular file. Missing parent folders are made."""
     flags = posix.O_WRONLY | (posix.O_APPEND if append else posix.O_TRUNC)
     try:
         fd = open_file(path, flags=flags)
@@ -85,7 +84,7 @@ def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
     """Write files to an archive. Each item of `paths` is a pair `[path, name in the archive]`. A path that is missing,
     or deleted meanwhile, is left out. Raises OSError if it is unclear whether a path exists. Raises OSError with EFBIG
     for more than `limit` bytes."""
-    import tarfile  # imported here, because it loads slowly and only a forked child needs it
+    import tarfile  # slow to load, and only a fork needs it
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         packer = Packer(archive, lambda member, folder, name: None, limit)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 KIND = 0o170000
 REGULAR, DIRECTORY, LINK, PIPE, DEVICES = 0o100000, 0o040000, 0o120000, 0o010000, (0o020000, 0o060000)
-"""The bits of a file's mode that give its type, and their values. The module `stat` is not imported, because this would
-slow the interpreter's start."""
+"""The bits of a file's mode that state its type, and their values. Importing `stat` would lengthen the interpreter's
+start."""
 DEFAULT_PATH = "/bin:/usr/bin"
-"""The value of PATH for an environment that has none. It is the same as `os.defpath`."""
+"""PATH for an environment without PATH, as in `os.defpath`."""
 
 
 def folder_of(path: str) -> str:
@@ -52,7 +52,7 @@ def is_link(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """Like `os.makedirs(path, exist_ok=True)`. A path may have any depth, because the function does not call itself."""
+    """Like `os.makedirs(path, exist_ok=True)`, but without recursion, so a path may have any depth."""
     missing = [path]
     while missing:
         try:

@@ -42,7 +42,7 @@ LEFT_OUT = (
     *(errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG),
     *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EXDEV),
 )
-"""Errors that concern only one member of the archive. The member is then left out. Any other error ends the restore."""
+"""Errors that concern a single member. The member is left out. Any other error ends the restore."""
 
 
 class Restore:
@@ -100,7 +100,7 @@ class Restore:
 def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
     """Empty the roots, and fill them from the archive. Each root is a pair `[path, name in the archive]`. Runs in the
     forked child."""
-    import tarfile  # imported here, because it loads slowly and only a forked child needs it
+    import tarfile  # slow to load, and only a fork needs it
 
     with open(reader, "rb") as source:
         restored = RestoredRoots(roots, limit)
@@ -144,7 +144,7 @@ class RestoredRoot:
 
 
 class RestoredRoots:
-    """The roots of one restore. They are emptied first, and then filled with the members of the archive."""
+    """The roots of one restore. They are first emptied, and then filled member by member."""
 
     def __init__(self, roots: list[list[str]], limit: int) -> None:
         self.roots = {name: RestoredRoot(path) for path, name in roots}

@@ -94,7 +94,7 @@ def set_date(fd: int, member: tarfile.TarInfo) -> None:
 
 
 def put_link(source: int, base: str, above: int, name: str) -> None:
-    """Make a hard link to a regular file. Does nothing if the file is missing, or is not a regular file."""
+    """Hard-link a regular file. Does nothing if the file is missing or not regular."""
     try:
         if posix.lstat(base, dir_fd=source).st_mode & KIND != REGULAR:
             return
@@ -115,8 +115,8 @@ def remove_entry(above: int, name: str) -> None:
 
 
 class Level:
-    """A folder that is being emptied. It has the folder's name, the names still to remove, and whether everything could
-    be removed so far."""
+    """A folder that is being emptied: its name, the names still in it, and whether everything could be removed so
+    far."""
 
     def __init__(self, name: str, fd: int) -> None:
         self.name = name

@@ -40,7 +40,7 @@ lose the file."""
 
 
 def must_be_absent(error: OSError) -> None:
-    """Raise the error again, unless it means that a file is absent (see ABSENT)."""
+    """Raise the error again unless its number is in ABSENT."""
     if error.errno not in ABSENT:
         raise error
 

@@ -215,7 +215,7 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
     # The task may choose the folder of the first layer. A part of this path may have become a link, which `open_plain`
     # refuses.
     held = syscalls.open_plain(lower) if target == "/" and bare is None else os.open(lower, os.O_PATH | os.O_DIRECTORY)
-    # the merged folder will have the mode of the upper folder
+    # the merged folder gets the upper folder's mode
     os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)
     where = f"lowerdir=/proc/self/fd/{held},upperdir=upper{number},workdir=work{number},userxattr"
     try:
@@ -270,8 +270,7 @@ def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> Non
 
 
 def make_proc(proc: int) -> None:
-    """Attach a new /proc, and set the limits of inotify. Programs cannot change these limits after /proc/sys has become
-    read-only."""
+    """Attach a /proc, and limit inotify. Programs cannot change the limits once /proc/sys is read-only."""
     make_root_folder("/proc")
     syscalls.attach(proc, "/proc")
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))

@@ -57,8 +57,8 @@ could also send to the host's programs."""
 STREAM, SEQUENCED, KIND = 1, 5, 0xF
 TCP = 6
 FASTOPEN = 0x20000000
-"""The flag MSG_FASTOPEN. A program that sends with this flag also opens a connection. Landlock would not check it,
-because Landlock checks only `connect`."""
+"""The flag MSG_FASTOPEN. Sending with this flag opens a connection that Landlock does not check, because Landlock
+checks only `connect`."""
 PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
@@ -194,8 +194,8 @@ def require(at: int, *values: int, mask: int = 0xFFFFFFFF) -> bytes:
 
 
 def accept(at: int, value: int) -> bytes:
-    """Return instructions that allow a call if its argument at the offset `at` equals `value`. The other arguments do
-    not matter."""
+    """Return instructions that allow a call if the argument at `at` equals `value`, whatever its other arguments
+    are."""
     return step(LOAD, at) + step(EQUAL, value, 0, 1) + PASSED
 
 

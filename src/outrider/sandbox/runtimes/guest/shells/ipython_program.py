@@ -102,8 +102,8 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         self.rich_printers = [one for one in self.rich_printers if one is not text]
 
     def compute_format_data(self, result: object) -> tuple[Any, Any]:
-        """Format a value. For a simple value, such as a number, text is enough, so IPython's dozen other formatters are
-        skipped."""
+        """Format a value. Simple values, such as numbers, only need text. This skips IPython's dozen other
+        formatters."""
         kind = type(result)
         if (
             kind in self.plain
@@ -175,7 +175,7 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
     kept: dict[str, Any] = {}  # noqa: RUF012  # there is one shell in the process
 
     def init_ipython_dir(self, ipython_dir: object) -> None:
-        """Do nothing. IPython's own method would create a folder in the home folder."""
+        """Do nothing, for the same reason as `init_ipython_dir`."""
 
     def init_profile_dir(self, profile_dir: object) -> None:
         """Do nothing. IPython's own method would create a folder in the home folder."""
@@ -275,8 +275,7 @@ class RichEngine:
         )
 
     def count_transformers(self) -> int:
-        """Return the number of IPython's input transformers. If an extension has added one, every input must pass
-        through it."""
+        """Count IPython's input transformers. If an extension has added one, every input must pass through them."""
         manager = self.shell.input_transformer_manager
         lists = (manager.cleanup_transforms, manager.line_transforms, manager.token_transformers)
         return sum(map(len, lists)) + len(self.shell.input_transformers_post)

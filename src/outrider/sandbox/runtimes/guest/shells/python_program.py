@@ -78,7 +78,7 @@ class PlainEngine:
         """Run one input. Returns 0 on success, and 1 after an exception. If the input calls `exit`, returns its exit
         status."""
         name = f"<input {number}>"
-        # Tracebacks read the source lines of the input from this cache.
+        # Tracebacks take the source lines from this cache.
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         try:
             self.execute(source, name)

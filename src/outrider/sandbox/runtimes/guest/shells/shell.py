@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 INTERRUPT_EVERY = 0.1
 """If an input does not end, seconds between two interrupts."""
 KILL_AFTER = 3
-"""From this interrupt on, programs that the input has started are also killed. The first interrupt has the number 1."""
+"""From this interrupt on (counted from 1), the programs that the input has started are also killed."""
 RESTART_AFTER = 20
 """After this many interrupts (two seconds), the shell itself is killed and started again. This is needed, because the
 sh of busybox can hang. If SIGINT arrives while it allocates memory, it waits for a lock that is never released."""
@@ -395,8 +395,8 @@ class Bash:
 
 
 def raw_terminal(fd: int) -> bytes:
-    """Make a terminal raw, so that it passes output on unchanged and echoes nothing. Returns the terminal's mode as a
-    `struct termios`."""
+    """Make a terminal raw: it passes output on unchanged and echoes nothing. Returns the terminal's mode, a `struct
+    termios`."""
     import fcntl  # imported here, because only `Bash` needs them
     import termios
 
@@ -427,8 +427,8 @@ class Interpreter:
         self.frames = bytearray()
 
     def commands(self) -> list[list[str]]:
-        """Return the commands to try. The first one is the sandbox's `python3`, and the second one an interpreter of
-        the host. A program that does not exist is left out."""
+        """Return the commands to try: first the sandbox's `python3`, then an interpreter of the host. Programs that do
+        not exist are left out."""
         calls, args = self.shell.calls, self.shell.args
         commands = [["python3"]] if find_program("python3", calls.base_env.get("PATH", DEFAULT_PATH)) else []
         own = calls.python or [sys.executable]
