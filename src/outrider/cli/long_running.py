@@ -12,8 +12,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def start_log(level: int, *, token: str | None = None, process: str = "", as_json: bool = False) -> None:
-    """Write the log to standard error. The secret `token` is removed from all lines. Each line contains the name
-    `process`."""
+    """Write the log to standard error. The secret `token` is removed from all lines. Each line contains
+    `process`, the name of this process."""
     log = logging.StreamHandler()
     log.setFormatter((JsonLogFormatter if as_json else LogFormatter)(token, process=process))
     logging.basicConfig(level=level, handlers=[log])

@@ -129,7 +129,7 @@ def slurm(
     _check(given, settings)
     data = Path(os.path.abspath(settings.data))
     folder = data / FOLDER
-    added = ["--processes", "0"]  # always set by the job; --host and --port only if the user has not set them
+    added = ["--processes", "0"]  # always added; --host and --port only if the user has not set them
     added += [] if "host" in settings.model_fields_set else ["--host", "0.0.0.0"]
     added += [] if "port" in settings.model_fields_set else ["--port", "0"]
     job = BatchJob(

@@ -98,7 +98,7 @@ class Loop:
                 return
             if pid == 0:
                 return
-            # the child has called PTRACE_TRACEME, so it waits for a tracer that does not exist
+            # the child has called PTRACE_TRACEME, and nothing will resume it
             if posix.WIFSTOPPED(status):
                 send_signal(pid, _signal.SIGKILL)
                 continue
