@@ -63,8 +63,8 @@ class FittedTable:
         return at == len(self._names) - 1 and not self._right[at]
 
     def _smallest(self, at: int, room: int) -> int:
-        """Return the minimum width of a column. It is the width of the widest cell, or of the longest word in the
-        column's name. A column of cells that may wrap needs at most TEXT_WIDTH or the longest word."""
+        """Return the minimum width of a column: that of its widest cell, or of the longest word in its name. If its
+        cells may wrap, TEXT_WIDTH is enough for them."""
         words = max(map(cell_len, self._names[at].split()), default=0)
         width = max(words, *self._cells(at), 0)
         if self._is_text(at):

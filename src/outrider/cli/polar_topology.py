@@ -1,8 +1,8 @@
 """Reads a topology file of Polar, and returns the settings of one service that replaces all of Polar's servers.
 
-The service uses the engines of all gateway nodes in the file. Polar counts workers of several kinds per node. The lane
-of each kind gets the total over all nodes as its slots. Keys about connections between Polar's servers have no effect.
-Invariant: unknown keys, and keys without a matching setting, are refused.
+The service uses the engines of all gateway nodes. The nodes have workers of several kinds. The lane of each kind gets
+as many slots as all nodes have workers of it. Keys about connections between Polar's servers have no effect. Invariant:
+unknown keys, and keys without a matching setting, are refused.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Reads tasks from sources, which the user names on the command line. A source is one of these:
+"""Reads tasks from the sources that a command line names. A source is one of these:
 
 - a TOML file with a task, in the form of the object `task` of `POST /v1/groups`
 - a TOML file with a template, from which each row of a data set makes a task
 - a JSON Lines file of tasks, written by `outrider task import`
 - a folder of TOML files or of Harbor tasks
-- KIND:FILE, which names a file of rows and the kind of its data set (see `tasks/adapters.py`)
+- KIND:FILE, a file of rows and the kind of its data set (see `tasks/adapters.py`)
 - the name of a dataset, such as `human-eval`
 
-This module neither runs a task nor calls a service.
+This module runs no task and calls no service.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     file: the file with the rows, relative to the TOML file, in a format that `datasets.read_rows` reads.
     id: the column with the rows' ids. If it is None, the rows are numbered.
-    kind: the kind of the data set, which chooses the adapter that makes tasks from rows. Fields of the TOML file
-        override the adapter's fields.
+    kind: chooses the adapter that makes tasks from rows. Fields of the TOML file override the adapter's fields.
     image, test_command: arguments of the adapter.
     """
 
@@ -151,9 +150,9 @@ def examples_in_file(path: Path) -> list[Example]:
 
 
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
-    """Return one example for each row of a data set. The rows are in the file that the table `rows` of `table` names.
-    Each row's values fill the template and the solution in the table `gold`. If the table `rows` names a kind, this
-    kind's adapter makes the tasks, and the fields of the TOML file override the adapter's fields."""
+    """Return one example for each row of the file that `table["rows"]` names. The row's values fill the template, and
+    the solution in the table `gold`. If `rows` names a kind, the kind's adapter makes the tasks, and fields of the TOML
+    file override the adapter's fields."""
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:

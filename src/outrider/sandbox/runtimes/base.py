@@ -202,9 +202,9 @@ class RuntimeKind(Protocol):
 class Runtime(Protocol):
     """One sandbox. Every method raises RuntimeFailure if the sandbox is broken or stopped.
 
-    `endpoint` is the base URL of the model gateway for programs inside, without a slash at the end. It is valid after
-    `start`. `scratch` is a folder in the sandbox for files that do not belong to the task. If `start` raises an error,
-    it leaves nothing behind. `stop` may be called twice, never raises an error, and makes a concurrent `start` fail.
+    `endpoint` is the base URL of the model gateway for programs inside, without a final slash. It is valid after
+    `start`. `scratch` is a folder in the sandbox for files that do not belong to the task. If `start` raises, it leaves
+    nothing behind. `stop` may be called twice, never raises, and makes a concurrent `start` fail.
     """
 
     endpoint: str

@@ -57,9 +57,9 @@ class Apptainer(msgspec.Struct, frozen=True):
 
 
 class Bind(msgspec.Struct, frozen=True):
-    """A file, folder or socket of the host, which the container sees read-only at the path `target`. If `device` is
-    true, it is a device file, which programs may use. A file system that is mounted below `source` is read-only only if
-    it has a bind of its own (see kernel/mounts.py)."""
+    """A file, folder or socket of the host, which the container sees read-only at `target`. If `device` is true, it is
+    a device file that programs may use. A file system mounted below `source` is read-only only if it has its own bind
+    (see kernel/mounts.py)."""
 
     source: str
     target: str

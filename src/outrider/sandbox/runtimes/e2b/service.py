@@ -76,12 +76,12 @@ class E2BService:
     async def create(
         self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock, *, ahead: bool = False
     ) -> MadeSandbox:
-        """Create a sandbox. Before that, wait for the turn of this start in the node's queue, and until the service has
-        room. The caller must then call `remove`, even if this method raises an error or is cancelled.
+        """Wait for a turn in the node's queue and until the service has room, and create a sandbox. The caller must
+        then call `remove`, even if this method raises or is cancelled.
 
-        The session's time limits count neither the waits nor the time that the service takes. A sandbox made `ahead` of
-        need does not wait for room. Raises RuntimeFailure. Raises RuntimeUnavailable if the service refuses the key or
-        the template."""
+        The session's time limits count neither the waits nor the time that the service takes. A sandbox made `ahead`
+        does not wait for room. Raises RuntimeFailure, or RuntimeUnavailable if the service refuses the key or the
+        template."""
         failures = waits = 0
         while True:
             self._begin(start)

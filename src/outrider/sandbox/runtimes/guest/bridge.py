@@ -1,5 +1,4 @@
-"""Connects programs in a sandbox without a network to the model gateway. Connections to 127.0.0.1 are forwarded to the
-gateway's Unix socket outside the sandbox.
+"""Forwards connections from 127.0.0.1, in a sandbox without a network, to the Unix socket of the model gateway outside.
 
 The bridge does not parse HTTP. Invariant: if one side stops sending, the other side sees the end of the data, and can
 still send.

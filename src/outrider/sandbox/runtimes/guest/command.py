@@ -1,8 +1,8 @@
-"""Runs one command: starts it, writes its input, reads its output, and replies to the host. At the time limit, or if
-the host cancels the call, the command and its descendants are killed.
+"""Runs one command, from its start to the reply. At its time limit, or if the host cancels the call, the command and
+its descendants are killed.
 
-Invariant: each output stream takes at most 1.5 times its maximum size (`cap`) plus one read (256 KiB) of memory,
-however much the command writes.
+Invariant: an output stream takes at most 1.5 times its maximum size (`cap`) plus one read (256 KiB) of memory, however
+much is written to it.
 """
 
 from __future__ import annotations

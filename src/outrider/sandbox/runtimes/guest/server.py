@@ -1,14 +1,12 @@
 """The tool server: Outrider's program inside each sandbox. It needs only the standard library, and Python 3.8 or newer.
 
-The server carries out calls that the host sends over one connection. They concern commands, live shells, files and
-archives. In a sandbox with its own network, the server also forwards connections from 127.0.0.1 to the model gateway.
-It uses the gateway's socket or, on another machine, the connection to the host.
+The server carries out calls that the host sends over one connection, for commands, live shells, files and archives. In
+a sandbox with its own network, it also forwards connections from 127.0.0.1 to the model gateway. It uses the gateway's
+socket or, on another machine, the connection to the host. Invariant: the server collects the exit codes of all its
+children, also of adopted orphans. Before it exits, it kills all its descendants.
 
-Invariant: while it runs, the server collects the exit codes of all its children, also of adopted orphans. Before it
-exits, it kills all its descendants.
-
-`runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in an interpreter
-without them. Modules that take more than a millisecond to load are imported only in the functions that need them.
+`runtimes/tool_server/bundle.py` joins the modules of this folder into one program. Modules that take more than a
+millisecond to load are imported only in the functions that need them.
 """
 
 from __future__ import annotations

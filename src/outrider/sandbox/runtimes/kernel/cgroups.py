@@ -1,9 +1,8 @@
-"""Control groups of a node. By them, the kernel enforces the limits of the node's sandboxes.
+"""Control groups of a node, with which the kernel enforces the limits of the node's sandboxes.
 
 With version 2 of control groups, a node can make groups in a delegated systemd unit or a container. With version 1, the
-node must be root or own the folders. In all other cases there are no groups. Invariants: the name of a group contains
-its node and sandbox, so that the groups of a dead node can be recognised. When `remove` returns, the group no longer
-exists.
+node must be root or own the folders. In all other cases there are no groups. Invariants: a group is named after its
+node and sandbox, so that a dead node's groups can be recognised. When `remove` returns, the group no longer exists.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Finds all processes of a sandbox by a mark in their environment, and kills them.
 
-Every process of a sandbox starts with the variable `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`. It contains the folder of the
-node, the sandbox's directory in that folder, and the call that started the process. `python process_marks.py FOLDER`
-runs this module as the keeper of a node. The keeper waits until the node exits, and then kills the processes of the
-node's sandboxes.
+Every process of a sandbox starts with the variable `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the node's folder, the
+sandbox's directory in it, and the call that started the process. `python process_marks.py FOLDER` runs this module as a
+node's keeper. The keeper waits until the node exits, and then kills the processes of its sandboxes.
 
-Invariant: a signal is sent only through a pidfd that was opened before the mark was read, and never to a process id.
+Invariant: a signal is sent only through a pidfd that was opened before the mark was read, never to a process id.
 
 Every node starts a keeper, so the module avoids most of the standard library. Importing `pathlib`, `contextlib` and
 `signal` would take half of the CPU time of a keeper's start.

@@ -114,11 +114,11 @@ class PodCluster:
             self._version = version
 
     async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> None:
-        """Create a pod. The caller must then call `remove`, even if this method raises an error or is cancelled.
+        """Create a pod. The caller must then call `remove`, even if this method raises or is cancelled.
 
-        The method waits for the turn of this pod in the node's queue, for a slow or overloaded server, and for room in
-        the namespace's quota. The session's time limits do not count these waits. A pod made `ahead` of need does not
-        wait for quota. Raises RuntimeFailure. Raises RuntimeUnavailable if the server refuses the pod."""
+        The method waits for its turn in the node's queue, for a slow or overloaded server, and for room in the
+        namespace's quota. The session's time limits do not count these waits. A pod made `ahead` does not wait for
+        quota. Raises RuntimeFailure, or RuntimeUnavailable if the server refuses the pod."""
         self._ours.add(name)
         limit, failures = time.monotonic() + self.pods.queue_seconds, 0
         while True:

@@ -46,21 +46,21 @@ the number of ids."""
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of one sandbox.
 
-    - `base`: the folder at which the sandbox's root is mounted, in the sandbox's own mount namespace.
+    - `base`: the folder at which the root is mounted, in the sandbox's own mount namespace.
     - `layers`: pairs (folder on the host, path inside), with the root first. Each layer gets a writable layer on top,
-      which is thrown away with the sandbox. If this fails for a layer other than the root, the layer is read-only.
-    - `folders`: pairs of the same form, which are mounted read-only.
+      which is thrown away later. If this fails for a layer other than the root, the layer is read-only.
+    - `folders`: pairs of the same form, mounted read-only.
     - `inner`: pairs for host mounts inside these folders, which must be mounted separately (see `inner_of`). If the
-      host folder of a pair is "", the mount must be hidden.
-    - `shown`: pairs (path on the host, path inside) of further read-only mounts, which are made after all mounts above.
+      host folder is "", the mount must be hidden.
+    - `shown`: pairs (path on the host, path inside) of further read-only mounts, made after all mounts above.
     - `named`: the read-only mounts that the task names. No part of their host paths may be a link.
     - `devices`: pairs for further device files that programs may use.
     - `bytes`, `files`: the maximum total size and number of written files.
     - `gateway`: the path of the gateway's socket.
     - `cgroups`: see `ControlGroup.entrances`.
     - `memory`: see `counted_memory`.
-    - `owners`: the path of a file with the owners of the image's files (see rootfs/owners.py), or "".
-    - `saved`: the path of an archive of writable layers with which the sandbox starts, or "".
+    - `owners`: a file with the owners of the image's files (see rootfs/owners.py), or "".
+    - `saved`: an archive of writable layers with which the sandbox starts, or "".
     - `uids`, `gids`: the ranges of user ids and group ids.
     - `mappers`: the programs that can map more than one user."""
 

@@ -1,10 +1,10 @@
 """The default runtime. A sandbox is made of namespaces, without root, and is forked from the node's zygote in
 milliseconds.
 
-The root of a sandbox consists of the host's system folders, an image, or a folder that the spec names. Changes to it
-are thrown away. The only network is a loopback, with the model gateway at 127.0.0.1. Invariant: the tool server is the
+The root of a sandbox is thrown away at the end. It consists of the host's system folders, an image, or a folder that
+the spec names. The only network is a loopback, with the model gateway at 127.0.0.1. Invariant: the tool server is the
 first process of the sandbox's pid namespace. Its exit kills all other processes of the sandbox, and `stop` waits for
-its exit.
+it.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def found_paths(root: str, pattern: str, limit: int) -> bytes:
 
 
 def matches(root: str, above: str, parts: list[str]) -> Iterator[str]:
-    """Yield the paths that match the rest of a pattern. `above` is the folder in which to search, with a slash at its
-    end, or "". `parts` are the remaining parts of the pattern. An empty last part matches only folders."""
+    """Yield the matching paths. `above` is the folder in which to search, with a final slash, or "". `parts` are the
+    remaining parts of the pattern. An empty last part matches only folders."""
     part, rest = parts[0], parts[1:]
     if part == "**":
         yield from matches_below(root, above, rest)

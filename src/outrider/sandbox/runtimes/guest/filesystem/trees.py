@@ -1,11 +1,11 @@
-"""Walks trees of folders and archives them. Trees may have any depth, because a walk needs only one open descriptor.
+"""Walks folder trees of any depth with one open descriptor, and archives them.
 
 Other processes may change a tree during the walk. Invariants:
 
 - No link is followed, and no file that could block is read.
 - A missing or unreadable file is left out. A file that shrinks while it is read is padded with zeros. Neither affects
   the rest of the archive.
-- All other errors are raised. They do not depend on the file, so the file must not be left out silently (see ABSENT).
+- All other errors are raised. They do not depend on the file, so it must not be left out silently (see ABSENT).
 """
 
 from __future__ import annotations

@@ -145,7 +145,8 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
     devices = [(syscalls.clone_tree(source, DEVICE_MOUNT), target) for source, target in (*own, *plan["devices"])]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
-    owners = read_whole(plan["owners"]) if plan["owners"] and saved < 0 else b""  # a saved layer has owners
+    # The files of a saved layer already have their owners.
+    owners = read_whole(plan["owners"]) if plan["owners"] and saved < 0 else b""
     syscalls.mount("none", base, "tmpfs", PLAIN_MOUNT, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
     os.mkdir(f"{base}/root")
     os.mkdir(f"{base}/shm")

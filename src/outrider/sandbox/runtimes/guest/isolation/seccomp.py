@@ -277,12 +277,11 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
 
 
 def core_limit() -> int:
-    """Return the limit of core dumps (RLIMIT_CORE) for untrusted programs. It is one byte, which is too small for any
-    core dump.
+    """Return the limit of core dumps (RLIMIT_CORE) for untrusted programs. It is one byte, too small for any core dump.
 
-    The limit 0 would be worse. With 0, the kernel would still start the program that /proc/sys/kernel/core_pattern may
-    name, for each crash in the sandbox. It would run outside the sandbox, as the host's root. The result is 0 only if
-    the hard limit of this process is 0."""
+    With the limit 0, the kernel would still start the program that /proc/sys/kernel/core_pattern may name, for each
+    crash in the sandbox. This program runs outside the sandbox, as the host's root. The result is 0 only if the hard
+    limit of this process is 0."""
     return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # -1 means no limit
 
 
