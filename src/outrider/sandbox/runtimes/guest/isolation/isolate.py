@@ -194,8 +194,8 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     for tree, target in shown:
         attach_at(tree, target)
     make_dev(devices)
-    make_proc(proc)  # /proc is attached last, because its links lead to the descriptors held here, and so to the host.
-    # If a target of the plan is `/` itself, its mount covers the confined root, and `/..` leads into this mount.
+    make_proc(proc)  # attached last, because its links lead to descriptors of this process, and so to the host
+    # If the plan has the target `/`, its mount covers the confined root. `/..` then leads into this mount.
     if not os.path.samestat(os.stat("/.."), os.stat("/")):
         raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")
     return uppers
