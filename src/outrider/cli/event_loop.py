@@ -49,7 +49,7 @@ def _started_threads() -> ThreadPoolExecutor:
             # call.
             threads.submit(all_started.wait)
     except RuntimeError:
-        all_started.abort()  # threads that still wait would keep the process from exiting
+        all_started.abort()  # waiting threads would keep the process from exiting
         raise
     return threads
 

@@ -51,7 +51,7 @@ GAP = 3
 MAX_TOLD = 20
 """Maximum number of different faults that `outrider task list` explains."""
 MIN_INSTRUCTION, MAX_ID = 12, 32
-"""Minimum width of the column of instructions, and maximum width of the column of ids."""
+"""Minimum width of the instructions' column, and maximum width of the ids' column."""
 
 
 class Listed(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -125,7 +125,7 @@ def _examples_in(
         return adapted_examples(kind, path, msgspec.structs.replace(given, folder=path.parent), limit=limit)
     path = Path(source)
     if rows and not path.exists() and Path(rows).exists():
-        return adapted_examples(kind, Path(rows), given)  # raises InvalidField, with a list of the known kinds
+        return adapted_examples(kind, Path(rows), given)  # raises InvalidField, which lists the known kinds
     if not path.is_dir():
         return examples_in_file(path)[:limit]
     files = sorted(path.glob("*.toml"))

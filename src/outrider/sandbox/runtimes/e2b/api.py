@@ -231,5 +231,5 @@ async def translated() -> AsyncIterator[None]:
         yield
     except TimeoutError as error:
         raise E2BError(0, "no reply in time") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError means that the reply cannot be decoded
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: the reply cannot be decoded
         raise E2BError(0, f"{type(error).__name__}: {error}") from error

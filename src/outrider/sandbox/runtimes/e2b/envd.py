@@ -92,7 +92,7 @@ class LastFrame(msgspec.Struct, frozen=True):
 
 
 class Envd:
-    """A client of the program `envd`, which runs in one sandbox."""
+    """A client of the program `envd` in one sandbox."""
 
     def __init__(self, api: E2BApi, sandbox: MadeSandbox) -> None:
         settings = api.settings

@@ -55,7 +55,7 @@ class WatchedProcess:
 
 
 class ProcessWatch:
-    """Scans /proc for processes as long as the loop runs."""
+    """Scans /proc as long as the loop runs."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -75,7 +75,7 @@ class ProcessWatch:
         self.loop.at(self, SHORTEST_LOOK / 2, self.look)
 
     def report(self) -> dict[str, Any]:
-        """Return the processes that have changed since the last report, but at most MOST_REPORTED."""
+        """Return the processes that changed since the last report, at most MOST_REPORTED."""
         self.look()
         now = time.monotonic()
         found = list(self.news)[:MOST_REPORTED]

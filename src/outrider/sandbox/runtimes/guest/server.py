@@ -48,7 +48,7 @@ SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
 
 class Server:
-    """Carries out the calls of the host. The method `do_NAME(call, arguments)` handles the call NAME."""
+    """Carries out the host's calls. The method `do_NAME(call, arguments)` handles the call NAME."""
 
     def __init__(
         self, loop: Loop, fd: int, save_layers: Callable[[int], None] | None, gateway: int, out: int = -1
@@ -235,7 +235,7 @@ class Server:
 
 
 def kill_all_below() -> None:
-    """Kill all descendants of this process. Raises OSError if a process is still alive."""
+    """Kill all descendants of this process. Raises OSError if any stays alive."""
     left = kill_tree({posix.getpid()})
     if left:
         raise OSError(errno.EBUSY, f"{len(left)} processes in the sandbox cannot be killed")

@@ -262,7 +262,7 @@ class Cgroups:
             for folder in self.hierarchies.parents:
                 (folder / self._name).mkdir(exist_ok=True)
         except OSError:
-            self.hierarchies = NONE  # the folders seemed to be writable, but are not
+            self.hierarchies = NONE  # the folders looked writable but are not
 
 
 def sweep() -> int:

@@ -132,7 +132,7 @@ def read_kubeconfig(path: Path) -> ClusterAccess:
         raise RuntimeUnavailable("PyYAML is not installed", hint=install_command("kubernetes")) from error
     except OSError as error:
         raise RuntimeUnavailable(f"the kubeconfig {path} cannot be read: {error.strerror}", hint=HINT) from error
-    except msgspec.MsgspecError as error:  # the error of PyYAML quotes the line, which may contain a key
+    except msgspec.MsgspecError as error:  # PyYAML's error quotes the line, which may contain a key
         what = str(error).partition("\n")[0] if isinstance(error, msgspec.ValidationError) else "it is not YAML"
         raise RuntimeUnavailable(f"the kubeconfig {path} cannot be read: {what}", hint=HINT) from error
     contexts = {one.name: one.context for one in config.contexts or ()}

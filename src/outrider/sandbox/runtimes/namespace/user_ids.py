@@ -55,7 +55,7 @@ def _range(kind: str, count: int) -> int:
     """Return the first id of this user's first range that has at least `count` ids. Raises RuntimeUnavailable."""
     uid = os.geteuid()
     names = {str(uid)}
-    with suppress(KeyError):  # a user without a name may still have ranges under its number
+    with suppress(KeyError):  # a user without a name may have ranges by number
         names.add(pwd.getpwuid(uid).pw_name)
     try:
         text = FILES[kind].read_text(errors="replace")

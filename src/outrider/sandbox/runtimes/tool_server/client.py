@@ -111,7 +111,7 @@ MOST_PROCESSES = 200
 
 
 class ProcessSeen(msgspec.Struct, frozen=True, array_like=True):
-    """A process that the tool server has seen. Times are given as milliseconds before the reply."""
+    """A process that the tool server has seen. Times are milliseconds before the reply."""
 
     pid: Number
     parent: Number
@@ -300,7 +300,7 @@ class ToolClient(asyncio.Protocol):
         self._transport.write(len(body).to_bytes(4, "big") + body)
 
     def _take(self, reply: ToolReply, size: int) -> None:
-        """Handle one reply. `size` is the number of bytes that its frame counts as (see PART_MIN)."""
+        """Handle one reply. `size` is how many bytes count for its frame (see PART_MIN)."""
         call = self._calls.get(reply.call)
         if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
             self._stray -= size

@@ -61,7 +61,7 @@ from outrider.sandbox.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
 
 PIECE = 4 << 20
-"""Maximum bytes of a file that are transferred by one call."""
+"""Maximum bytes of a file that one call transfers."""
 MAX_SNAPSHOT = 1 << 30
 MAX_ANSWER = 64 << 20
 GLOB_SECONDS = 90.0

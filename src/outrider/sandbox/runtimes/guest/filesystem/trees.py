@@ -126,7 +126,7 @@ def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
     """Yield every file and folder below the current folder of `descent`, as a name and a path. A folder comes before
     its content. The name is relative to the current folder of `descent` at that moment. The path begins with `above`.
     If another process moves a folder so that `..` leads elsewhere, the walk ends."""
-    # The function does not call itself, because a tree may be deeper than Python's stack.
+    # There is no recursion, because a tree may be deeper than Python's stack.
     levels = [(names_in(descent.fd), len(above))]
     while levels:
         names, length = levels[-1]

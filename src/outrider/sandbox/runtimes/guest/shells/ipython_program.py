@@ -159,7 +159,7 @@ class Leave(ExitAutocall):  # type: ignore[misc]  # IPython is not typed in full
 
 
 class NoProfile:
-    """Takes the place of IPython's profile folder, which does not exist here."""
+    """Stands for IPython's profile folder, which does not exist here."""
 
     location = ""
 
