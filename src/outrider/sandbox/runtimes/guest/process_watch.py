@@ -1,9 +1,9 @@
-"""Records the processes that start and end in a sandbox with its own process ids.
+"""Records which processes start and end in a sandbox that has its own process ids.
 
-The kernel announces processes only to the host's root, so this module scans /proc: often while processes start or end,
-seldom while nothing changes. A scan that finds nothing new reads one short file, and one more for each living process.
-Invariants: the record has a bounded size; every recorded process has run. A process that ends between two scans may be
-missing.
+The kernel announces processes only to the host's root, so this module scans /proc. It scans often while processes start
+or end, and seldom while nothing changes. A scan that finds nothing new reads one short file, and one more file for each
+living process. Invariants: the record has a bounded size, and every recorded process has really run. A process that
+ends between two scans may be missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Minimum and maximum seconds between two scans."""
 IDLE_FACTOR = 5
-"""The pause between two scans is at most 1/IDLE_FACTOR of the time since the last change."""
+"""The pause before the next scan is at most 1/IDLE_FACTOR of the time since the last change."""
 MOST_WATCHED = 100
 """While the sandbox has more processes than this, new processes are not recorded and no process's files are read. Such
 a read waits while the process forks, so a fork bomb could block the server forever."""
@@ -41,7 +41,7 @@ CLOCK_BOOTTIME = 7
 
 
 class WatchedProcess:
-    """One process. `began` and `ended` are seconds of the monotonic clock."""
+    """One recorded process. `began` and `ended` are seconds of the monotonic clock."""
 
     def __init__(self, pid: int, parent: int, ticks: bytes, began: float, command: bytes) -> None:
         self.pid = pid
@@ -84,7 +84,7 @@ class ProcessWatch:
         return {"processes": [reported(process, now) for process in found]}
 
     def note_exit(self, pid: int, code: int) -> None:
-        """Record the exit of a child of the server, which has just been reaped."""
+        """Record the exit of a child of the server. The loop has just collected its exit code."""
         process = self.living.get(pid)
         if process is not None:
             process.code = code
@@ -92,7 +92,7 @@ class ProcessWatch:
 
     def scan(self) -> None:
         began = time.monotonic()
-        # the id of the newest process in this pid namespace
+        # the last field is the id of the newest process in this pid namespace
         newest = read_or_empty("/proc/loadavg").rpartition(b" ")[2]
         pids: set[int] = set()
         if newest != self.newest or not newest:
@@ -125,7 +125,7 @@ class ProcessWatch:
     def _read_process(self, process: WatchedProcess) -> None:
         fields = stat_of(process.pid)
         if fields is not None and fields[0] == b"Z" and int(fields[1]) == self.me:
-            return  # `note_exit` will record the end and the exit code of this child of the server
+            return  # a child of the server has exited; `note_exit` will record this with the exit code
         if fields is None or has_ended(process.pid, fields) or fields[19] != process.ticks:
             self._end(process)
         elif process.name_reads < NAME_READS:
@@ -160,7 +160,8 @@ class ProcessWatch:
 
 
 def stat_of(pid: int) -> list[bytes] | None:
-    """Return the fields of /proc/PID/stat after the program's name, or None if the process does not exist."""
+    """Return those fields of /proc/PID/stat that follow the program's name. Returns None if the process does not
+    exist."""
     fields = read_or_empty(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return fields if len(fields) > 19 else None
 

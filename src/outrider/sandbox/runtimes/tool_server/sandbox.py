@@ -1,8 +1,8 @@
-"""A sandbox with a tool server inside: the `Runtime` of every kind that runs real programs.
+"""A sandbox with a tool server inside. It is the `Runtime` of every kind that runs real programs.
 
-The kind supplies a `launch` function and the mapping of paths. All else is done by calls to the tool server.
-Invariants: this module exchanges data with the sandbox only through the one connection to the tool server; the launch
-is undone when `stop` has returned, or after a `start` that raised.
+The kind supplies a function `launch`, and the mapping of paths. Everything else is done by calls to the tool server.
+Invariants: the connection to the tool server is the only way in which this module exchanges data with the sandbox. The
+launch has been undone when `stop` returns, and after a `start` that raised an error.
 """
 
 from __future__ import annotations
@@ -68,28 +68,28 @@ GLOB_SECONDS = 90.0
 RESTORE_SECONDS = 600.0
 
 SHOWN_MAX = 9 << 20
-"""Maximum bytes of the rich results of one input. The interpreter's own limit is 8 MiB, and the rest is a margin. Only
-an agent's program that itself writes to the interpreter's descriptor sends more."""
+"""Maximum bytes of the rich results of one input. The interpreter itself sends at most 8 MiB. More can only come from
+an agent's program that writes to the interpreter's descriptor."""
 DISPLAYS = msgspec.msgpack.Decoder(
     Annotated[
         list[Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=64)]],
         msgspec.Meta(max_length=1000),
     ]
 )
-"""Decoder of rich results. It checks how many results there are, and how many formats each has. It does not decode the
-data in these formats."""
+"""Decoder of rich results. It limits the number of results, and the number of formats of each. The data in these
+formats is not decoded here."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
-"""The first bytes that a text can have in msgpack."""
+"""The bytes with which a text can begin in msgpack."""
 KILLED = 128 + signal.SIGKILL
 
 
 @dataclass(frozen=True)
 class SandboxPaths:
-    """Maps the paths given by callers to paths in a sandbox.
+    """Maps the paths that callers give to paths in a sandbox.
 
-    `work` is the host folder that replaces the spec's `workdir`, or None in a sandbox with its own root. With `work`,
-    relative paths and absolute paths at or below `workdir` are mapped into it. Any other absolute path is a path on the
-    host."""
+    `work` is the host folder that takes the place of the spec's `workdir`. It is None in a sandbox with its own root.
+    If it is set, relative paths are mapped into it, and so are absolute paths at or below `workdir`. Any other absolute
+    path is a path on the host."""
 
     workdir: str
     work: str | None = None
@@ -107,8 +107,8 @@ class SandboxPaths:
         return self._seen(path).lstrip("/")
 
     def outermost(self, paths: Sequence[str]) -> list[str]:
-        """Return the paths that are not inside another of the paths, without duplicates. Paths on the host are left
-        out, because all sandboxes on the host share them."""
+        """Return the paths without duplicates, and without paths that are inside another one of them. Paths on the host
+        are also left out, because all sandboxes on the host share them."""
         own = paths
         if self.work is not None:
             own = [path for path in paths if f"{self.server_path(path)}/".startswith(f"{self.work}/")]
@@ -120,7 +120,7 @@ class SandboxPaths:
 
 
 class ToolServerSandbox:
-    """One sandbox, made by a `launch` function. See `Runtime` for the methods."""
+    """One sandbox, which a function `launch` makes. `Runtime` explains the methods."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class ToolServerSandbox:
 
     @property
     def server(self) -> RunningServer:
-        """The running server. Raises RuntimeFailure when the sandbox does not run."""
+        """The running tool server. Raises RuntimeFailure if the sandbox does not run."""
         if self._server is None:
             raise RuntimeFailure("the sandbox does not run")
         return self._server
@@ -160,7 +160,7 @@ class ToolServerSandbox:
             raise RuntimeFailure("a sandbox starts once")
         self._begun = True
         self._lifetime_end = asyncio.get_running_loop().time() + self._spec.lifetime_seconds
-        # This timeout never expires by itself. `stop` reschedules it to cancel the launch, and only the launch.
+        # This timeout never expires by itself. `stop` reschedules it, to cancel the launch and nothing else.
         starting = asyncio.timeout(None)
         try:
             async with self._changing, starting:
@@ -206,8 +206,8 @@ class ToolServerSandbox:
         return await self.server.image_is_current()
 
     async def save_layer(self, target: Path) -> None:
-        """See `SavesLayers`. All programs in the sandbox are killed first. Only the user of this process can read the
-        new file."""
+        """Save the writable layer (see `SavesLayers`). All programs in the sandbox are killed first. Only the user of
+        this process can read the new file."""
         limit = self.server.layer_limit
         if limit == 0:
             raise RuntimeFailure(f"{self._spec.kind!r} sandboxes cannot save their writable layer")
@@ -401,7 +401,7 @@ class ToolServerShell:
         output = done.out.decode("utf-8", "replace")
         try:
             displays = unpacked_displays(done.shown)
-        except UNREADABLE:  # user code can write anything to the descriptor for rich results
+        except UNREADABLE:  # an agent's code can write anything to the descriptor for rich results
             displays = ()
             output += "[the rich results of this input cannot be read]\n"
         return ShellResult(output=output, exit_code=done.code, timed_out=done.timed_out, displays=displays)
@@ -411,8 +411,8 @@ class ToolServerShell:
 
 
 def unpacked_displays(packed: bytes) -> tuple[Display, ...]:
-    """Decode the rich results from an interpreter. Raises one of UNREADABLE for invalid data, which an agent may have
-    sent."""
+    """Decode the rich results that an interpreter sent. Raises one of the errors in UNREADABLE for invalid data, which
+    an agent may have sent."""
     if len(packed) > SHOWN_MAX:
         raise ValueError("the rich results are larger than an interpreter sends")
     found = DISPLAYS.decode(packed) if packed else []
@@ -426,8 +426,8 @@ def form_of(value: msgspec.Raw) -> str | bytes:
 
 
 def split_pattern(pattern: str) -> tuple[str, str]:
-    """Split a pattern into a fixed path and the rest. The rest begins at the first part with a wildcard, or is the last
-    part if there is no wildcard. The fixed path is "" or ends with a slash."""
+    """Split a pattern into a path without wildcards, and the rest. The rest begins at the first part with a wildcard.
+    If there is no wildcard, it is the last part. The path is "" or ends with a slash."""
     parts = re.sub("/+", "/", pattern).split("/")
     fixed = 0
     while fixed < len(parts) - 1 and not any(char in parts[fixed] for char in "*?["):
