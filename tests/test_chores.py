@@ -14,7 +14,7 @@ import pytest
 import outrider
 from outrider.concurrency.chores import MOST_NAMES, QUIET_SECONDS, Chores, Failures
 from outrider.concurrency.retries import RetryPolicy
-from outrider.errors import FailingChore, ServiceError, lacks_means
+from outrider.errors import FailingChore, ServiceError, may_come_from_machine
 
 AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -86,7 +86,7 @@ async def test_a_turn_that_succeeds_takes_it_from_the_list(caplog: pytest.LogCap
 
 async def test_what_its_owner_calls_fatal_ends_the_owner() -> None:
     async def until_cancelled() -> None:
-        async with Chores(Failures(), fatal=lambda error: not lacks_means(error), pauses=AT_ONCE) as chores:
+        async with Chores(Failures(), fatal=lambda error: not may_come_from_machine(error), pauses=AT_ONCE) as chores:
             chores.begin("beside", asyncio.Event().wait)
             await chores.begin("books", Turns(FULL, KeyError("a bug")))
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import signal
+import subprocess
 import sys
 import time
 
@@ -35,6 +36,50 @@ async def test_work_that_holds_the_loop_is_counted_and_named(caplog: pytest.LogC
     told = caplog.records[0].getMessage()
     # On a busy machine nobody may have looked, and most of the time may have gone to others.
     assert "hold (" in told or "in one call" in told or "got no processor" in told
+
+
+FRAMES_WHILE_THREADS_START = """
+import gc, threading, time
+from outrider.concurrency.watchdog import frame_of
+
+ended = threading.Event()
+
+def nap():
+    time.sleep(0.0005)
+
+def nap_again_and_again():
+    while not ended.is_set():
+        nap()
+
+def look():
+    while not ended.is_set():
+        frame_of(threading.main_thread().ident)
+        time.sleep(0.0001)
+
+gc.callbacks.append(lambda phase, info: time.sleep(0.001))  # a collection lets other threads run
+gc.set_threshold(10)
+threads = [threading.Thread(target=nap_again_and_again) for _ in range(20)] + [threading.Thread(target=look)]
+for thread in threads:
+    thread.start()
+until = time.monotonic() + 2
+while time.monotonic() < until:
+    started = threading.Thread(target=nap)
+    started.start()
+    started.join()
+ended.set()
+for thread in threads:
+    thread.join()
+assert gc.isenabled()
+print("ended")
+"""
+
+
+def test_the_process_goes_on_if_a_thread_starts_while_the_stack_is_read() -> None:
+    """Python 3.11 by itself stops for ever within a fraction of a second."""
+    done = subprocess.run(
+        [sys.executable, "-c", FRAMES_WHILE_THREADS_START], timeout=60, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == ("ended\n", 0), done.stderr
 
 
 async def test_a_stall_counts_before_the_timer_has_run() -> None:

@@ -195,7 +195,8 @@ class TenantNetwork(Section):
 
 
 def plain_http(value: str | None) -> str | None:
-    """Return the URL unchanged. Raises ValueError if it is not http or https, or has a password or a query."""
+    """Return the URL unchanged. Raises ValueError if it is not http or https, or has a user name, a query or a
+    fragment."""
     if value is None:
         return None
     parts = urlsplit(value)
@@ -711,8 +712,8 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
 
 def _value(variable: str, text: str) -> Any:
     """Return a variable's value. Text that begins with a bracket is read as JSON; pydantic converts all other text.
-    Invalid JSON raises InvalidField only if the setting is a list, because the text of another setting, such as a path,
-    may begin with a bracket."""
+    Invalid JSON stays text for a single setting that is not a list, because its text, such as a path, may begin with a
+    bracket. For a list or a whole section, invalid JSON raises InvalidField."""
     if text[0] not in "[{":
         return text
     try:

@@ -168,7 +168,7 @@ PlaceText = Annotated[str, StringConstraints(min_length=1, max_length=300), Afte
 
 
 def checked_host(value: str) -> str:
-    """Normalize a host name or IP address (see `host_name`). Raises ValueError for any other text."""
+    """Normalise a host name or IP address (see `host_name`). Raises ValueError for any other text."""
     host = host_name(value)
     if host is None:
         raise ValueError(f"{value!r} is not one host, such as packages.lan")

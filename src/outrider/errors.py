@@ -26,7 +26,7 @@
         ├── ServiceUnusable           service     500   no      the address, a proxy or the version is wrong
         ├── ServiceStopping           service     503   yes
         ├── StoreUnavailable          service     503   yes
-        └── Busy                      service     429   yes     the caller has too many requests in progress
+        └── Busy                      service     429   yes     try again later: there is too much to do
             └── QueueFull             service     429   yes     too many sessions wait in the queue
 
 `Boundary` explains the column "boundary". The error of a failed rollout is recorded once, as an `ErrorRecord`, and
@@ -341,8 +341,8 @@ class StoreUnavailable(ServiceError):
 
 
 class Busy(ServiceError):
-    """The caller has too many requests in progress. `retry_after` is the number of seconds to wait before the next try.
-    The reply sends it in the header Retry-After."""
+    """The service does not accept the request now, for example because the caller has too many requests in progress.
+    `retry_after` is the number of seconds to wait before the next try. The reply sends it in the header Retry-After."""
 
     code = "busy"
     http_status = 429
@@ -356,7 +356,7 @@ class QueueFull(Busy):
     code = "queue_full"
 
 
-def lacks_means(error: BaseException) -> bool:
+def may_come_from_machine(error: BaseException) -> bool:
     """Return True if the error may come from the machine and not from the code: the disk, descriptors, memory or
     threads are used up, a file or a connection fails, or the database cannot be reached."""
     return isinstance(error, OSError | MemoryError | ServiceError) or (
@@ -377,11 +377,12 @@ def described(error: BaseException) -> str:
 
 
 def record_of(error: BaseException) -> ErrorRecord:
-    """Return the record of any exception. An OutriderError makes its own record. An error for which `lacks_means` is
-    True is recorded as a ServiceError. Any other exception is recorded as a bug in Outrider."""
+    """Return the record of any exception. An OutriderError makes its own record. An error for which
+    `may_come_from_machine` is True is recorded as a ServiceError. Any other exception is recorded as a bug in
+    Outrider."""
     if isinstance(error, OutriderError):
         return error.record()
-    if lacks_means(error):
+    if may_come_from_machine(error):
         hint = "the machine lacks what this says: disk, descriptors (ulimit -n), memory or threads"
         return ServiceError(described(error), hint=hint).record()
     return bounded(
@@ -423,7 +424,8 @@ def storable(text: object) -> str | None:
 
 
 def error_from(record: ErrorRecord) -> OutriderError:
-    """Make the exception that a record describes. A code that this version does not know becomes a ServiceError."""
+    """Make the exception that a record describes. A code without a class, such as one of another version, becomes a
+    ServiceError."""
     # A subclass without its own code is left out. It has its parent's code, and would replace the parent.
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)

@@ -37,7 +37,7 @@ document cannot be read, and None if the document has not been read yet."""
 PDF = "application/pdf"
 
 MAX_USER_RUN = 64
-"""Maximum number of messages between a tool's result and a user message with the tool's files (see
+"""Maximum distance, in messages, from a user message with a tool's files back to the tool's result (see
 `carried_by_tool`)."""
 MAX_ADDRESS = 200
 """Maximum number of characters of a file's address in the text that replaces the file. Longer addresses are left

@@ -1,6 +1,6 @@
 """Removes secrets from text that people and programs read: errors, events, the status, the log.
 
-Outrider's own keys are recognized by their prefix, and other secrets by the text around them, such as `password=`.
+Outrider's own keys are recognised by their prefix, and other secrets by the text around them, such as `password=`.
 Samples and artifacts are not redacted.
 """
 

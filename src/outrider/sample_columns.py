@@ -5,10 +5,10 @@ A row is a `trajectory.Sample`, in the form in which it is stored: `ids` has all
 and `versions` only describe the ids that are trained on. `COLUMNS` lists the columns; docs/api.md documents them. The
 rest of a reply, such as a group's sessions, is JSON in the schema's metadata, under the key `REPLY`.
 
-Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. A batch has as many rows as fit
-into BATCH_BYTES, because most of the time is spent per column of a batch, not per row. nanoarrow has a fortieth of
-pyarrow's size and is imported ten times as fast. It is imported inside functions, because most commands read no
-samples.
+Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. Rows are added to a batch until
+their ids reach BATCH_BYTES, because most of the time is spent per column of a batch, not per row. nanoarrow, which
+writes the schema and reads streams, has a fortieth of pyarrow's size and is imported ten times as fast. It is imported
+inside functions, because most commands read no samples.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ _METADATA = struct.Struct(
 )
 _CONTINUATION, _METADATA_V5, _RECORD_BATCH = 0xFFFFFFFF, 4, 3
 SMALL = 16 << 10
-"""Pieces of a message that have fewer bytes than this are joined with their neighbors."""
+"""Pieces of a message that have fewer bytes than this are joined with their neighbours."""
 
 
 SPAN = ("start", "end")

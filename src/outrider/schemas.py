@@ -158,7 +158,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     - `assigned_tokens`: the total size of these sessions' contexts, in tokens.
     - `generated_tokens`, `failures`: totals since the engine was added.
     - `advice`: better flags for the engine's server, if the pool has noticed any.
-    - `suspect`: the invalid response because of which the pool suspects the engine, or None.
+    - `suspect`: the last invalid response, while the pool suspects the engine because of it; otherwise None.
     - `misbehaved`: the number of invalid responses.
     """
 
@@ -358,7 +358,7 @@ class ChangedSessions(msgspec.Struct, frozen=True, kw_only=True):
       `groups`.
     - `skipped`: the number of matching sessions that were left unchanged, by reason.
     - `sessions`: the first 100 matching sessions.
-    - `dry_run`: True if nothing was changed.
+    - `dry_run`: True if the request asked for a dry run. Nothing was changed then.
     - `error`: the error that stopped a retry.
     """
 
@@ -633,7 +633,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that was not kept, or a pattern that matched no files, and the reason. The `path` "" stands for all files
+    """A file that was not kept, or a pattern that gave no files, and the reason. The `path` "" stands for all files
     that were not read in time."""
 
     path: str
@@ -642,7 +642,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 class ArtifactList(msgspec.Struct, frozen=True, kw_only=True):
     """The artifacts of one attempt. `attempt` is None if the request named no attempt and no attempt of the session has
-    stored artifacts."""
+    stored a list of artifacts."""
 
     session_id: str
     attempt: int | None
@@ -761,7 +761,8 @@ class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
         done.
     calls, calls_failed: model calls that were stored, and model calls that got an error reply.
     tokens_sampled: tokens of the stored calls.
-    queued, running: sessions in the queue, and running sessions, at the time `at`.
+    queued, running: sessions in the queue, and running sessions, at the time `at`. A session is running from its start
+        to its end.
     """
 
     at: float

@@ -138,7 +138,7 @@ class Run(Spec):
 
 def checked_upload(value: str) -> str:
     """Return a path relative to the service's `files` folder. Raises ValueError for a path that is absolute or contains
-    `..`."""
+    `..` or NUL."""
     path = PurePosixPath(without_nul(value))
     if path.is_absolute() or ".." in path.parts:
         raise ValueError("must be a relative path that stays inside the service's files folder")
@@ -353,7 +353,7 @@ class RemoteSpec(Spec):
 
 NonzeroExit = Literal["error", "grade"]
 """What happens if an agent program ends with an exit code other than 0 after its model has replied. "error": the
-attempt fails and is repeated. "grade": the agent's work is graded as it is. With "error", model behavior that crashes
+attempt fails and is repeated. "grade": the agent's work is graded as it is. With "error", model behaviour that crashes
 the program disappears from the data."""
 
 
@@ -389,7 +389,7 @@ class McpServer(Spec):
         return self
 
     def secrets(self) -> list[tuple[str, str]]:
-        """Return the variables and headers as pairs of name and value for `redaction.secrets_in`, which recognizes
+        """Return the variables and headers as pairs of name and value for `redaction.secrets_in`, which recognises
         secrets by name. Every header gets the name "secret header", so that its value counts as a secret. The last word
         of a header, such as the token after `Bearer`, is an additional pair."""
         headers = [value for text in self.headers.values() for value in (text, text.rpartition(" ")[2])]
@@ -408,7 +408,7 @@ class HarnessSpec(Spec):
       pins. This version must be installed.
     - `command`: a command to run in the sandbox. `files` are written before it starts, by path (absolute or relative to
       the sandbox's HOME). `venv` is a virtual environment on the host, in which the command runs.
-    - `agent`: an agent in the service's own process.
+    - `agent`: an agent whose Python code runs outside of the sandbox, in the process of the session's node.
     - `remote`: an agent that a service of the operator starts elsewhere.
     - `external`: an agent that somebody else starts elsewhere.
 
@@ -728,7 +728,7 @@ CallbackUrl = Annotated[HttpUrl, Field(strict=False), AfterValidator(with_host)]
 
 
 class GroupSpec(Spec):
-    """`n` sessions of one task, which are submitted, prioritized, cancelled and delivered together.
+    """`n` sessions of one task, which are submitted, prioritised, cancelled and delivered together.
 
     - `idempotency_key`: a request with the same key and body returns the same group; with another body it is a
       conflict.
@@ -1007,8 +1007,9 @@ class SessionsSpec(Spec):
 
 
 class PauseSpec(Spec):
-    """Pauses the queue. The service then starts no sessions of groups that have all `labels` and the `harness`. Without
-    both, this holds for all groups of the caller's tenant. An admin pauses all tenants, or only `tenant`."""
+    """Pauses the queue. The service then starts no sessions of groups that have all `labels` and the `harness`. If
+    neither is given, this holds for all groups of the caller's tenant. An admin pauses all tenants, or only
+    `tenant`."""
 
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
     harness: Name | None = None

@@ -27,9 +27,9 @@ LONG_KEY = re.compile(
     r"|'''(?:[^']++|'(?!''))*+'{0,5}"
     rf"|{BASIC}\"?|'[^'\n]*+'?|#[^\n]*+"
 )
-"""Matches a key of more than MAX_DEPTH parts, such as `a.b.c`. Such keys are refused, because tomllib takes quadratic
-time in the number of parts. Strings and comments are matched as a whole, so that a text inside them that looks like a
-long key is skipped. A string without an end is also matched, so that the search takes linear time."""
+"""Matches a key of more than MAX_DEPTH parts (`a.b.c` has three). Such keys are refused, because tomllib takes
+quadratic time in the number of parts. Strings and comments are matched as a whole, so that a text inside them that
+looks like a long key is skipped. A string without an end is also matched, so that the search takes linear time."""
 
 TOML_HEADER = re.compile(r"[ \t]*(\[\[?)([^\[\]]+)\]")
 TOML_KEY = re.compile(r"[ \t]*([\w\"'.-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*)[ \t]*=")

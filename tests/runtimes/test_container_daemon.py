@@ -258,7 +258,7 @@ class Closed(PosixPath):
 
 def test_places_that_may_not_be_looked_into() -> None:
     closed = [Closed("/run/user/4242/docker.sock")]
-    elsewhere = replace(DOCKER_ENGINE, variable="NO_SUCH_VARIABLE", places=lambda: closed)
+    elsewhere = replace(DOCKER_ENGINE, variable="NO_SUCH_VARIABLE", socket_paths=lambda: closed)
     with pytest.raises(RuntimeUnavailable, match="/run/user/4242") as raised:
         elsewhere.find()
     assert elsewhere.available() == Availability(ok=False, detail=raised.value.message, hint=DOCKER_ENGINE.hint)
@@ -286,5 +286,5 @@ async def test_available(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch, fold
     assert "this machine" in DOCKER.available().detail
     monkeypatch.delenv("DOCKER_HOST")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    assert (folder / "podman/podman.sock") in PODMAN_ENGINE.places()
-    assert os.getuid() or PODMAN_ENGINE.places()[0] == Path("/run/podman/podman.sock")
+    assert (folder / "podman/podman.sock") in PODMAN_ENGINE.socket_paths()
+    assert os.getuid() or PODMAN_ENGINE.socket_paths()[0] == Path("/run/podman/podman.sock")

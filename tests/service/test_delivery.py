@@ -23,8 +23,8 @@ from outrider.service.allow_lists import AllowLists
 from outrider.service.delivery import (
     LONGEST_PAUSE,
     LOOK_AHEAD,
+    MAX_DESCRIPTION,
     MAX_FAILING,
-    MAX_FAULT,
     MAX_PUSHES,
     MAX_PUSHES_EACH,
     MIN_TRIES,
@@ -453,7 +453,7 @@ async def test_an_answer_that_is_no_http_is_a_failure(tokenizer: Path, answer: b
         await deliver(store, tokenizer, tried)
         [due] = await store.deliveries(now=1e12, limit=1)
         assert due.fault
-        assert len(due.fault) <= MAX_FAULT
+        assert len(due.fault) <= MAX_DESCRIPTION
 
 
 async def test_a_push_that_is_discarded_meanwhile_ends_quietly(tokenizer: Path) -> None:

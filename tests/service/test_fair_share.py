@@ -18,7 +18,7 @@ from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import RESERVED_PRIORITY, Attempt
 from outrider.spec import EVALUATION_LABEL, OPERATOR_TENANT, GroupSpec, RuntimeSpec
-from outrider.store.queue import MOST_PASSED
+from outrider.store.queue import MOST_SKIPPED_BUCKETS
 from outrider.store.rows import GroupRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
@@ -198,7 +198,7 @@ async def test_many_runs_that_find_no_room_do_not_hide_another_tenant() -> None:
     async with scheduled(100) as s:
         await s.submit("held", of_run("x", 2, runtime={"resources": {"cpus": 4}}), tenant="a")
         await s.until(lambda: len(s.node.ran) == 2)
-        for number in range(MOST_PASSED + 10):
+        for number in range(MOST_SKIPPED_BUCKETS + 10):
             spec = of_run(f"invented {number}", runtime={"resources": {"cpus": 4}})
             await s.submit(f"a{number}", spec, tenant="a")
         await s.submit("b", of_run("b", 3), tenant="b")

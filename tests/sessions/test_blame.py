@@ -140,7 +140,7 @@ def test_examples() -> None:
 
 
 def ended_well(facts: Facts) -> bool:
-    """An oracle for `ended_badly` by the reasons for which a run is graded, instead of by the kinds of ends."""
+    """An oracle for `may_be_harmed` by the reasons for which a run is graded, instead of by the kinds of ends."""
     if facts.hung_up or facts.engine_failed:
         return False
     match facts.end:
@@ -159,7 +159,7 @@ def ended_well(facts: Facts) -> bool:
 def test_a_failure_of_the_infrastructure_is_an_error_whatever_else_is_true() -> None:
     for facts in all_facts():
         if facts.stage is Stage.RUN:
-            assert facts.ended_badly is not ended_well(facts), facts
+            assert facts.may_be_harmed is not ended_well(facts), facts
             harmed = not ended_well(facts) and any(getattr(facts, name) for name in HARM)
             if harmed or facts.end is End.ERROR or any(getattr(facts, name) for name in INFRASTRUCTURE):
                 assert decide(facts).blame is Blame.ERROR, facts

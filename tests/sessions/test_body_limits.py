@@ -40,11 +40,11 @@ async def sent(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
 
 
 async def small() -> BodyCapacity:
-    return BodyCapacity(4096, images=False)
+    return BodyCapacity(4096, takes_messages=False)
 
 
 async def pictures() -> BodyCapacity:
-    return BodyCapacity(None, images=True)
+    return BodyCapacity(None, takes_messages=True)
 
 
 def values_in(value: Any) -> int:
@@ -72,15 +72,15 @@ def test_values_are_counted_outside_of_strings(seed: int) -> None:
 
 
 def test_a_size_that_cannot_fit_is_an_overflow_and_one_that_is_not_read_is_too_large() -> None:
-    small = BodyCapacity(4096, images=False)
+    small = BodyCapacity(4096, takes_messages=False)
     small.check_size(FREE_SIZE + BYTES_PER_TOKEN * 4096)
     with pytest.raises(ContextOverflow, match="context is 4096"):
         small.check_size(FREE_SIZE + BYTES_PER_TOKEN * 4096 + 1)
     with pytest.raises(TooLarge):
-        BodyCapacity(1 << 20, images=False).check_size(MAX_TEXT_BODY + 1)
-    BodyCapacity(4096, images=True).check_size(MAX_BODY)
+        BodyCapacity(1 << 20, takes_messages=False).check_size(MAX_TEXT_BODY + 1)
+    BodyCapacity(4096, takes_messages=True).check_size(MAX_BODY)
     with pytest.raises(TooLarge):
-        BodyCapacity(None, images=True).check_size(MAX_BODY + 1)
+        BodyCapacity(None, takes_messages=True).check_size(MAX_BODY + 1)
 
 
 def counted(body: bytes, piece: int) -> int:
@@ -106,7 +106,7 @@ async def test_files_do_not_count_as_text_and_have_the_bound_of_all_bodies() -> 
         await body.received(sent([file] * 33), small)
     with Body(bodies) as body, pytest.raises(ContextOverflow):
         await body.received(sent([file] * 8 + [b"words and " * (1 << 18)]), small)
-    small_one = BodyCapacity(4096, images=False)
+    small_one = BodyCapacity(4096, takes_messages=False)
     run_inline(small_one.checking(file * 30))
     with pytest.raises(ContextOverflow):
         run_inline(small_one.checking(file * 3 + b"words and " * (1 << 18)))
@@ -115,16 +115,16 @@ async def test_files_do_not_count_as_text_and_have_the_bound_of_all_bodies() -> 
 def test_more_values_than_the_context_has_room_for_are_refused() -> None:
     body = b"[" + b"{}," * 30_000 + b"{}]"
     with pytest.raises(ContextOverflow, match="at least 15000 tokens"):
-        run_inline(BodyCapacity(4096, images=False).checking(body))
-    run_inline(BodyCapacity(1 << 14, images=False).checking(body))
+        run_inline(BodyCapacity(4096, takes_messages=False).checking(body))
+    run_inline(BodyCapacity(1 << 14, takes_messages=False).checking(body))
     with pytest.raises(ContextOverflow):
-        run_inline(BodyCapacity(None, images=True).checking(b"{" * (MAX_VALUES + 1)))
-    run_inline(BodyCapacity(4096, images=False).checking(json.dumps("{}," * 30_000).encode()))
+        run_inline(BodyCapacity(None, takes_messages=True).checking(b"{" * (MAX_VALUES + 1)))
+    run_inline(BodyCapacity(4096, takes_messages=False).checking(json.dumps("{}," * 30_000).encode()))
 
 
 def test_more_escapes_than_can_be_decoded_at_once_are_refused() -> None:
     with pytest.raises(TooLarge, match="escaped"):
-        run_inline(BodyCapacity(None, images=True).checking(b"\\" * (MAX_ESCAPES + 1)))
+        run_inline(BodyCapacity(None, takes_messages=True).checking(b"\\" * (MAX_ESCAPES + 1)))
 
 
 async def test_a_body_beyond_its_capacity_is_refused_while_it_arrives() -> None:
@@ -198,7 +198,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
 
 
 def test_no_client_offers_so_many_tools() -> None:
-    capacity = BodyCapacity(1 << 20, images=False)
+    capacity = BodyCapacity(1 << 20, takes_messages=False)
     capacity.check_numbers(1 << 20, MAX_TOOLS)
     with pytest.raises(RequestError, match="too many"):
         capacity.check_numbers(1, MAX_TOOLS + 1)

@@ -144,4 +144,4 @@ async def test_keys_belong_to_one_session_and_one_service(store: Store) -> None:
         mac,
     ):
         assert store.session_of_credential(wrong) is None
-    assert TaskKey.new().mark("x") != TaskKey.new().mark("x")
+    assert TaskKey.new().keyed_digest("x") != TaskKey.new().keyed_digest("x")

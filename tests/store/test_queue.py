@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from outrider.errors import Conflict
 from outrider.lifecycle import StopReason
 from outrider.spec import EVALUATION_LABEL, OPERATOR_TENANT, tenant_of
-from outrider.store.queue import MOST_PASSED, QueueKind, bucket_of
+from outrider.store.queue import MOST_SKIPPED_BUCKETS, QueueKind, bucket_of
 from outrider.store.rows import QueueLength, SessionRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
@@ -122,10 +122,10 @@ async def test_a_priority_orders_the_groups_of_one_tenant_alone(store: Store) ->
 
 
 async def test_a_tenant_with_many_runs_that_find_no_room_is_passed_over_as_a_whole(store: Store) -> None:
-    for number in range(MOST_PASSED + 2):
+    for number in range(MOST_SKIPPED_BUCKETS + 2):
         await put(store, f"large{number:02}", 1, created=float(number), labels=run(str(number)), tenant="a")
     await put(store, "small", 1, created=1e6, tenant="b")
-    passed = {own_bucket(run(str(number)), "a") for number in range(MOST_PASSED - 1)}
+    passed = {own_bucket(run(str(number)), "a") for number in range(MOST_SKIPPED_BUCKETS - 1)}
     assert sorted(await order(store, skip=passed)) == ["large63.0", "large64.0", "large65.0", "small.0"]
     assert await order(store, skip=passed | {own_bucket(run("63"), "a")}) == ["small.0"]
 

@@ -40,7 +40,8 @@ CREATED = "outrider.created"
 
 
 class AccessControl:
-    """ASGI middleware that refuses control calls without a valid token, and logs calls that may change data.
+    """ASGI middleware that refuses control calls without a valid token, if the service has tokens, and logs calls that
+    may change data.
 
     If the service has no tokens, it listens only on this machine. A web page in a browser here could still send
     requests to it. So a call whose Host or Origin header names another machine is refused. A page cannot forge these

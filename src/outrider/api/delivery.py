@@ -50,7 +50,7 @@ async def acknowledge(
 
 @ROUTES.delete("/consumers/{name}", "submit", ConsumerList)
 async def remove(service: Serving, caller: Caller, name: Name, tenant: Tenant = None) -> ConsumerList:
-    """Delete a consumer. Groups are then no longer kept for it until it acknowledges them."""
+    """Delete a consumer. Groups that it has not acknowledged are no longer kept for it."""
     await service.store.consumers.remove(name, tenant=_owner(caller, name, tenant))
     return await _consumers(service, caller.sees)
 

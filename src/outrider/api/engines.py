@@ -20,7 +20,7 @@ async def engines(service: Serving) -> EngineList:
 
 @ROUTES.post("/engines", "admin", EngineStatus, status=201, errors=(Conflict, EngineMisbehaved, EngineUnavailable))
 async def add(service: Serving, spec: Annotated[EngineSpec, body(EngineSpec)], created: Created) -> EngineStatus:
-    """Attach an engine while sessions run. The engine must reply, and must have a tokenizer for its model."""
+    """Attach an engine while sessions run. The engine must reply, and its tokenizer must be that of the model."""
     engine = await service.attach_engine(spec)
     created(name=engine.name)
     return engine

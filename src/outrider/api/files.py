@@ -17,7 +17,7 @@ from outrider.api.control_router import Caller, ControlRouter, Serving
 from outrider.api.openapi import file_answer
 from outrider.messages import Image
 from outrider.schemas import ArtifactList
-from outrider.store.artifacts import KEPT, LOGGED
+from outrider.store.artifacts import FOR_GRADERS, LOGGED
 
 UNKNOWN = "application/octet-stream"
 SAFE = {"Content-Security-Policy": "default-src 'none'; sandbox", "X-Content-Type-Options": "nosniff"}
@@ -61,7 +61,7 @@ async def artifact(
 ) -> FileResponse:
     """Get the bytes of an artifact, by its path in the sandbox without the leading slash."""
     session = await service.reader.session(session_id, tenant=caller.sees)
-    name = path if path in (*KEPT, *LOGGED) else f"/{path}"
+    name = path if path in (*FOR_GRADERS, *LOGGED) else f"/{path}"
     file = await asyncio.to_thread(service.artifacts.file, session.id, name, attempt)
     return FileResponse(file, media_type=UNKNOWN, headers=DOWNLOAD)
 

@@ -24,7 +24,7 @@ from outrider.api.page import PATHS, page_routes
 from outrider.errors import InvalidField, NotFound, OutriderError
 from outrider.schemas import GroupList, GroupSummary, SessionList, SessionView
 from outrider.service.finished_runs import GROUPS_AT_ONCE, FinishedRun
-from outrider.store.artifacts import KEPT, LOGGED
+from outrider.store.artifacts import FOR_GRADERS, LOGGED
 from outrider.wire.file_descriptors import raise_limit, shares
 from outrider.wire.http_server import Receive, Scope, Send
 
@@ -147,7 +147,7 @@ class _Routes:
 
     async def artifact(self, request: Request) -> Response:
         path = request.path_params["path"]
-        name = path if path in (*KEPT, *LOGGED) else f"/{path}"
+        name = path if path in (*FOR_GRADERS, *LOGGED) else f"/{path}"
         file = await self._run.artifact(request.path_params["session"], name)
         return FileResponse(file, media_type=UNKNOWN, headers=DOWNLOAD)
 

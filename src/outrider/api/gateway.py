@@ -47,7 +47,7 @@ JSON = b"application/json"
 STREAM_PING_SECONDS = 10.0
 """Seconds between two checks of a streamed reply. A check sends a ping if nothing was sent since the last one, because
 clients give up on silent streams. So a stream is silent for at most twice this time."""
-ANY_CAPACITY = BodyCapacity(None, images=True)
+ANY_CAPACITY = BodyCapacity(None, takes_messages=True)
 """Limits for a body while its model is unknown: images are allowed, and no context length limits the body."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 

@@ -1,5 +1,5 @@
-"""The command line: `outrider ...`. Each command, or group of commands, has its own module, and `commands.py` combines
-all commands in one program."""
+"""The command line `outrider ...`. A module of this package defines one command or one group of commands. `commands.py`
+combines them into one program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             import gc
 
-            gc.disable()  # makes the imports faster; CliCommand.invoke turns it on again
+            gc.disable()  # imports are faster without garbage collection; CliCommand.invoke turns it on again
         from outrider.cli.commands import run_command
 
         return run_command(argv)

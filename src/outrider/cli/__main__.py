@@ -1,4 +1,4 @@
-"""`python -m outrider.cli`: runs the command line with this interpreter."""
+"""Runs the command line as `python -m outrider.cli`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`outrider artifacts`: lists the files that were stored from a session's sandbox, or downloads one of them."""
+"""`outrider artifacts`: lists the files that the service stored from a session's sandbox, or downloads one of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def artifacts(
 ) -> None:
     """List the files kept from a session's sandbox, or get one of them.
 
-    A task's field `artifacts` names the files to keep. The output of the graders is kept as `outrider:grading.log`.
+    The field `artifacts` of a task names the files to keep. The service also
+    keeps the output of the task's graders, under the name
+    `outrider:grading.log`.
 
     Examples:
 

@@ -1,8 +1,8 @@
-"""Classes for the command line, built on click: commands, groups of commands, options, arguments, and their help.
+"""Classes for commands, groups of commands, options, arguments and their help. They are built on click.
 
-Options and arguments are declared by annotations, such as `Annotated[int | None, CliOption("-n", metavar="N")]`. The
-module does not depend on any command. It uses click and not Typer, because importing Typer and pydantic takes 0.2 s of
-processor time.
+Annotations of a function's parameters declare the options and arguments, such as `Annotated[int | None, CliOption("-n",
+metavar="N")]`. The module does not depend on any command. It uses click and not Typer, because importing Typer and
+pydantic takes 0.2 s of processor time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.cli.exit_codes import USAGE
 ARGUMENTS = "Arguments"
 OPTIONS = "Options"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-"""click's settings for every command: the options that show its help, and the help's maximum width in columns."""
+"""click's settings for every command: the options that print its help, and the maximum width of the help in columns."""
 
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
 """A function that click calls with the context, the parameter and the value of an option. The function returns the
@@ -30,8 +30,10 @@ value to use instead."""
 
 
 class CliArgument:
-    """Declares a positional argument. If `show_default` is a text, the help shows it as the default. A number must be
-    at least `min`."""
+    """Declares a positional argument of a command.
+
+    show_default: a text that the help shows as the default value.
+    min: the smallest number that the argument accepts."""
 
     def __init__(
         self, *, metavar: str | None = None, help: str = "", show_default: str | bool = True, min: float | None = None
@@ -42,8 +44,8 @@ class CliArgument:
         self._min = min
 
     def made(self, name: str, kind: Any, default: Any) -> click.Parameter:
-        """Return the click parameter `name`, whose values have the type `kind`. If `kind` is a list, the parameter
-        takes any number of values. If `default` is `inspect.Parameter.empty`, the parameter is required."""
+        """Return the click parameter `name`, which accepts values of the type `kind`. If `kind` is a list, the
+        parameter takes any number of values. If `default` is `inspect.Parameter.empty`, the parameter is required."""
         single, many = _single(kind)
         return _Argument([name], text=self._help, nargs=-1 if many else 1, **self._attributes(single, default))
 
@@ -66,8 +68,9 @@ class CliArgument:
 
 
 class CliOption(CliArgument):
-    """Declares an option. By default it is named after the function's parameter: `min_reward` becomes `--min-reward`.
-    `panel` is the section of the help that lists the option. Options with a `callback` are read before all others."""
+    """Declares an option. The default name comes from the function's parameter: `min_reward` becomes `--min-reward`.
+    `panel` is the section of the help that lists the option. click parses an option with a `callback` before all other
+    options."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class _Option(click.Option):
 
 
 class CliCommand(click.Command):
-    """A command. The help is the docstring of the command's function, with the same line breaks."""
+    """A command. Its help is the docstring of the command's function, with unchanged line breaks."""
 
     def __init__(
         self, callback: Callable[..., Any], params: Sequence[click.Parameter], *, help: str, name: str | None = None
@@ -118,8 +121,8 @@ class CliCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         if not gc.isenabled():
-            # `main` may have turned garbage collection off. Imported objects are never garbage: scanning them, during
-            # the imports and when Python exits, would take a quarter of a short command's time.
+            # `main` may have turned garbage collection off. `gc.freeze` excludes the imported objects from collection,
+            # because they are never garbage. Scanning them would take a quarter of a short command's time.
             gc.freeze()
             gc.enable()
         return super().invoke(ctx)
@@ -131,10 +134,10 @@ class CliCommand(click.Command):
 
 
 class CliGroup(click.Group):
-    """A group of commands and other groups. Each is loaded only when it runs or its help is shown.
+    """A group of commands and of smaller groups. A member is loaded only when it runs, or when its own help is shown.
 
-    `load` returns the command or group with a given name. `lines` maps each name to the first line of the help. If the
-    line is None, the command is loaded to read it.
+    `load` returns the member with a given name. `lines` has the first line of each member's help, by name. If a line is
+    None, the member is loaded to read the line.
     """
 
     def __init__(
@@ -205,8 +208,8 @@ class CliGroup(click.Group):
 
 
 def _single(kind: Any) -> tuple[Any, bool]:
-    """Return the type of a single value, and True if the parameter takes a list: `str` and True for `list[str] |
-    None`."""
+    """Return the type of a single value, and whether the parameter takes a list of such values. For example, `list[str]
+    | None` gives `str` and True."""
     [given] = [each for each in get_args(kind) if each is not NoneType] if NoneType in get_args(kind) else [kind]
     return (get_args(given)[0], True) if get_origin(given) is list else (given, False)
 

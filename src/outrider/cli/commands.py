@@ -1,7 +1,7 @@
-"""The program `outrider`: its commands, and how it prints their errors.
+"""The program `outrider`: lists all commands, runs one of them, and prints its error.
 
-The commands' work is done in other modules. Invariant: an OutriderError is printed in one line, never as a traceback.
-An error of the machine, such as a full disk, is printed in the same way.
+The work of each command is done in another module. Invariant: an OutriderError is printed as one line, never as a
+traceback. So is an error of the operating system, such as a full disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.cli.command_line import CliCommand, CliGroup, CliOption
 from outrider.cli.exit_codes import FAILURE, SUCCESS, USAGE
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.environment import installed_version, variables
-from outrider.errors import OutriderError, RequestError, ServiceError, described, lacks_means
+from outrider.errors import OutriderError, RequestError, ServiceError, described, may_come_from_machine
 
 log = logging.getLogger("outrider.cli")
 
@@ -39,7 +39,7 @@ HINTS = {
     errno.EEXIST: "something else has that name: choose another one",
     errno.EISDIR: "that is a folder: name a file",
 }
-"""Hints for the user, by the errno of an OSError."""
+"""Hints for the user about errors of the operating system, by errno."""
 
 HELP = """Outrider serves agent rollouts to reinforcement-learning trainers.
 
@@ -48,8 +48,8 @@ Then start a service with `outrider serve` and run a task with `outrider run`.
 """
 
 CLIENT_VARIABLES = {"OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_CA", "OUTRIDER_HOME"}
-"""Environment variables that every client reads. The user is warned about other OUTRIDER_ variables that nothing
-reads."""
+"""Environment variables for commands that call a service. If any other OUTRIDER_ variable is set, the program checks
+its name and may warn about it."""
 
 COMMANDS = {
     "serve": ("serve:serve", "Serve rollouts until Ctrl-C or SIGTERM."),
@@ -76,8 +76,8 @@ COMMANDS = {
     "slurm": ("slurm:slurm", "Submit a job that runs a service and its nodes on a Slurm cluster."),
     "eval": ("evaluate:eval_", "Run the tasks of a source, and score the policy."),
 }
-"""For each command, its function (`module:function`, in this package) and the first line of its help. The line is
-repeated here, so that the list of commands can be shown without importing the modules."""
+"""The commands: for each name, its function as `module:function` in this package, and the first line of its help. The
+line is repeated here, so that `outrider --help` can list the commands without importing their modules."""
 
 GROUPS = {
     "consumers": (
@@ -163,7 +163,7 @@ GROUPS = {
         {"create": "token:create", "list": "token:list_tokens", "revoke": "token:revoke"},
     ),
 }
-"""For each group of commands, its help and the functions of its commands (`module:function`)."""
+"""The groups of commands: for each name, its help and its commands. A command is written as `module:function`."""
 
 
 def run_command(argv: Sequence[str] | None) -> int:
@@ -179,7 +179,7 @@ def run_command(argv: Sequence[str] | None) -> int:
     except OutriderError as error:
         return _failed(terminal, error)
     except BaseExceptionGroup as failures:
-        # Several asyncio tasks failed together. If one error is a bug, all are raised again, because it needs its
+        # Several asyncio tasks failed together. If one of the errors is a bug, the whole group is raised again to get a
         # traceback.
         matched, others = failures.split(_is_shown)
         if matched is None or others is not None:
@@ -194,11 +194,11 @@ def run_command(argv: Sequence[str] | None) -> int:
         terminal.error(RequestError(message, hint=f"{program} --help").record())
         return USAGE
     except BrokenPipeError:
-        # The program that reads the output, such as `head`, has exited. Standard output becomes /dev/null, because
-        # Python flushes it at exit, which would fail again.
+        # The program that reads the output, such as `head`, has exited. Python flushes standard output at exit, which
+        # would fail again. So standard output is replaced by /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
-    except Exception as error:  # a bug is raised again, because it needs its traceback
+    except Exception as error:  # a bug is raised again to get a traceback
         if not _is_shown(error):
             raise
         return _failed(terminal, _shown(error))
@@ -206,8 +206,8 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 
 def commands() -> CliGroup:
-    """Return the whole command line. The module of a command is imported only when the command runs or its help is
-    shown."""
+    """Return the group of all commands. A command's module is imported only when the command runs, or when its own help
+    is shown."""
     version = CliOption("--version", callback=_version, help="Show the version and exit.")
     return CliGroup(
         {name: line for name, (_, line) in COMMANDS.items()} | {name: line for name, (line, _) in GROUPS.items()},
@@ -227,7 +227,7 @@ def _command(name: str) -> click.Command:
 
 
 def _load(place: str) -> CliCommand:
-    """Import the command at `place`, such as `serve:serve`."""
+    """Import a command. `place` has the form `module:function`, such as `serve:serve`."""
     module, _, name = place.partition(":")
     loaded: CliCommand = getattr(import_module(f"outrider.cli.{module}"), name)
     return loaded
@@ -236,7 +236,7 @@ def _load(place: str) -> CliCommand:
 @click.pass_context
 def _check_variables(ctx: click.Context, show_version: bool) -> None:
     if any(name.startswith("OUTRIDER_") and name not in CLIENT_VARIABLES for name in variables()):
-        # Imported late, because a client needs no settings and no pydantic.
+        # Imported here, because a command that only calls a service needs neither the settings nor pydantic.
         from outrider.config import unknown_variables
 
         for unknown in unknown_variables():
@@ -250,11 +250,12 @@ def _version(ctx: click.Context, _: click.Parameter, given: bool) -> None:
 
 
 def _is_shown(error: BaseException) -> bool:
-    return isinstance(error, OutriderError) or lacks_means(error)
+    return isinstance(error, OutriderError) or may_come_from_machine(error)
 
 
 def _shown(error: BaseException) -> OutriderError:
-    """Return the error as an OutriderError. An error about a missing resource of the machine gets a hint."""
+    """Return the error as an OutriderError. An error about a resource that this machine lacks, such as disk space, gets
+    a hint."""
     if isinstance(error, OutriderError):
         return error
     log.debug("the command failed", exc_info=error)

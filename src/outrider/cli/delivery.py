@@ -1,4 +1,5 @@
-"""`outrider consumers` and `outrider callbacks` manage how results are delivered; `outrider gc` removes old groups."""
+"""The commands `outrider consumers` and `outrider callbacks`, which manage how results are delivered, and `outrider
+gc`, which removes old groups."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ LISTED = 1000
 def list_consumers(terminal: Terminal, service: Client) -> None:
     """List the consumers with their positions.
 
-    A consumer is a named reader of the results. Groups are kept until every
-    consumer has acknowledged them: remove consumers that no longer read.
+    A consumer is a named reader of the results. The service keeps a group until
+    every consumer has acknowledged it, so remove a consumer that no longer reads.
 
     Example:
 
@@ -48,6 +49,8 @@ def acknowledge(
 ) -> None:
     """Move a consumer to a cursor.
 
+    The consumer has then acknowledged all groups up to this cursor.
+
     Examples:
 
         outrider consumers ack trainer 1200
@@ -66,7 +69,7 @@ def remove_consumer(
 ) -> None:
     """Remove a consumer.
 
-    The service then no longer keeps groups for this consumer to read.
+    The service no longer keeps groups for this consumer to read.
 
     Examples:
 
@@ -81,7 +84,7 @@ def remove_consumer(
 def list_callbacks(terminal: Terminal, service: Client) -> None:
     """List the callbacks that were given up, the newest first.
 
-    A callback sends a finished group to a URL.
+    A callback is a request that sends a finished group to a URL.
 
     Example:
 
@@ -147,11 +150,11 @@ def gc(
 ) -> None:
     """Remove old groups with their sessions, turns, images, artifacts and events.
 
-    These groups are kept:
+    The command keeps these groups:
 
     - groups that have not ended
-    - groups that a consumer has not acknowledged (--force removes them)
-    - groups whose callback is neither delivered nor discarded
+    - groups that a consumer has not acknowledged; --force removes them too
+    - groups with a callback that is neither delivered nor discarded
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`outrider demo`: runs a whole service on this machine, with a tiny real model."""
+"""`outrider demo`: runs a service, its engine and its sandboxes on this machine, with a tiny real model."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def demo(
 
     The run takes some seconds and needs no engine, no network and no root.
 
-    With --train, TRL trains the model on sessions of a service in another
-    process, until the model is right nearly every time. Ctrl-C ends the
-    training after the current step, and keeps the weights and the curve of the
-    reward. A second Ctrl-C ends it at once.
+    With --train, the library TRL trains the model. Its sessions run in a service
+    in another process. The training ends when the model is right nearly every
+    time. Ctrl-C ends it after the current step, and keeps the weights and the
+    curve of the reward. A second Ctrl-C ends it at once.
 
     With --open, the service's page opens in a browser before the first session,
     and the service runs until Ctrl-C.
 
-    Exit code 1: a session failed, or a recorded token differs from the engine's,
-    or with --train, the reward did not rise from below 0.3 to above 0.85.
+    Exit code 1: a session failed, or a recorded token differs from the engine's
+    token. With --train: the reward did not rise from below 0.3 to above 0.85.
     Exit code 130: Ctrl-C.
 
     Examples:
@@ -118,7 +118,7 @@ def demo(
 async def _open_demo(
     terminal: Terminal, runtime: str, keep: Path | None, policy: Path, show: Callable[[RolloutSummary], Summary]
 ) -> Summary:
-    """Run the demo with its page in a browser. The service ends with Ctrl-C."""
+    """Run the demo, with the service's page in a browser. The service runs until Ctrl-C."""
     from outrider.lab.demo.run import run_demo
 
     signals = StopSignals()
@@ -192,7 +192,8 @@ def _meaning(policy: Path, summary: Summary, keep: Path | None) -> Iterator[str]
 
 
 def _make(folder: Path) -> None:
-    """Make the folder for the samples before the sessions run. Raises InvalidField if no files can be written there."""
+    """Make the folder for the sample files before the first session starts. Raises InvalidField if files cannot be
+    written in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -204,6 +205,6 @@ def _make(folder: Path) -> None:
 
 
 def _near(path: Path) -> Path:
-    """Return `path` relative to the current folder if the path is below this folder, and unchanged otherwise."""
+    """Return `path` relative to the current folder if it is inside that folder. Otherwise, return it unchanged."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

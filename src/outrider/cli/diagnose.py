@@ -1,4 +1,5 @@
-"""`outrider diagnose`: checks a run against rules, and prints each fault with its evidence and the next step."""
+"""`outrider diagnose`: looks for known faults in the results of a run, and prints each fault with its evidence and the
+next step."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from outrider.schemas import RunDiagnosis, RunFinding, RunSeconds
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 FAIL_ON = {"error": {"error"}, "warning": {"error", "warning"}}
-"""The severities for which the command fails, by the value of --fail-on."""
+"""For each value of --fail-on, the severities of a fault that make the command exit with an error code."""
 
 
 @command
@@ -47,8 +48,8 @@ def diagnose(
 ) -> None:
     """List the faults of a run, with evidence and the next step.
 
-    The command reads the results of all sessions, and the turns of a sample of
-    them. Without a label or a group, it reads all groups.
+    The command reads the results of all sessions, and the turns of only a sample
+    of them. Without a label or a group, it reads all groups of the service.
 
     Examples:
 
@@ -74,7 +75,7 @@ def diagnose(
 
 
 def _lines(found: RunDiagnosis) -> Iterator[Text]:
-    """Yield the lines to print: what was read, where the time went, and the findings."""
+    """Yield the lines to print: what the command read, where the sessions spent their time, and the faults."""
     read = [
         f"{counted(found.sessions, 'session')} in {counted(found.groups, 'group')} read",
         f"with all turns of {found.read_sessions:,}",
@@ -104,8 +105,8 @@ def _finding(finding: RunFinding) -> Iterator[Text]:
 
 
 def _time_line(seconds: RunSeconds) -> str:
-    """Return the shares of the sessions' time, such as `model 62%, tools 30%`, the largest first. Returns "" if no
-    session has taken any time."""
+    """Return how the sessions spent their time, the largest share first: `model 62%, tools 30%`. Returns "" if they
+    spent none."""
     used = {name: getattr(seconds, name) for name in RunSeconds.__struct_fields__}
     total = sum(used.values())
     if not total:
@@ -123,7 +124,7 @@ def _label(text: str) -> tuple[str, str]:
 
 def _time(text: str, now: float) -> float:
     """Parse a time into seconds since the epoch. `text` is an age such as 2h, or a date with or without a time of day.
-    A time without a zone is local."""
+    A time without a time zone is local time."""
     if age := re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)", text):
         return max(0.0, now - float(age[1]) * UNITS[age[2]])
     try:

@@ -41,8 +41,9 @@ def dial(
 ) -> None:
     """Answer the calls of a session proxy of verl's recipe, until Ctrl-C.
 
-    The proxy is the recipe's own proxy in its relay mode, or an Outrider
-    service with --compat verl. The engine must accept token ids.
+    The command sends the model calls of the proxy to an engine. The proxy is the
+    recipe's own proxy in its relay mode, or an Outrider service with --compat
+    verl. The engine must accept token ids.
 
     Example:
 
@@ -97,7 +98,7 @@ def dial(
                 terminal.note("stopping: the calls that run go to the proxy's other workers")
                 running.cancel()
                 attached.cancel()
-        except ExceptionGroup as group:  # contains the error that ended the worker
+        except ExceptionGroup as group:  # the group contains the one error that ended the worker
             raise group.exceptions[0] from None
         except asyncio.CancelledError:
             if not signals.came:

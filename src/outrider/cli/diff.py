@@ -29,9 +29,10 @@ def diff(
 ) -> None:
     """Compare two runs: rewards, pass@k, turns, tokens, failures, flips.
 
-    Each difference has a 95 % confidence interval over tasks. Groups belong to
-    the same task if they have the same label `task` or, without this label, the
-    same instruction.
+    A flip is a pair of sessions of one task, of which only one is solved. Each
+    difference has a 95 % confidence interval over tasks. Groups belong to the
+    same task if they have the same label `task` or, without this label, the same
+    instruction.
 
     Examples:
 
@@ -80,8 +81,8 @@ def _shown(found: RunDiff) -> Iterator[RenderableType]:
 
 
 def _some(found: RunDiff) -> list[Flip]:
-    """Return at most FLIPS_SHOWN flips: first sessions solved only in `a` (at most half), then sessions solved only in
-    `b`."""
+    """Return at most FLIPS_SHOWN flips. The first ones, at most half, are solved only in run `a`. The others are solved
+    only in run `b`."""
     lost = [flip for flip in found.flips if flip.a_reward >= found.passed]
     gained = [flip for flip in found.flips if flip.a_reward < found.passed]
     return [*lost[: FLIPS_SHOWN // 2], *gained[: FLIPS_SHOWN - min(len(lost), FLIPS_SHOWN // 2)]]

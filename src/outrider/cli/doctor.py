@@ -13,7 +13,8 @@ from outrider.cli.terminal import Terminal
 from outrider.doctor import Finding, diagnose
 
 NAMES = {"gpus": "GPUs"}
-"""Headings of the report, by field of a `Diagnosis`. The heading of any other field is the field's name."""
+"""Headings of the report for the fields of a `Diagnosis`. A field that is not listed here has its own name as
+heading."""
 
 
 @command

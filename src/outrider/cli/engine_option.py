@@ -1,5 +1,5 @@
-"""Parses KIND=WHERE, which names an engine on the command line: `vllm=http://127.0.0.1:8000`. The module does not
-import the settings of a service."""
+"""Parses the option value KIND=WHERE, which names an engine: `vllm=http://127.0.0.1:8000`. The module does not import a
+service's settings, because they load slowly."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ Name = Annotated[str, CliArgument(metavar="NAME", help="The engine's name.")]
 def list_engines(terminal: Terminal, service: Client) -> None:
     """List the engines with their load.
 
-    The load: requests in flight, sessions, and tokens generated since the
-    service started.
+    The load of an engine is the number of requests in flight, of sessions, and
+    of tokens generated since the service started.
 
     Example:
 
@@ -44,8 +44,8 @@ def add(
 ) -> None:
     """Add an engine.
 
-    The engine must be up. Its tokenizer must be that of the model that it
-    serves: the policy, or the frozen model that --serves names.
+    The engine must be running. Its tokenizer must be the tokenizer of the model
+    that it serves. This model is the policy or, with --serves, a frozen model.
 
     Examples:
 
@@ -64,7 +64,7 @@ def add(
 def drain(terminal: Terminal, service: Client, name: Name) -> None:
     """Stop giving new sessions to an engine.
 
-    Its current sessions stay on it until they end.
+    The engine keeps its current sessions until they end.
 
     Example:
 
@@ -77,7 +77,7 @@ def drain(terminal: Terminal, service: Client, name: Name) -> None:
 def remove(terminal: Terminal, service: Client, name: Name) -> None:
     """Remove an engine from the pool.
 
-    Its sessions continue on other engines.
+    The sessions of the engine continue on other engines.
 
     Example:
 

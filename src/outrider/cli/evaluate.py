@@ -1,4 +1,4 @@
-"""`outrider eval`: runs the tasks of a source and scores the policy."""
+"""`outrider eval`: runs the tasks of one or several sources, and scores the policy."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def eval_(
 ) -> None:
     """Run the tasks of a source, and score the policy.
 
-    Sessions that could not be graded are counted separately, and are not part
-    of any score. After Ctrl-C, the sessions continue in the service, and
-    --resume continues the evaluation.
+    The scores leave out sessions that could not be graded, which are counted
+    separately. Ctrl-C ends only this command: the sessions continue in the
+    service, and --resume continues the evaluation.
 
     Examples:
 
@@ -67,7 +67,7 @@ def eval_(
             source, limit=limit, image=image, test_command=test_command, offline=offline, network=network
         )
     ]
-    service.policy()  # fails at once if no service has this address; the calls below retry for minutes
+    service.policy()  # fails at once if no service has this address, while the later calls retry for minutes
     run = resume or secrets.token_hex(6)
     terminal.note(
         f"run {run}: {counted(len(tasks), 'task')}, {counted(n, 'session')} each; "

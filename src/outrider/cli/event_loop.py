@@ -1,4 +1,4 @@
-"""The event loop of a service, and the interpreter settings that keep its pauses short."""
+"""Runs a service's event loop, with interpreter settings that keep the pauses of the loop short."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 def run_service(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as `asyncio.run` does, on uvloop if it is installed. Raises ServiceError if the limit of open
-    files is too low."""
+    """Run a coroutine as `asyncio.run` does, on uvloop if it is installed. Raises ServiceError if this process may open
+    too few files."""
     try:
         check_enough()  # first, because uvloop leaks resources if it cannot open a descriptor
         factory = importlib.import_module("uvloop").new_event_loop if importlib.util.find_spec("uvloop") else None
@@ -30,22 +30,23 @@ def run_service(work: Coroutine[Any, Any, T]) -> T:
             runner.get_loop().set_default_executor(_started_threads())
             return runner.run(work)
     finally:
-        work.close()  # Python warns about a coroutine that is neither started nor closed, for instance after Ctrl-C
+        work.close()  # Python warns about a coroutine that is neither started nor closed, such as after an early Ctrl-C
 
 
 def _started_threads() -> ThreadPoolExecutor:
-    """Return a thread pool for blocking calls, with all its threads started. Raises RuntimeError if one cannot be
-    started.
+    """Return a thread pool for blocking calls, with all its threads already started. Raises RuntimeError if a thread
+    cannot be started.
 
-    By default, Python starts a thread when a call needs it. If the machine has no room for the thread, the call raises
-    an error, although it is already queued and may still run later.
+    By default, Python starts a thread of a pool only when a call needs it. If the machine cannot start the thread,
+    `submit` raises an error. The call is already queued, however, and may still run later.
     """
-    number = min(32, (os.cpu_count() or 1) + 4)  # as many as in asyncio's default executor
+    number = min(32, (os.cpu_count() or 1) + 4)  # the size of asyncio's default thread pool
     threads = ThreadPoolExecutor(number, thread_name_prefix="outrider-blocking")
     all_started = threading.Barrier(number)
     try:
         for _ in range(number):
-            # Each call blocks its thread, so the pool starts another thread for the next call.
+            # `wait` blocks its thread until all threads have started. So the pool must start a new thread for the next
+            # call.
             threads.submit(all_started.wait)
     except RuntimeError:
         all_started.abort()  # waiting threads would keep the process from exiting
@@ -55,9 +56,9 @@ def _started_threads() -> ThreadPoolExecutor:
 
 @asynccontextmanager
 async def short_pauses(idle: Callable[[], bool], failures: Failures) -> AsyncIterator[None]:
-    """Keep the garbage collector and busy threads from blocking the event loop for long while the block runs. Enter the
-    block after all imports. For `idle` and `failures` see `concurrency/garbage.py`."""
-    # A busy thread gives the interpreter back to the event loop after 1 ms; the default is 5 ms.
+    """While the block runs, keep the garbage collector and busy threads from blocking the event loop for long. Enter
+    the block after all imports. `concurrency/garbage.py` explains `idle` and `failures`."""
+    # A busy thread lets the event loop run again after 1 ms. Python's default is 5 ms.
     sys.setswitchinterval(0.001)
     async with collected_in_pieces(idle, failures):
         yield

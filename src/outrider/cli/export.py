@@ -1,5 +1,5 @@
-"""`outrider export`: writes the samples of done groups, or their sessions as conversations. The output is JSON lines on
-standard output, or a file with a folder of images beside it."""
+"""`outrider export`: writes the training samples of done groups, or their sessions as conversations. Without a file,
+the output is JSON lines on standard output. With a file, images are written to a folder beside it."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from outrider.schemas import EVALUATION_LABEL, GroupView, ResultsPage
 from outrider.trajectory import ChatRow, Sample
 
 BY_ENDING = {f".{kind}": kind for kind in WRITERS}
-"""Binary formats, by the ending of a file's name."""
+"""Binary formats, by the file name extension that chooses them."""
 PAGE = 20
-"""Number of groups per request."""
+"""Number of groups that one request reads."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider export --json`.
 
-    left_out: the number of samples whose reward is missing or below `--min-reward`.
-    evaluations: the number of groups that were left out because they evaluate a policy.
+    left_out: the number of samples without a reward, or with a reward below `--min-reward`.
+    evaluations: the number of left-out groups that evaluate a policy.
     cursor: the value of `--after` for the next export.
-    sha256: the digest of the file.
-    images: the number of the samples' images that the service stores.
-    image_files: the folder to which the images were written.
+    sha256: the SHA-256 digest of the written file.
+    images: the number of different images in the samples that the service stores.
+    image_files: the folder with the written images.
     """
 
     samples: int
@@ -91,8 +91,8 @@ def export(
     """Write the training samples of done groups.
 
     There is one row for each sample, in the order in which the groups finished.
-    Groups of evaluations are left out, unless --group names one.
-    Images are written to the folder `images` beside the file.
+    Groups that evaluate a policy are left out, unless --group names one. Images
+    are written to the folder `images` beside the file.
 
     Examples:
 
@@ -183,7 +183,7 @@ def export(
 
 
 class _Images:
-    """Counts the images of exported samples. If there is a folder for images, also downloads the images to it."""
+    """Counts the images in the exported samples, and downloads them if it was given a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = ImageFolder(folder) if folder else None
@@ -219,14 +219,14 @@ def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> 
 
 @asynccontextmanager
 async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIterator[asyncio.Future[ResultsPage]]:
-    """Read the page of results after the cursor `after` in the background, and yield a future with the page. The block
-    writes the previous page meanwhile, which takes longer than reading."""
+    """Start to read the results after the cursor `after`, and yield a future of the page that was read. Meanwhile the
+    block writes the previous page, which takes longer than reading the next one."""
     page: asyncio.Future[ResultsPage] = asyncio.get_running_loop().create_future()
 
     async def read() -> None:
         try:
             page.set_result(await client.results(after=after, limit=PAGE, samples=samples))
-        except Exception as error:  # the block gets the error when it awaits the page
+        except Exception as error:  # the error is raised when the block awaits the page
             page.set_exception(error)
 
     async with asyncio.TaskGroup() as tasks:
@@ -234,7 +234,7 @@ async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIt
         yield page
         reading.cancel()
     if page.done():
-        page.exception()  # asyncio would log an error that the block has not awaited, unless it is read here
+        page.exception()  # asyncio logs an unread error of a future, for example if the block did not await the page
 
 
 async def _page_of(page: asyncio.Future[ResultsPage]) -> ResultsPage:

@@ -1,8 +1,8 @@
-"""A table without borders, laid out for the width of its output.
+"""A table without borders that fits the width of its output.
 
-Invariant: no cell is cut. In a wide output, such as a file, each row is one line. In a narrow output the headers wrap
-first, then the text of the last column. Columns that still do not fit are moved to a second table below, which repeats
-the first column.
+Invariant: no cell is cut off. In a wide output, such as a file, each row is one line. In a narrow output, the headers
+wrap first, and then the text of the last column. Columns that still do not fit form further tables below, each of which
+repeats the first column.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.text import Text
 GAP = 2
 """Number of spaces between two columns of the table."""
 TEXT_WIDTH = 24
-"""Minimum width of the last column, if its cells are text that may wrap."""
+"""Minimum width of the last column if its cells contain text that may wrap."""
 
 
 class FittedTable:
@@ -43,10 +43,11 @@ class FittedTable:
                 yield from self._row(console, columns, row)
 
     def _parts(self, room: int) -> Iterator[dict[int, int]]:
-        """Yield the columns of each table: a mapping from a column's position to its width."""
+        """Split the columns into tables that fit `room` columns of the screen. Yields, for each table, the widths of
+        its columns by position."""
         places = range(len(self._names))
         if sum(self._widths) + GAP * (len(places) - 1) > room and self._is_text(places[-1]):
-            # A last column without text is left out, such as a column of errors if there are none.
+            # If the last column has no text, such as a column of errors when there are none, leave it out.
             places = places if any(self._cells(places[-1])) else places[:-1]
         columns: dict[int, int] = {}
         for at in places:
@@ -62,8 +63,8 @@ class FittedTable:
         return at == len(self._names) - 1 and not self._right[at]
 
     def _smallest(self, at: int, room: int) -> int:
-        """Return the minimum width of a column: the width of its widest cell or of the longest word of its name. Cells
-        that may wrap need at most TEXT_WIDTH."""
+        """Return the minimum width of a column: that of its widest cell, or of the longest word in its name. If its
+        cells may wrap, TEXT_WIDTH is enough for them."""
         words = max(map(cell_len, self._names[at].split()), default=0)
         width = max(words, *self._cells(at), 0)
         if self._is_text(at):
@@ -71,11 +72,12 @@ class FittedTable:
         return min(width, room if at == 0 else room - self._repeated(room) - GAP)
 
     def _repeated(self, room: int) -> int:
-        """Return the width of the first column in the second and later tables, at most half of the room."""
+        """Return the width of the first column where it is repeated: in the second and later tables. It takes at most
+        half of the room."""
         return min(self._widths[0], room // 2)
 
     def _widened(self, columns: dict[int, int], room: int) -> dict[int, int]:
-        """Widen the columns, from left to right, with the room that the minimum widths leave."""
+        """Widen columns from their minimum widths, from left to right, until no room is left."""
         left = room - sum(columns.values()) - GAP * (len(columns) - 1)
         widths = {}
         for at, width in columns.items():
@@ -87,8 +89,8 @@ class FittedTable:
     def _row(
         self, console: Console, columns: dict[int, int], cells: Sequence[str | Text], *, bottom: bool = False
     ) -> Iterator[Text]:
-        """Yield the lines of a row. Short cells are filled up with blank lines below or, with `bottom`, above. rich's
-        own Table would take five times as long."""
+        """Yield the lines of one row. A cell with fewer lines than the row gets blank lines below it or, with `bottom`,
+        above it. rich's own Table would take five times as long."""
         folded = [self._folded(console, cells[at], at, width) for at, width in columns.items()]
         height = max(map(len, folded))
         for lines, width in zip(folded, columns.values(), strict=True):
@@ -100,7 +102,7 @@ class FittedTable:
             yield line
 
     def _folded(self, console: Console, cell: str | Text, at: int, width: int) -> list[Text]:
-        """Return the lines of a cell, each as wide as the column."""
+        """Return the lines of a cell. Each line is padded to the width of the column."""
         text = cell.copy() if isinstance(cell, Text) else Text(cell)
         fits = "\n" not in text.plain and cell_len(text.plain) <= width
         lines = [text] if fits else list(text.wrap(console, width, overflow="fold"))

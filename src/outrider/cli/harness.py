@@ -1,4 +1,5 @@
-"""`outrider harness`: lists, installs, checks and records the agent programs of this machine."""
+"""`outrider harness`: lists, installs, checks and records harnesses. A harness is an agent program that Outrider can
+run."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ Preset = Annotated[str, CliArgument(metavar="PRESET", help=PRESET_HELP)]
 
 
 class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A preset and its program.
+    """A preset, and the agent program that it describes.
 
-    version: the pinned version of the program. None if the preset has no program.
-    path: the folder in which this version is installed. None if it is not installed.
-    versions: all installed versions.
+    version: the version that the preset pins. None if the preset has no program.
+    path: the folder of this version, if it is installed.
+    versions: all installed versions of the program.
     """
 
     name: str
@@ -45,8 +46,8 @@ class Harnesses(msgspec.Struct, frozen=True):
 def list_harnesses(terminal: Terminal) -> None:
     """List the presets and whether their programs are installed here.
 
-    A preset defines how one agent program is installed, started and pointed at
-    its model.
+    A preset describes one agent program: how to install it, how to start it, and
+    how to make it call the model of a session.
 
     Example:
 
@@ -69,9 +70,9 @@ def install_harness(
     """Install a preset's program for this user.
 
     The program comes from PyPI or npm, in the version that the preset pins. It
-    gets a folder of its own below ~/.cache/outrider (or $OUTRIDER_HOME).
-    Several versions may be installed. Tasks use the pinned version, unless their
-    field `harness.version` names another one.
+    gets its own folder below ~/.cache/outrider (or $OUTRIDER_HOME). Several
+    versions can be installed side by side. A task uses the pinned version, unless
+    its field `harness.version` names another one.
 
     Examples:
 
@@ -98,13 +99,13 @@ def update_harness(
 ) -> None:
     """Try the newest version of a preset's program.
 
-    The newest version in the registry is installed beside the pinned one. The
-    command checks both, as `outrider harness check` does, and prints the
-    differences. Without --check, a newest version that passes becomes the pinned
-    one, which needs a checkout of Outrider's source.
+    The command installs the newest version in the registry beside the pinned
+    version. It checks both, as `outrider harness check` does, and prints the
+    differences. If the newest version passes, it becomes the pinned one, which
+    needs a checkout of Outrider's source. With --check, the pin does not change.
 
-    Exit code 0: the newest version passes, or is pinned already.
-    Exit code 1: it does not pass.
+    Exit code 0: the newest version passes, or is already pinned.
+    Exit code 1: the newest version does not pass.
 
     Example:
 
@@ -147,10 +148,10 @@ def check_harness(
 ) -> None:
     """Certify that a harness works with this version of Outrider.
 
-    The program does small tasks with a scripted model. The tasks, called rows,
-    cover everything that makes clients rewrite a conversation. Every recorded
-    token is compared with the model's own input and output. A row holds if all
-    its checks succeed.
+    The agent program does small tasks with a scripted model. Each task is a row
+    of the certificate. Together, they cover everything that makes clients rewrite
+    a conversation. Every recorded token is compared with the model's own input
+    and output. A row holds if all its checks succeed.
 
     Exit code 0: all rows that were tried hold.
     Exit code 1: a row does not hold, or a required row could not be tried.
@@ -205,13 +206,14 @@ def record_harness(
 ) -> None:
     """Run a program once, record its model calls, and draft a task that runs it.
 
-    The program runs here, without a sandbox. The variables of all vendors
-    (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, ...) point to a model endpoint that
-    records the calls. {base_url}, {api_key}, {model} and {instruction} are
-    replaced in its arguments, variables and settings files.
+    The program runs on this machine, without a sandbox. The variables of all
+    vendors (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, ...) point to a model endpoint
+    that records the calls. In the program's arguments, variables and settings
+    files, the command replaces {base_url}, {api_key}, {model} and {instruction}.
 
-    NAME.toml is the draft of a task that runs the program. NAME.wire.jsonl has
-    the model calls, without secrets. The exit code is that of the program.
+    The command writes two files. NAME.toml is the draft of a task that runs the
+    program. NAME.wire.jsonl has the model calls, without secrets. The exit code
+    is the program's exit code.
 
     Examples:
 

@@ -1,7 +1,7 @@
-"""The work of `outrider harness check`: makes a harness do small tasks with a scripted model, and prints a certificate
+"""The work of `outrider harness check`: lets a harness do small tasks with a scripted model, and prints a certificate
 with one row per task.
 
-Commands import the module only when they run, because it needs the server's libraries.
+Commands import this module only when they run, because it loads the libraries of the service.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from outrider.sandbox.runtimes.default_runtime import default_runtime
 from outrider.spec import HarnessSpec, RuntimeSpec
 
 VERSION = "version"
-"""The row that starts a preset's installed program once, to read its version. Other harnesses do not have this row."""
+"""Name of the row that runs a preset's installed program once, to read its version. A harness without a preset does not
+have this row."""
 
 VENDORS = {"anthropic": "messages", "openai": "chat", "google": "gemini"}
-"""Dialects by vendor name: users may name a vendor in place of a dialect."""
+"""API dialects by vendor. Instead of a dialect, users may name its vendor."""
 
 
 def find_subject(
@@ -48,10 +49,10 @@ def find_subject(
     runtime: str | None,
     version: str | None = None,
 ) -> Subject:
-    """Return the harness to check. Exactly one of `preset`, `command` and `task` names it.
+    """Return the harness to check, which exactly one of `preset`, `command` and `task` names.
 
-    Raises InvalidField for an unknown name, and for options that contradict each other. Raises HarnessUnavailable for a
-    preset that is not installed.
+    Raises InvalidField for an unknown name and for contradictory options. Raises HarnessUnavailable if the preset's
+    program is not installed.
     """
     dialect = VENDORS.get(dialect or "", dialect)
     known = [each.name for each in DIALECTS]
@@ -78,7 +79,7 @@ def find_subject(
         name, harness = words[0], HarnessSpec(command=words, venv=str(venv.absolute()) if venv else None)
     else:
         name, harness = str(preset), HarnessSpec(preset=load_preset(str(preset), field="preset").name)
-        load_preset(name).at_version(version)  # raises an error if `version` does not look like a version
+        load_preset(name).at_version(version)  # raises an error if `version` has not the form of a version
         harness = harness.model_copy(update={"version": version})
     if sandbox is None:
         sandbox = RuntimeSpec(kind=runtime or default_runtime()[0])
@@ -92,15 +93,15 @@ def find_subject(
     dialect = dialect or loaded.dialects[0]
     options = {DIALECT: dialect} if DIALECT in loaded.options else {}
     harness = harness.model_copy(update={"options": {**harness.options, **options}})
-    make_harness(harness)  # raises an error for wrong options
+    make_harness(harness)  # raises an error for invalid options
     if loaded.install is not None and installed(loaded.name, harness.version) is None:
-        check(loaded.name, harness.version)  # raises an error, with a hint on how to install the program
+        check(loaded.name, harness.version)  # raises an error whose hint says how to install the program
     return Subject(name=name, harness=harness, runtime=sandbox, dialect=dialect, hint=loaded.certify)
 
 
 def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> int:
-    """Check the harness `subject`, print its certificate, and return the exit code. For the parameters see
-    `certificate_of`."""
+    """Check the harness `subject`, print its certificate, and return the exit code. `certificate_of` describes `names`
+    and `seconds`."""
     certificate = certificate_of(terminal, subject, names=names, seconds=seconds)
     if terminal.json:
         terminal.write_json(certificate)
@@ -110,9 +111,11 @@ def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str
 
 
 def certificate_of(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> Certificate:
-    """Check the harness `subject` and return its certificate. `names` are the rows to try, by default all. `seconds` is
-    the time limit of one row. Raises InvalidField for an unknown row."""
-    # Imported here, so that a wrong row or harness is refused before the server's libraries are loaded.
+    """Check the harness `subject` and return its certificate. Raises InvalidField for an unknown row.
+
+    names: the rows to try. All rows if empty.
+    seconds: the time limit of each row."""
+    # Imported here, so that the command refuses a wrong harness before it loads the libraries of the service.
     from outrider.lab.certify.run import certify
 
     known = [VERSION, *(row.name for row in ROWS)]
@@ -154,7 +157,8 @@ def _version_row(harness: HarnessSpec) -> RowVerdict:
 
 
 def print_certificate(terminal: Terminal, certificate: Certificate) -> None:
-    """Print the table of rows, the rows' reasons, log tails and the result. No line is wider than the terminal."""
+    """Print the certificate: the table of rows, the reasons of rows that do not hold, the ends of logs, and the result.
+    No line is wider than the terminal."""
     cells = []
     for row in certificate.rows:
         numbers = (row.turns, row.sampled_tokens, row.drift_tokens, number(row.seconds, 1))

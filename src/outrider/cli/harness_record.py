@@ -1,7 +1,8 @@
-"""The work of `outrider harness record`: runs the program, and writes its transcript and the draft of a task.
+"""The work of `outrider harness record`: runs an agent program, and writes a transcript of its model calls and the
+draft of a task.
 
-Only this command imports the module, because the module needs the server's libraries. Invariant: no existing file is
-overwritten.
+Only this command imports the module, because the module loads the libraries of the service. Invariant: no existing file
+is overwritten.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from outrider.lab.record.run import Program, files_below, record
 UNTOLD = "Run the command `echo hello`, and report what it prints."
 """Default of the option --instruction."""
 OURS = 0o600
-"""Mode of the written files. Only the owner can read them, because a transcript has whole conversations."""
+"""Permissions of the written files. Only their owner can read them, because a transcript contains whole
+conversations."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments and options of the command."""
+    """The arguments and options of `outrider harness record`."""
 
     name: str
     words: tuple[str, ...]
@@ -52,8 +54,10 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider harness record --json`. `has_instruction` is false if the draft lacks {instruction}.
-    `refused` counts the model calls answered with an error, by method, path, status and reason."""
+    """The output of `outrider harness record --json`.
+
+    has_instruction: false if {instruction} occurs nowhere in the draft.
+    refused: the number of model calls that got an error as reply, by method, path, status and reason."""
 
     task: str
     transcript: str
@@ -66,7 +70,7 @@ class RecordedFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_and_draft(terminal: Terminal, answers: Answers) -> int:
-    """Run the program, write both files, and return the program's exit code. Raises InvalidField."""
+    """Run the program, write the transcript and the draft, and return the program's exit code. Raises InvalidField."""
     if not _NAME.fullmatch(answers.name):
         raise InvalidField(f"{answers.name!r} is no name of a file", field="--name", hint="letters, digits, . _ and -")
     env = dict(_pair(text) for text in answers.env)
@@ -85,7 +89,7 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
         files=files,
         stdin=answers.stdin,
     )
-    # First, because the program may change its own files when it runs.
+    # Looked up before the program runs, because the program may change its own files.
     place = place_of(answers.words, environment("PATH"))
     answers.output.mkdir(parents=True, exist_ok=True)
     terminal.note(f"running {answers.words[0]}")
@@ -141,7 +145,7 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
 
 
 def _settings(answers: Answers) -> Config | None:
-    """Return settings with the engine that the option --engine names, or None if the option is not given. Raises
+    """Return a service's settings with the engine that --engine names. Returns None without --engine. Raises
     InvalidField."""
     if answers.engine is None:
         if answers.tokenizer is not None or answers.renderer is not None:

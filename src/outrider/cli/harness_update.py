@@ -1,7 +1,7 @@
-"""The work of `outrider harness update`: installs the newest version of a preset's program beside the pinned one,
-checks both, and prints the differences.
+"""The work of `outrider harness update`: installs the newest version of a preset's program beside the pinned version,
+checks both versions, and prints the differences.
 
-Only this command imports the module, because the module needs the server's libraries.
+Only this command imports the module, because the module loads the libraries of the service.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class VersionDifference(msgspec.Struct, frozen=True, kw_only=True):
 class TriedUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider harness update --json`.
 
-    ok: the newest version passes all checks, or is pinned already.
-    written: the newest version has been written into the preset as its pin.
-    of_pinned, of_newest: the certificates. None if the newest version is pinned already.
+    ok: the newest version passes all checks, or is already the pinned version.
+    written: the command has pinned the newest version in the preset's file.
+    of_pinned, of_newest: the certificates of both versions. None if the newest version is already the pinned one.
     """
 
     harness: str
@@ -50,12 +50,11 @@ class TriedUpdate(msgspec.Struct, frozen=True, kw_only=True):
 def update_and_print(
     terminal: Terminal, name: str, *, only_check: bool, runtime: str | None, rows: Sequence[str], seconds: float
 ) -> int:
-    """Check the newest version of a preset's program and return the exit code. Without `only_check`, a version that
-    passes becomes the preset's pin.
+    """Check the newest version of a preset's program, and return the exit code. If the version passes, it becomes the
+    preset's pinned version. With `only_check`, the pin does not change.
 
-    Raises InvalidField for a preset without a program. Without `only_check`, also raises InvalidField if Outrider does
-    not run from a checkout of its source. Raises HarnessUnavailable if the registry does not reply or the program
-    cannot be installed.
+    Raises InvalidField if the preset has no program, or if the pin should change and Outrider does not run from a
+    checkout of its source. Raises HarnessUnavailable if the registry does not reply or the program cannot be installed.
     """
     preset = load_preset(name, field="preset")
     if not only_check and preset.install is not None:

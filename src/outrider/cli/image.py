@@ -1,4 +1,4 @@
-"""`outrider image`: makes, lists and removes images, the root file systems of sandboxes."""
+"""`outrider image`: makes, lists and removes images. An image is the root file system of a sandbox."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Name = Annotated[str, CliArgument(metavar="NAME", help="Its name in a task's `ru
 
 
 class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An image under one of its names. `path` is the image's root folder."""
+    """One name of an image. `path` is the image's root folder."""
 
     name: str
     path: str
@@ -44,8 +44,8 @@ class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Images(msgspec.Struct, frozen=True):
-    """The output of `outrider image list --json`, and of `build` and `pull` with --json for several images. `failed`
-    has the errors of images that could not be pulled, by name."""
+    """The output of `outrider image list --json`. The commands `build` and `pull` have the same output for several
+    images. `failed` has the errors of images that could not be pulled, by image name."""
 
     images: tuple[ImageRow, ...]
     failed: dict[str, ErrorRecord] = {}
@@ -59,8 +59,12 @@ def import_image(
 ) -> None:
     """Make an image from an archive.
 
-    SOURCE is a file written by `docker save` or `podman save`, an OCI layout,
-    a SIF file, or a tar file of a root file system.
+    SOURCE is one of these:
+
+    - a file written by `docker save` or `podman save`
+    - an OCI layout
+    - a SIF file
+    - a tar file of a root file system
 
     Example:
 
@@ -75,7 +79,7 @@ def pull_image(terminal: Terminal, images: Annotated[list[str], CliArgument(meta
     """Get images from container registries.
 
     The command needs the program skopeo. It pulls up to four images at once. If
-    one cannot be pulled, the others still are.
+    one image cannot be pulled, the command still pulls the others.
 
     Exit code 1: an image could not be pulled.
 
@@ -119,8 +123,9 @@ def pull_ahead_image(
 ) -> None:
     """Pull images on all machines of a Kubernetes cluster.
 
-    KUBECONFIG and the settings of a node (--config) name the cluster. A
-    DaemonSet pulls the images, and is removed at the end.
+    The variable KUBECONFIG and a node's settings (--config) choose the cluster.
+    The command creates a DaemonSet that pulls the images, and removes it at the
+    end.
 
     Examples:
 
@@ -191,12 +196,12 @@ def build_image(
 ) -> None:
     """Build an image from a recipe or a Dockerfile.
 
-    A recipe names a base image, packages, files and commands. It needs the
-    program apptainer.
+    A recipe names a base image, packages, files and commands. Building it needs
+    the program apptainer.
 
-    A Dockerfile needs no container engine: its commands run in a sandbox. The
-    sandbox can reach only the hosts that --allow-host names. FROM must name an
-    image of this machine.
+    A Dockerfile needs no container engine, because its commands run in a
+    sandbox. The sandbox can reach only the hosts that --allow-host names. FROM
+    must name an image that this machine already has.
 
     Examples:
 
@@ -220,7 +225,7 @@ def build_image(
         )
     if recipe.is_dir():
         folders = [recipe]
-        if not (recipe / DOCKERFILE).exists():  # a folder without a Dockerfile is a folder of Harbor tasks
+        if not (recipe / DOCKERFILE).exists():  # a folder without a Dockerfile contains Harbor tasks
             folders = build_contexts(recipe) or folders
         if name is not None and len(folders) > 1:
             raise InvalidField(
@@ -251,7 +256,7 @@ def build_image(
 def list_images(terminal: Terminal) -> None:
     """List the images of this user.
 
-    The images are kept below ~/.cache/outrider (or $OUTRIDER_HOME).
+    The images are stored below ~/.cache/outrider (or $OUTRIDER_HOME).
 
     Example:
 
@@ -271,7 +276,7 @@ def list_images(terminal: Terminal) -> None:
 def remove_image(terminal: Terminal, name: Name) -> None:
     """Remove a name from an image.
 
-    The image itself is deleted when its last name is removed.
+    An image may have several names. Removing the last name deletes the image.
 
     Example:
 
@@ -283,8 +288,8 @@ def remove_image(terminal: Terminal, name: Name) -> None:
 
 
 def pod_images(task: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the images that a task needs in sandboxes of the kind `kubernetes`, for its agent and for its
-    evaluators."""
+    """Yield the images of a task's pods: the images for its agent and its evaluators in sandboxes of the kind
+    `kubernetes`."""
     steps = [task, *task.get("then", ())]
     runtimes = [task.get("runtime"), *((step.get("evaluator") or {}).get("runtime") for step in steps)]
     for runtime in runtimes:

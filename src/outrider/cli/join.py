@@ -50,14 +50,15 @@ def join(
 ) -> None:
     """Run a service's sessions on this machine, until Ctrl-C or SIGTERM.
 
-    Settings of models, tokenizers and engines come from the service. Settings of
-    lanes, sandboxes and folders come from this machine. The token must have the
-    role `node`:
+    The service provides the settings of models, tokenizers and engines. This
+    machine provides the settings of lanes, sandboxes and folders. The token must
+    have the role `node`:
 
         outrider token create --role node --name nodes
 
-    After a signal, the machine gets no new sessions, and its running sessions
-    have --stop-seconds to end. The remaining ones start again elsewhere.
+    After a signal, the machine gets no new sessions. Its running sessions have
+    --stop-seconds to end. Sessions that have not ended by then start again on
+    another machine.
 
     Examples:
 
@@ -75,8 +76,8 @@ def join(
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidField(f"{address!r} is no address of a service", field="url", hint=f"such as {DEFAULT_URL}")
-    # Imported here, because `nodes.messages` imports the renderers, which load slowly, and `outrider nodes --help`
-    # imports this module, too.
+    # Imported here, because `nodes.messages` slowly loads the renderers, and `outrider nodes --help` also imports this
+    # module.
     from outrider.nodes.messages import NAMING, NODE_NAME
 
     name = name or platform.node() or "node"
@@ -115,7 +116,8 @@ def join(
             else:
                 from outrider.nodes.ray_machines import JoinTarget, RayFleet
 
-                # Defaults are left out, because the default number of processes is different on each machine.
+                # Only settings that the user has set are sent. Each machine must choose its own defaults, such as the
+                # number of processes.
                 own = settings.model_dump_json(include=set(OWN), exclude_unset=True).encode()
                 file = "" if settings.read_from is None else str(settings.read_from.absolute())
                 fleet = RayFleet(

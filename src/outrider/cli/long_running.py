@@ -1,4 +1,4 @@
-"""Logging and signal handling for programs that run until they are told to stop."""
+"""Logging and signal handling for commands that run until a signal stops them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def start_log(level: int, *, token: str | None = None, process: str = "", as_json: bool = False) -> None:
-    """Write the log to standard error, without the secret `token`. `process` is a name that each line contains."""
+    """Write the log to standard error. The secret `token` is removed from all lines. Each line contains
+    `process`, the name of this process."""
     log = logging.StreamHandler()
     log.setFormatter((JsonLogFormatter if as_json else LogFormatter)(token, process=process))
     logging.basicConfig(level=level, handlers=[log])
@@ -23,10 +24,10 @@ def start_log(level: int, *, token: str | None = None, process: str = "", as_jso
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM for the task that creates this object.
+    """Handles SIGINT and SIGTERM for the asyncio task that creates this object.
 
-    The first signal makes `first` return. The second signal, or any signal before `first` is called, cancels the task.
-    It also restores the default handling, so that the next signal ends the process.
+    `first` waits for a signal, and returns after the first one. The second signal cancels the task. So does a signal
+    before the call of `first`. The handling then becomes Python's default again, so the next signal ends the process.
     """
 
     def __init__(self) -> None:
@@ -38,13 +39,13 @@ class StopSignals:
             self._loop.add_signal_handler(number, self._stop)
 
     async def first(self) -> None:
-        for number in SIGNALS:  # set a second time, because Ray replaces the handlers when it starts
+        for number in SIGNALS:  # set again, because Ray replaces the handlers when it starts
             self._loop.add_signal_handler(number, self._stop)
         self._waiting = self._loop.create_future()
         await self._waiting
 
     def restore(self) -> None:
-        """Restore the default handling of the signals."""
+        """Give both signals their default handling again."""
         for number in SIGNALS:
             self._loop.remove_signal_handler(number)
 

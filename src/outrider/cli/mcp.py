@@ -1,4 +1,4 @@
-"""`outrider mcp`: an MCP server over standard input and output, whose tools call a service."""
+"""`outrider mcp`: an MCP server over standard input and output. Its tools call a service."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from outrider.errors import InvalidField
 def mcp(terminal: Terminal, service: Client) -> None:
     """Serve the MCP tools of a service over standard input and output.
 
-    A coding agent starts this command and calls its tools. They show runs and,
-    if the token's role allows it, cancel, retry, pause and drain. The service
-    itself offers the same tools at /mcp.
+    A coding agent starts this command and calls the tools. The tools show runs.
+    If the token's role allows it, they also cancel, retry, pause and drain. The
+    service itself offers the same tools at its path /mcp.
 
     Examples:
 

@@ -1,8 +1,8 @@
-"""`python -m outrider.cli.node_process`: a node in its own process.
+"""`python -m outrider.cli.node_process`: runs one node in a process of its own.
 
-The starting program is `outrider serve --processes` or, for a service on another machine, `outrider nodes join`.
-Standard input is a socket to the starting program, which sends the settings. The process exits when the starting
-program hangs up.
+`outrider serve --processes` starts this process. For a service on another machine, `outrider nodes join` starts it.
+Standard input is a socket to the starting program, which first sends the settings. The process exits when the starting
+program closes the socket.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ log = logging.getLogger("outrider.node")
 
 
 def main() -> None:
-    # The signals have no effect, because the service decides when its nodes end. The handler is a function and not
-    # SIG_IGN, because child processes would inherit SIG_IGN.
+    # The process ignores both signals, because the service decides when its nodes end. The handler is not SIG_IGN,
+    # because child processes would inherit SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     for name in os.listdir("/proc/self/fd"):
-        # uvloop leaves copies of the descriptors that were passed to this process. Sandboxes must not inherit them.
+        # uvloop leaves copies of the descriptors that this process got at its start. Sandboxes must not inherit the
+        # copies.
         with suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
     end = socket.socket(fileno=os.dup(0))
@@ -57,8 +58,8 @@ def main() -> None:
 
 
 def _end_with_the_service(end: int) -> None:
-    """Exit END_SECONDS after the starting program has closed its end of the socket, even if the event loop is
-    blocked."""
+    """Wait until the starting program closes its end of the socket, and exit END_SECONDS later. The thread does this
+    even if the event loop is blocked."""
     hung_up = select.poll()
     hung_up.register(end, select.POLLRDHUP)
     hung_up.poll()
@@ -72,7 +73,7 @@ async def _serve(end: socket.socket) -> None:
     if isinstance(told, NodeSetup):
         sys.path[:] = told.path
         start_log(told.level, process=told.name, as_json=told.json_log)
-        with suppress(OutriderError):  # the error has been sent to the service
+        with suppress(OutriderError):  # `_work` has already sent the error to the service
             await _work(told, pipe)
     else:
         assert isinstance(told, Join)
@@ -82,7 +83,7 @@ async def _serve(end: socket.socket) -> None:
 
 
 class Starter:
-    """The starting program, if it is `outrider nodes join` and not the service itself."""
+    """The program that started this process, if it is `outrider nodes join`. It is not the service itself."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -92,19 +93,19 @@ class Starter:
         """Set when a signal ends this process and its sandboxes together."""
 
     async def note_work(self, service: ServiceProxy) -> None:
-        """Report to the starting program that this process has begun to work for a service."""
+        """Tell the starting program that this process now works for a service."""
         self._service = service
         if self._leaving:
             service.leave()
         await self._tell(Ready())
 
     async def note_failure(self, error: OutriderError) -> None:
-        """Report to the starting program an error that keeps this process from working for the service."""
+        """Tell the starting program about an error that keeps this process from working for the service."""
         await self._tell(Ready(error=error.record()))
 
     async def read_orders(self) -> None:
-        """Carry out the starting program's orders to leave the service. Returns when the starting program hangs up, or
-        after an order that arrives before this process works for a service."""
+        """Read the starting program's orders to leave the service, and carry them out. Returns when the starting
+        program closes the socket. If no service has been joined yet, returns after the first order."""
         with suppress(Disconnected):
             while True:
                 assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), LeaveService)
@@ -113,7 +114,7 @@ class Starter:
                     return
 
     def leave(self) -> None:
-        """Have the service send no new attempts."""
+        """Ask the service to send no more attempts to this node."""
         self._leaving = True
         if self._service is not None:
             self._service.leave()
@@ -124,10 +125,10 @@ class Starter:
 
 
 async def _join(join: Join, starter: Starter) -> None:
-    """Join a service and run its attempts until the service or the starting program hangs up.
+    """Join a service, and run its attempts until the service or the starting program closes the connection.
 
-    SIGTERM also ends the work, because batch systems and systemd send it to all processes of a job or unit, so that the
-    sandboxes end as well.
+    SIGTERM also ends this work. Batch systems and systemd send SIGTERM to every process of a job or unit, and the
+    sandboxes must end in time.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starter.ending.set)
     async with asyncio.TaskGroup() as tasks:
@@ -161,8 +162,8 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
 
 
 async def _work(setup: NodeSetup, socket: Socket, starter: Starter | None = None) -> None:
-    """Run attempts until the service hangs up. If an error keeps the node from starting, sends the error to the service
-    and raises it."""
+    """Run attempts until the service closes the connection. If an error keeps the node from starting, send the error to
+    the service and raise it."""
     images = None if starter is None else ImageStore().names
     service = ServiceProxy(socket, setup.capacity, images=images, ending=None if starter is None else starter.ending)
     async with service.connected() as hung_up:
@@ -178,7 +179,7 @@ async def _work(setup: NodeSetup, socket: Socket, starter: Starter | None = None
 
 
 async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[Any], starter: Starter | None) -> None:
-    # Imported here, because the caller first sets the module search path that the service has sent.
+    # Imported here, because the caller must first set the module search path that the service has sent.
     from outrider.api.gateway_server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
     from outrider.sandbox.host_paths import HostPaths
@@ -202,7 +203,8 @@ async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[An
                 backend=models.policy,
                 frozen=models.frozen,
                 store=service.store,
-                # A node on another machine shares no folder with the service, so it sends its artifacts to the service.
+                # A node on another machine shares no folder with the service. It sends its artifacts to the service
+                # instead.
                 artifacts=ArtifactStore(config.data / "artifacts") if starter is None else service.artifacts,
                 resources=service.resources,
                 paths=paths,

@@ -34,8 +34,8 @@ def list_nodes(terminal: Terminal, service: Client) -> None:
 
 
 class PulledByName(msgspec.Struct, frozen=True):
-    """The output of `outrider nodes pull --json` for several images. `images` has the results by image name. `failed`
-    has the errors of images that the service refused."""
+    """The output of `outrider nodes pull --json` for several images. `images`: the results by image name. `failed`: the
+    errors of images that the service refused to pull, by image name."""
 
     images: dict[str, PulledImages]
     failed: dict[str, ErrorRecord] = {}
@@ -47,9 +47,10 @@ def pull(
 ) -> None:
     """Get images from container registries, on every machine that runs sessions.
 
-    Each machine needs the program skopeo. If another image already has the name,
-    the new image takes the name over. Up to four images are pulled at once. If
-    one cannot be pulled, the others still are.
+    Each machine needs the program skopeo. The command pulls up to four images at
+    once. If one image cannot be pulled, the command still pulls the others. If an
+    image on a machine already has the name, the new image replaces it under this
+    name.
 
     Exit code 1: a machine lacks an image, or no machine runs sessions.
 
@@ -82,8 +83,8 @@ def pull(
 def drain(terminal: Terminal, service: Client, name: Name) -> None:
     """Stop giving new sessions to a node.
 
-    The node's current sessions run to their end. The node stays drained until
-    it is resumed, even if the service is restarted.
+    The node's current sessions run to their end. The node stays drained until you
+    resume it, even if the service is restarted.
 
     Example:
 

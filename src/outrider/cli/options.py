@@ -1,5 +1,5 @@
-"""Turns functions into commands. `command` adds the options that several commands share, such as --url, and passes the
-objects made from them, such as a client, to the function."""
+"""Turns functions into commands. `command` adds options that several commands share, such as --url. It also makes the
+objects that these options describe, such as a client, and passes them to the function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from outrider.environment import DEFAULT_URL, environment
 
 
 def _json(ctx: click.Context, _: click.Parameter, given: bool) -> bool:
-    # An option with a callback is read before all others, so that an error in another option is also written as JSON.
+    # click reads an option with a callback before all others. So --json is known when another option is invalid, and
+    # that error is also written as JSON.
     terminal_of(ctx).json = given
     return given
 
@@ -75,7 +76,7 @@ HarnessName = Annotated[
     CliOption("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),
 ]
 BUILT_IN = "tools"
-"""Name of the built-in agent. It runs the tasks of a data set that name no agent."""
+"""Name of the built-in agent, which runs the tasks of a data set that name no agent."""
 AgentName = Annotated[
     str | None,
     CliOption("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
@@ -89,16 +90,16 @@ Json = Annotated[bool, CliOption("--json", callback=_json, help="Write one JSON 
 
 
 def command(function: Callable[..., None]) -> CliCommand:
-    """Return the command of a function. Parameters of the function become options, except for parameters of these
-    types:
+    """Return the command that runs a function. Each parameter of the function becomes an option, except parameters of
+    these types:
 
     - `Terminal`: the command's output.
-    - `Client`: an open client of the service that --url, --token and --ca name.
-    - `AsyncClient`: the same client, not yet open.
-    - `RunFilter`: a filter of sessions, from the options of `run_filter.py`.
-    - `Config`, `MachineConfig`: the settings, from --config and one option per setting.
+    - `Client`: an open client of the service that --url, --token and --ca describe.
+    - `AsyncClient`: an asynchronous client of this service, which is not open yet.
+    - `RunFilter`: a filter of sessions, made from the options in `run_filter.py`.
+    - `Config`, `MachineConfig`: the settings, made from --config and one option per setting.
 
-    A command with settings runs until a signal ends it. Every other command also has --json.
+    A command with settings runs until a signal ends it. All other commands also have the option --json.
     """
     hints = get_type_hints(function, include_extras=True)
     made = {
@@ -125,7 +126,7 @@ def command(function: Callable[..., None]) -> CliCommand:
         with ExitStack() as stack:
             for name, kind in made.items():
                 passed[name] = _made(kind, ctx, given)
-                if isinstance(passed[name], AbstractContextManager):  # a `Client` is closed after the command
+                if isinstance(passed[name], AbstractContextManager):  # closes a `Client` after the command
                     stack.enter_context(passed[name])
             function(**passed)
 
@@ -133,14 +134,14 @@ def command(function: Callable[..., None]) -> CliCommand:
 
 
 FOR_ANY_HARNESS = ("mcp_servers", "skills")
-"""Fields of a task's `harness` that do not choose an agent. They are kept if the user chooses another agent."""
+"""Fields of a task's `harness` that do not choose an agent. They stay in the task if the user chooses another agent."""
 
 
 def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
-    """Return the task with the agent chosen on the command line. The preset `harness`, if given, replaces the task's
-    own agent. Otherwise a task without an agent gets the Python agent `agent`, or `default`."""
+    """Return the task with the agent that the command line chooses. The preset `harness` replaces the task's own agent.
+    Without it, a task without an agent gets the Python agent `agent`, or `default`."""
     own = task.get("harness") or {}
     given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:
@@ -151,20 +152,21 @@ def with_harness(
 
 
 def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
-    """Return the object for a parameter that is not an option."""
+    """Return the object for a function's parameter that is not an option, such as a client."""
     if kind is Terminal:
         return terminal_of(ctx)
     if kind is RunFilter:
         return RunFilter(given)
     if _is_client(kind):
         return kind(**_service(given))
-    from outrider.cli.setting_options import read_settings  # imported late, see the comment on `_is_client`
+    # imported here for the reason in the comment on `_is_client`
+    from outrider.cli.setting_options import read_settings
 
     return read_settings(given)
 
 
-# The next two functions recognize a class by the name of its module, without importing it. A service needs no client,
-# a client needs no settings, and these imports take most of the time of a start.
+# The next two functions recognise a class by the name of its module, without importing the module. These imports take
+# most of the time of a start. A service does not need the client, and a client does not need the settings.
 
 
 def _is_client(hint: Any) -> bool:
@@ -184,21 +186,21 @@ def _setting_options(hint: Any) -> list[click.Parameter]:
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> click.Parameter:
-    """Return the click parameter for a parameter of a function. The annotation holds the type and a CliOption or
-    CliArgument."""
+    """Return the click parameter for one parameter of a function. `annotation` holds the parameter's type, and a
+    CliOption or CliArgument."""
     kind, declared = get_args(annotation)
     found: click.Parameter = declared.made(name, kind, default)
     return found
 
 
 def _listed(value: Any) -> Any:
-    """click passes repeated values as a tuple: return it as a list, or None if it is empty. Return other values
-    unchanged."""
+    """Convert the value of a repeatable option from click's tuple to a list, or to None if it is empty. Other values
+    are returned unchanged."""
     return (list(value) or None) if isinstance(value, tuple) else value
 
 
 def _service(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a client, from the options and the environment."""
+    """Return the arguments for making a client, from the command's options and the environment."""
     return {
         "url": given["url"] or environment("OUTRIDER_URL") or DEFAULT_URL,
         "token": given["token"] or environment("OUTRIDER_TOKEN"),

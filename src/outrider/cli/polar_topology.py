@@ -1,8 +1,8 @@
-"""Reads a topology file of Polar, and returns the settings of a service that replaces Polar's servers.
+"""Reads a topology file of Polar, and returns the settings of one service that replaces all of Polar's servers.
 
-The service has the engines of all gateway nodes. Each lane has as many slots as all nodes together have workers of this
-kind. Keys about the connections between Polar's servers have no effect. Invariant: unknown keys, and keys without a
-matching setting, are refused.
+The service uses the engines of all gateway nodes. The nodes have workers of several kinds. The lane of each kind gets
+as many slots as all nodes have workers of it. Keys about connections between Polar's servers have no effect. Invariant:
+unknown keys, and keys without a matching setting, are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.spec import Name, Spec, Text
 from outrider.text_files import read_text_file
 
 MOST = 1 << 20
-"""Maximum bytes of a topology file."""
+"""Maximum size of a topology file in bytes."""
 FIELD = "config"
 KINDS = ("docker", "apptainer")
 """Kinds of sandboxes that a topology may name."""
@@ -94,8 +94,8 @@ class PolarTopology(Spec):
 
 
 def read_topology(path: Path) -> dict[str, Any]:
-    """Read a topology file, and return its settings in the form of a settings file. Raises InvalidField, which names
-    the key, if the file is invalid or has a key without a matching setting."""
+    """Read a topology file, and return its settings in the same form as a settings file. Raises InvalidField with the
+    name of the key if the file is invalid or a key has no matching setting."""
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -114,7 +114,7 @@ def read_topology(path: Path) -> dict[str, Any]:
 
 
 def settings_of(topology: PolarTopology) -> dict[str, Any]:
-    """Return the settings of one service that replaces all nodes. Raises InvalidField."""
+    """Return the settings of one service that replaces all gateway nodes. Raises InvalidField."""
     rollout, nodes = topology.rollout, topology.gateway.nodes
     for number, node in enumerate(nodes):
         field = f"gateway.nodes.{number}"
@@ -158,7 +158,7 @@ def settings_of(topology: PolarTopology) -> dict[str, Any]:
 
 
 def _default_kind(nodes: Sequence[_GatewayNode]) -> str | None:
-    """Return the kind of sandbox for tasks that name no kind. Returns None if no node has a default runtime."""
+    """Return the kind of sandbox for tasks that do not name one, or None if no node has a default runtime."""
     for number, node in enumerate(nodes):
         runtime = node.default_runtime
         same = runtime == nodes[0].default_runtime

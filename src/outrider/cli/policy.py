@@ -15,7 +15,8 @@ from outrider.schemas import PolicyStatus
 
 
 class Mode(StrEnum):
-    """Whether generations in flight finish, or are cut off and continued later, when the policy is paused."""
+    """What happens to generations in flight when the policy is paused: they finish, or they are aborted and continue
+    later."""
 
     FINISH = "finish"
     ABORT = "abort"
@@ -46,7 +47,7 @@ def show(terminal: Terminal, service: Client) -> None:
 def pause(terminal: Terminal, service: Client, mode: InFlight = Mode.FINISH) -> None:
     """Hold new generations back, and wait until no generation is in flight.
 
-    The time limits of sessions are suspended until the policy is resumed.
+    The clocks of the sessions' time limits stop until the policy is resumed.
 
     Example:
 
@@ -67,7 +68,8 @@ def resume(
 ) -> None:
     """Resume generation.
 
-    With N, the engines' current weights are first recorded as version N.
+    If N is given, the command first records the engines' current weights as
+    version N of the policy.
 
     Example:
 
@@ -96,7 +98,7 @@ def update(
     """Set the policy's version, and have the engines load new weights.
 
     The command pauses generation, loads the weights, sets the version, and
-    resumes.
+    resumes generation.
 
     Example:
 

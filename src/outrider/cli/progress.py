@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[Watch]:
-    """Show one bar for the sessions of all watched groups, with the number of sessions in each state. The bar shows the
-    text `first` until the groups have been read once."""
+    """Show one progress bar for the sessions of several groups, with the number of sessions in each state. The block
+    passes the groups to the yielded function. Before the first call, the bar shows the text `first`."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task(first, total=None)
 
@@ -37,8 +37,8 @@ def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[
 
 @contextmanager
 def run_progress(terminal: Terminal) -> Iterator[Callable[[RunProgress], None]]:
-    """Show one bar for the sessions of a run, and the number of unfinished sessions in each state. Without a terminal,
-    write a line instead for each tenth of the sessions."""
+    """Show one progress bar for the sessions of a run, and the number of unfinished sessions in each state. Without a
+    terminal, write a line each time another tenth of the sessions is done."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task("submitting", total=None)
         tenth = 0

@@ -25,9 +25,9 @@ def pause(
 ) -> None:
     """Start no more sessions of the groups that the options name.
 
-    Without options, no sessions of any group start. Running sessions continue,
-    and groups are still accepted. The pause survives a restart of the service.
-    Held sessions do not expire.
+    Without options, no session of any group starts. Running sessions continue,
+    and the service still accepts groups. The pause survives a restart of the
+    service. Sessions that a pause holds back do not expire.
 
     Examples:
 

@@ -34,9 +34,9 @@ def regrade(
 ) -> None:
     """Grade sessions again, with another evaluator or the same one.
 
-    No agent runs. The service makes a new group for each ID and delivers it
-    like any other group. The old group keeps its verdicts. After Ctrl-C, the
-    grading continues in the service; to end it, cancel the new groups.
+    No agent runs. For each ID, the service makes a new group, and delivers it
+    like any other group. The old group keeps its verdicts. Ctrl-C ends only this
+    command: the grading continues in the service until you cancel the new groups.
 
     Exit code 0: every session was graded.
     Exit code 1: at least one session was not.
@@ -91,8 +91,8 @@ def _evaluator(path: Path) -> Mapping[str, Any]:
 
 
 def _graded(session: SessionView) -> str:
-    """Return the id of the session whose agent ran: the earlier session if this session regrades one, else this
-    session."""
+    """Return the id of the session whose agent's work was graded. If `session` regrades an earlier session, this is the
+    earlier one."""
     return session.result.regrades or session.id if session.result else session.id
 
 

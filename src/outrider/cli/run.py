@@ -1,4 +1,4 @@
-"""`outrider run`: submits a task, or the tasks of a data set, follows the sessions, and prints how they ended."""
+"""`outrider run`: submits one task or the tasks of a data set, waits for the sessions, and prints how they ended."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from outrider.errors import InvalidField
 from outrider.schemas import GroupView
 
 ANSWER_SECONDS = 10.0
-"""Seconds to wait after Ctrl-C for the reply to the submission, because an accepted group must be cancelled. The wait
-is bounded, because no reply comes while the service's queue is full."""
+"""Seconds to wait, after Ctrl-C, for the reply to a submission. If the reply says that the service accepted the group,
+the group must be cancelled. The wait is limited, because no reply comes while the service's queue is full."""
 
 
 class Ran(msgspec.Struct, frozen=True):
-    """The output of `outrider run --json` for a data set: the figures, and the command that writes the training
-    rows."""
+    """The output of `outrider run --json` for a data set. `result`: the figures of the run. `export`: the command that
+    writes its training rows."""
 
     result: RolledOut
     export: str
@@ -76,11 +76,10 @@ def run(
 ) -> None:
     """Run a task, or all tasks of a data set, and wait for them.
 
-    If `upload` steps of TASK.toml name files beside it, they are sent with it.
-
-    Ctrl-C cancels the sessions of a single task. The sessions of a data set
-    continue in the service: --resume RUN waits for them, and submits the
-    missing ones.
+    If `upload` steps in TASK.toml name files beside it, the command sends these
+    files with the task. Ctrl-C cancels the sessions of a single task. For a data
+    set, Ctrl-C ends only this command: the sessions continue in the service.
+    --resume RUN then waits for them, and submits the missing ones.
 
     Exit code 0: every session ended without an error.
     Exit code 1: at least one session ended with an error.
@@ -96,7 +95,7 @@ def run(
     if resume is None and len(sources) == 1 and is_one_task(Path(sources[0])):
         task = with_harness(load_example(Path(sources[0])).task, harness, agent)
         raise Exit(asyncio.run(_run(terminal, client, {"task": task, "n": n, "priority": priority})))
-    # Imported here, because only a data set needs these modules: the service checks a single task.
+    # Imported here, because only a data set needs these modules. A single task is validated by the service.
     from outrider.cli.task_sources import examples_in
     from outrider.service.admission import validate_group
 
@@ -120,7 +119,7 @@ def run(
 async def _run_all(
     terminal: Terminal, client: AsyncClient, run: str, tasks: list[dict[str, Any]], *, n: int, priority: int
 ) -> int:
-    """Roll out a data set, and return the exit code. After Ctrl-C, the sessions continue in the service."""
+    """Run the tasks of a data set, and return the exit code. After Ctrl-C, the sessions continue in the service."""
     terminal.note(f"run {run}: {counted(len(tasks), 'task')}, {counted(n, 'session')} each")
     try:
         async with client:
@@ -146,14 +145,14 @@ async def _run_all(
 
 
 def _address(client: AsyncClient) -> str:
-    """Return ` --url URL`, the option that another command needs to call the same service, or "" if it needs no
-    option."""
+    """Return the option that another command needs to call the same service: ` --url URL`. Returns "" if the command
+    would find the service without it."""
     return "" if client.url == (environment("OUTRIDER_URL") or DEFAULT_URL).rstrip("/") else f" --url {client.url}"
 
 
 async def _run(terminal: Terminal, client: AsyncClient, asked: dict[str, Any]) -> int:
-    """Submit the group, wait for it, and return the exit code. Ctrl-C cancels the group; a second Ctrl-C ends the
-    command."""
+    """Submit a group, wait for it, and return the exit code. The first Ctrl-C cancels the group. The second Ctrl-C ends
+    the command."""
     task = asyncio.current_task()
     assert task is not None
     interrupted = False
@@ -171,7 +170,7 @@ async def _run(terminal: Terminal, client: AsyncClient, asked: dict[str, Any]) -
                 async with waits_noted(terminal, client):
                     [group] = await client.wait([group.id], watch)
         except asyncio.CancelledError:
-            # asyncio.run turns the first Ctrl-C into a cancellation and the second into a KeyboardInterrupt.
+            # For the first Ctrl-C, asyncio.run cancels this task. For the second, it raises KeyboardInterrupt.
             task.uncancel()
             interrupted = True
             if not accepted:

@@ -1,5 +1,5 @@
-"""The options that filter sessions, which several commands share. `options.py` adds them to a command with a parameter
-of the type `RunFilter`."""
+"""Options that filter sessions, which several commands share. `options.py` adds them to each command that has a
+parameter of the type `RunFilter`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OPTIONS: Mapping[str, Any] = {
 
 
 class RunFilter:
-    """A filter of sessions, made from a command's options in OPTIONS."""
+    """A filter of sessions, made from the values of the options in OPTIONS."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.fields: dict[str, Any] = {
@@ -79,8 +79,13 @@ class RunFilter:
 
 
 def time_of(text: str, option: str, *, now: float | None = None) -> float:
-    """Parse the value of an option into seconds since the epoch. The value is an age such as 2h, a date and time in ISO
-    8601, or seconds since the epoch. A date without a time zone is local time. Raises InvalidField."""
+    """Convert the value of an option to seconds since the epoch. Raises InvalidField.
+
+    The value is one of these:
+
+    - an age, such as 2h
+    - a date and time in ISO 8601, which is local time unless it names a time zone
+    - a number of seconds since the epoch"""
     if age := re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h|d)", text.strip()):
         return (time.time() if now is None else now) - float(age[1]) * UNITS[age[2]]
     if re.fullmatch(r"\d+(\.\d+)?", text.strip()):

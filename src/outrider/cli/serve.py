@@ -18,9 +18,9 @@ from outrider.environment import DEFAULT_URL
 def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> None:
     """Serve rollouts until Ctrl-C or SIGTERM.
 
-    After the signal, running sessions have --stop-seconds to end. A second
-    Ctrl-C interrupts them. The next service on the same data folder starts
-    interrupted sessions again, and runs queued ones.
+    After the signal, running sessions have --stop-seconds to end. A second Ctrl-C
+    interrupts them. Interrupted and queued sessions are kept in the data folder:
+    the next service with this data folder runs them from the start.
 
     Examples:
 
@@ -30,15 +30,16 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
 
         outrider serve --config outrider.toml
     """
-    if settings.model.tokenizer is None:  # the default is the tokenizer of the first embedded engine
+    if settings.model.tokenizer is None:  # by default, use the tokenizer of the first embedded engine
         folder = next(
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    if terminal.err.is_terminal:  # not for programs, which expect an error in the first line of standard error
+    # a program that starts this command expects an error in the first line of standard error
+    if terminal.err.is_terminal:
         terminal.note(f"starting a service on the data folder {settings.data}")
-    # Imported here, because these modules load slowly, and `outrider slurm` and `outrider serve --help` import this
-    # module, too. The first import comes before the event loop starts threads, because threads make it slower.
+    # Imported here, because these modules load slowly, and `outrider slurm` and `outrider serve --help` also import
+    # this module. `rendering` is imported before the event loop starts threads, because threads make the import slower.
     import outrider.tokens.rendering  # noqa: F401
     from outrider.nodes.processes import with_processes
 
@@ -49,7 +50,7 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
 
 
 async def _serve(terminal: Terminal, config: Config) -> None:
-    # Imported here for the same reason as in `serve`.
+    # Imported here, because these modules load slowly, as in `serve`.
     from outrider.api.server import serving
     from outrider.service.assembly import open_service
 
@@ -71,7 +72,7 @@ async def _serve(terminal: Terminal, config: Config) -> None:
                     "(Ctrl-C again interrupts them)"
                 )
             await service.run_dry(config.stop_seconds)
-            signals.restore()  # the next Ctrl-C can then end a shutdown that hangs
+            signals.restore()  # if the shutdown hangs, the next Ctrl-C ends the process
     except asyncio.CancelledError:
         if not signals.came:
             raise

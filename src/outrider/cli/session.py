@@ -1,4 +1,4 @@
-"""`outrider session` and `outrider capture`: sessions whose agents Outrider does not start."""
+"""`outrider session` and `outrider capture`: record sessions of agents that Outrider does not start in a sandbox."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider.schemas import SessionEndpoint
 from outrider.text_files import read_toml_file
 
 DONE_SECONDS = 60.0
-"""Seconds that `capture` waits for its session to be graded."""
+"""Seconds that `outrider capture` waits until its session is graded."""
 
 Id = Annotated[str, CliArgument(metavar="SESSION", help="The session's id.")]
 Labels = Annotated[list[str] | None, CliOption("--label", metavar="NAME=VALUE", help="A label. May be repeated.")]
@@ -52,8 +52,9 @@ def open_(
 ) -> None:
     """Open a session for an agent that runs elsewhere, and print its variables.
 
-    The output is shell code that sets the variables. They contain the session's
-    credential, which only allows model calls of this session.
+    The output is shell code that sets environment variables for the agent. They
+    contain the session's credential, which only allows model calls of this
+    session.
 
     Examples:
 
@@ -140,10 +141,11 @@ def capture(
 ) -> None:
     """Run a program here as the agent of a session, and show what it did.
 
-    The program gets its base URL and key in the variables of each vendor
-    (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, ...). It runs without a sandbox. If it
-    fails and --reward is not given, the session ends with an error and gets no
-    reward. The exit code is that of the program.
+    The program runs on this machine, without a sandbox. It gets the URL and key
+    for its model calls in the variables of each vendor (OPENAI_BASE_URL,
+    ANTHROPIC_BASE_URL, ...). If the program fails and --reward is not given, the
+    session ends with an error and without a reward. The exit code is the
+    program's exit code.
 
     Examples:
 
@@ -177,7 +179,8 @@ def capture(
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Make a program's folders below `folder`, and return the variables that name them. Raises InvalidField."""
+    """Make the folders of a session below `folder`, and return the environment variables that pass their paths to the
+    program. Raises InvalidField."""
     named = folder_environment(SessionFolders(parent=str(folder.resolve())))
     try:
         for path in named.values():

@@ -1,8 +1,8 @@
-"""Writes one session, as the service's web page shows it, to an HTML file that needs neither a service nor a network.
+"""Writes the web page of one session to an HTML file, which needs neither a service nor a network.
 
-The file holds the page's script and style, and the service's replies about the session as JSON, in an element that
-browsers do not run. Invariant: the file's content security policy allows only this script and style, by their hashes,
-and no network requests. So text of an agent can neither run nor be sent anywhere.
+The file contains the page's script and style. It also contains the service's replies about the session, as JSON in an
+element that browsers do not run. Invariant: the file's content security policy allows only this script and style, by
+their hashes, and no network requests. So text that an agent wrote can neither run nor be sent anywhere.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from outrider.redaction import without_keys
 from outrider.store.artifacts import GRADING_LOG
 
 UNRESERVED = "!~*'()"
-"""Characters that `quote` would escape and `encodeURIComponent` in browsers does not. The page looks a reply up by its
-path, which it encodes with `encodeURIComponent`."""
+"""Characters that `quote` must leave unchanged. The page looks up a reply by its path, which it encodes with the
+browser's `encodeURIComponent`. That function does not escape these characters."""
 MOST_IMAGES = 64 << 20
-"""Maximum total size of a file's images in bytes. Images beyond this limit are left out."""
+"""Maximum total size of the images in a file, in bytes. Further images are left out."""
 
 
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -37,7 +37,7 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """The replies of a service by path, and the time at which the replies were recorded."""
+    """The replies of a service by path. `made` is the time at which they were read."""
 
     made: str
     replies: dict[str, Recorded]
@@ -51,7 +51,7 @@ def session_page(service: Client, session_id: str) -> bytes:
 
 
 def html_file(recording: Recording, *, title: str) -> bytes:
-    """Return a page with recorded replies, as one HTML file."""
+    """Return an HTML file that contains the page and the recorded replies."""
     from outrider.api.page import page_file
 
     script, style = page_file("page.js").decode(), page_file("page.css").decode()
@@ -62,7 +62,8 @@ def html_file(recording: Recording, *, title: str) -> bytes:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src blob: data:;"
         " base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    # In JSON, `<` occurs only within strings, where it can be escaped. So no string can end the <script> element.
+    # Each `<` is escaped, so that no text can end the <script> element. This keeps the JSON valid, because `<` occurs
+    # only within its strings.
     data = without_keys(msgspec.json.encode(recording).decode()).replace("<", "\\u003c")
     heading = "".join(char for char in title if char.isalnum() or char in "-_ ")
     return (
@@ -85,13 +86,13 @@ def _replies(service: Client, session_id: str) -> dict[str, Recorded]:
     session = service.reply_body(base)
     try:
         turns = service.reply_body(f"{base}/turns", {"tokens": True, "pieces": True})
-    except Forbidden:  # the token is read-only, or the service cannot decode the tokens
+    except Forbidden:  # the token may only read, or the service cannot decode the tokens
         turns = service.reply_body(f"{base}/turns")
     replies = {base: _json(session), f"{base}/turns": _json(turns)}
     for part in ("timeline", "samples", "artifacts"):
         try:
             replies[f"{base}/{part}"] = _json(service.reply_body(f"{base}/{part}"))
-        except NotFound:  # an older service, or a session that is not done
+        except NotFound:  # the service is older, or the session is not done
             continue
     try:
         log = service.artifact(session_id, GRADING_LOG)
@@ -102,7 +103,7 @@ def _replies(service: Client, session_id: str) -> dict[str, Recorded]:
     for digest in dict.fromkeys(_digests(msgspec.json.decode(turns))):
         try:
             image = service.image(digest)
-        except OutriderError:  # the service no longer has this image
+        except OutriderError:  # the service has already removed this image
             continue
         size += len(image.data)
         if size > MOST_IMAGES:
@@ -120,7 +121,7 @@ def _file(data: bytes, media_type: str) -> Recorded:
 
 
 def _digests(turns: dict[str, Any]) -> Iterator[str]:
-    """Yield the digests of the images in the messages of turns, without images that were sent as a URL."""
+    """Yield the digests of the images in the turns' messages. Images that were sent as a URL are left out."""
     for turn in turns["turns"]:
         for message in (turn.get("tokens") or {}).get("messages", ()):
             for part in message.get("parts", ()):

@@ -1,5 +1,5 @@
-"""`outrider sessions`, `outrider cancel` and `outrider retry`: list sessions by filters, cancel them, or submit them
-again."""
+"""The commands `outrider sessions`, `outrider cancel` and `outrider retry`, which list sessions by filters, cancel
+them, or submit them again."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def retry(
 ) -> None:
     """Submit sessions that have ended again, in new groups of the same tasks.
 
-    The old results are kept. Each new group has the label outrider.retry, whose
-    value is the id of the old group.
+    The service keeps the old results. Each new group has the label
+    outrider.retry, whose value is the id of the old group.
 
     Examples:
 

@@ -1,7 +1,7 @@
-"""Makes the command-line options for a service's settings from config.py.
+"""Makes the command-line options for a service's settings, which config.py defines.
 
-An option's value is a text, or a list of texts. `load_config` converts and checks these texts, as it does with texts
-from the environment.
+The value of an option is a text or a list of texts. `load_config` converts and checks the texts, as it does with
+environment variables.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ ConfigFile = Annotated[
 ]
 Verbose = Annotated[bool, CliOption("--verbose", "-v", help="Log more.")]
 MACHINE = OWN - {"data"}
-"""Settings that a machine sets for itself when it joins a service. The data folder is not one of these settings,
-because a node has no store."""
+"""Settings that a machine chooses for itself when it joins a service. The data folder is left out, because a node has
+no store."""
 MachineConfig = Annotated[Config, MACHINE]
-"""Type of a parameter that gives a command options for the settings in MACHINE. The type `Config` gives options for all
-settings."""
+"""The annotation of a parameter that gives a command one option for each setting in MACHINE. The annotation `Config`
+gives it options for all settings."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the options of all settings, or of the settings and sections in `only`. An option is the name and the
-    annotation of a function's parameter."""
+    """Yield the option --config, and one for each setting. `only` limits the settings to these names and sections. An
+    option is the name and annotation of a function's parameter."""
     yield "config", ConfigFile
     for path, field, setting in all_settings():
         section, dot, _ = path.partition(".")
@@ -64,7 +64,7 @@ def read_settings(options: Mapping[str, Any]) -> Config:
         flags["engines"] = [parse_engine(text) for text in engines]
     file: Path | None = options["config"]
     if file is not None and file.suffix in (".yaml", ".yml"):
-        from outrider.cli.yaml_files import yaml_reader  # imported late, because most services have no such file
+        from outrider.cli.yaml_files import yaml_reader  # imported here, because most services have no YAML file
 
         return load_config(flags, file=file, read=yaml_reader(chosen_systems(flags)))
     return load_config(flags, file=file)
@@ -75,12 +75,12 @@ def _parameter(path: str) -> str:
 
 
 def _plain(markdown: str) -> str:
-    """Return the text of Markdown without its links, marks and line breaks."""
+    """Return Markdown as plain text in one line, without links and backquotes."""
     return " ".join(_LINK.sub(r"\1", markdown.replace("\n", " ")).replace("`", "").split())
 
 
 def _shown(default: Any) -> str | bool:
-    """Return the text of a setting's default for the help, or False if the help shows no default."""
+    """Return the default of a setting as a text for the help, or False if the help should show none."""
     if isinstance(default, tuple):
         return ", ".join(map(str, default)) or False
     if isinstance(default, float):

@@ -1,6 +1,6 @@
-"""`outrider show`: prints one session as text for people: its turns in order, its verdict and its error.
+"""`outrider show`: prints one session for people to read: its turns in order, its verdict and its error.
 
-Each line of sampled text begins with "> ", so that sampled text differs from the context even without colours.
+Each line that the model sampled begins with "> ", so that it differs from other text even without colours.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Record(msgspec.Struct, frozen=True):
     session: SessionView
     turns: tuple[TurnView, ...]
     network: tuple[SpanView, ...] = ()
-    """The spans of the kind `network` in the session's timeline."""
+    """The parts of the session's timeline that describe its network calls."""
 
 
 class SessionFile(msgspec.Struct, frozen=True):
@@ -53,8 +53,9 @@ def show(
 ) -> None:
     """Show a session: what the model was shown, what it sampled, and how it ended.
 
-    The newest attempt is shown. With --html, the session is written to a file
-    that needs neither a service nor a network: send it to others, or keep it.
+    If the session had several attempts, the newest one is shown. With --html,
+    the command writes the session to a file that needs neither a service nor a
+    network, so that you can send it to others or keep it.
 
     Examples:
 
@@ -90,7 +91,7 @@ def write_page(terminal: Terminal, page: bytes, file: Path) -> None:
 def print_session(
     console: Console, session: SessionView, turns: Sequence[TurnView], network: Sequence[SpanView] = ()
 ) -> None:
-    """Print a session: a heading, the turns, the calls to servers, and the result or the state."""
+    """Print a session: a heading, the turns, the servers that its sandbox called, and the result or the state."""
     for line in _lines(session, turns, network):
         console.print(line, soft_wrap=line.no_wrap is True)
 

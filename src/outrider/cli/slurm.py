@@ -1,4 +1,4 @@
-"""`outrider slurm`: submits a Slurm batch job that runs a service with nodes."""
+"""`outrider slurm`: submits a Slurm batch job, which runs a service and its nodes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ FOLDER = "slurm"
 """Name of the job's folder within the data folder."""
 STANDARD_OUTPUT = "-"
 SERVICE_ONLY = ("processes", "stop_seconds", "token")
-"""Parameters of `outrider serve` that have another meaning in `outrider nodes join`, and so are not passed on to it."""
+"""Parameters of `outrider serve` that are not passed on to `outrider nodes join`, because they mean something else
+there."""
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider slurm --json`.
 
-    job: the job's number. None if the script was only written.
-    url, token: files with the service's address and token. The file `url` exists while the service runs.
-    logs: the pattern of the log files.
+    job: the job's number. None if the command only wrote the script.
+    url, token: the paths of the files with the service's address and token. The file `url` exists only while the
+        service runs.
+    logs: a file name pattern that matches the log files.
     """
 
     job: str | None
@@ -108,9 +110,10 @@ def slurm(
 ) -> None:
     """Submit a job that runs a service and its nodes on a Slurm cluster.
 
-    The service runs on the first node of the allocation, and sessions run on
-    all nodes. The data folder and this Python must be on a file system that all
-    nodes share. If the job is queued again, it continues with the same data.
+    The service runs on the first node of the allocation, and sessions run on all
+    nodes of it. The data folder and this Python must be on a file system that all
+    nodes share. If Slurm queues the job again, the job continues with the same
+    data.
 
     Examples:
 
@@ -126,7 +129,7 @@ def slurm(
     _check(given, settings)
     data = Path(os.path.abspath(settings.data))
     folder = data / FOLDER
-    added = ["--processes", "0"]  # the job always adds these flags, and adds the next ones if the user has not set them
+    added = ["--processes", "0"]  # always added; --host and --port only if the user has not set them
     added += [] if "host" in settings.model_fields_set else ["--host", "0.0.0.0"]
     added += [] if "port" in settings.model_fields_set else ["--port", "0"]
     job = BatchJob(
@@ -177,7 +180,7 @@ def settings_of(flags: Sequence[str]) -> Config:
 
 
 def _serve_options(flags: Sequence[str]) -> Mapping[str, Any]:
-    """Parse flags of `outrider serve`. Returns their values by parameter name."""
+    """Parse flags of `outrider serve`, and return their values by parameter name."""
     return serve.make_context("outrider serve", list(flags), obj=Terminal()).params
 
 
@@ -198,8 +201,8 @@ def _check(given: Mapping[str, Any], settings: Config) -> None:
 
 
 def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None) -> list[str]:
-    # Slurm also sends SIGTERM to the agents of a job that ends. The node must not wait for them, because it would grade
-    # their interrupted runs.
+    # When a job ends, Slurm also sends SIGTERM to the agents. A node that waited for them would grade their interrupted
+    # runs.
     words = ["--stop-seconds", "0"]
     if processes is not None:
         words += ["--processes", str(processes)]
@@ -207,7 +210,7 @@ def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None
         words += ["--ca", str(ca.absolute())]
     for parameter in join.params:
         value = None if parameter.name in SERVICE_ONLY else given.get(parameter.name)
-        for each in value if isinstance(value, list | tuple) else [value]:  # some flags may be repeated
+        for each in value if isinstance(value, list | tuple) else [value]:  # a repeatable flag has a list of values
             if each is True:
                 words.append(parameter.opts[0])
             elif each is not None and each is not False:
@@ -216,7 +219,8 @@ def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None
 
 
 def _make_folder(data: Path, folder: Path) -> None:
-    """Make the job's folder, which other users cannot read, with a token in it. An existing token is kept."""
+    """Make the data folder and the job's folder, which other users cannot read, and write a new token to a file. An
+    existing token is kept."""
     for each in (data, folder):
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / TOKEN_FILE
@@ -233,7 +237,8 @@ def _make_folder(data: Path, folder: Path) -> None:
 
 
 def _submit(script: str) -> str:
-    """Submit the script with sbatch and return the job's number. Raises ServiceError with the output of sbatch."""
+    """Submit the script with sbatch, and return the job's number. Raises ServiceError, whose message contains the
+    output of sbatch."""
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -242,4 +247,4 @@ def _submit(script: str) -> str:
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise ServiceError(f"sbatch refused the job: {said}", hint="see the options of outrider slurm, and --sbatch")
-    return done.stdout.strip().partition(";")[0]  # sbatch may print the cluster's name after the number
+    return done.stdout.strip().partition(";")[0]  # sbatch may print the number, a semicolon and the cluster's name

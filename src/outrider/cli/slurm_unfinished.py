@@ -1,7 +1,7 @@
-"""`python -m outrider.cli.slurm_unfinished FLAGS`: writes the number of unfinished sessions of a stopped service to
-standard output. FLAGS are the flags of `outrider serve` with which the service ran.
+"""`python -m outrider.cli.slurm_unfinished FLAGS`: prints how many sessions a stopped service has not finished. FLAGS
+are the flags of `outrider serve` with which the service ran.
 
-A batch job runs this module when its time limit is reached.
+A batch job runs this module when it reaches its time limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.lifecycle import SessionState
 
 async def main() -> None:
     config = settings_of(sys.argv[1:])
-    # The import is here, because a wrong flag is refused without loading the service's libraries.
+    # Imported here, so that a wrong flag is refused before the libraries of the service are loaded.
     from outrider.service.data_folder import open_store
 
     async with open_store(config) as store:

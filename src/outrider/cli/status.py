@@ -1,4 +1,4 @@
-"""`outrider status`: show the state of the service or of a group."""
+"""`outrider status`: shows the state of the service, or of one group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.client.client import Client
 from outrider.schemas import GroupSummary, GroupView, ServiceStatus
 
 RECENT = 10
-"""Number of groups that `outrider status` shows."""
+"""Number of newest groups that `outrider status` shows."""
 
 
 class Overview(msgspec.Struct, frozen=True):

@@ -1,5 +1,5 @@
-"""The tables of the command line, such as sessions, groups, engines and lanes. They show types of schemas.py and need
-no client."""
+"""Tables for the output of commands: sessions, groups, engines, lanes and more. Their rows come from types in
+schemas.py, so the module needs no client."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from outrider.client.rollout import RolledOut
 
 MAX_ERROR = 72
-"""Maximum length of an error in a table, in characters."""
+"""Maximum length of an error message in a table, in characters."""
 
 STAGES = ("wait s>", "init s>", "run s>", "eval s>")
-"""The column names for the four numbers that `stage_seconds` returns."""
+"""The columns for the four numbers of `stage_seconds`."""
 
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
-"""Units for ages of at least a minute, the largest first, each with its length in seconds."""
+"""Units of time for ages of at least a minute, with their lengths in seconds. The largest comes first."""
 
 STYLES = {
     StopReason.COMPLETED.value: "green",
@@ -59,9 +59,10 @@ STYLES = {
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> FittedTable:
-    """Return a table without borders. A column whose name ends in ">" is aligned to the right. Cells may be of any
-    type: None is shown as "-", a bool as "yes" or "no", and a float with two decimals. Control characters are
-    escaped."""
+    """Return a table without borders. If a column's name ends in ">", the column is aligned to the right.
+
+    A cell may be of any type: None is shown as "-", a bool as "yes" or "no", and a float with two decimals. Control
+    characters are escaped."""
     return FittedTable(columns, [tuple(map(_cell, row)) for row in rows], title)
 
 
@@ -74,7 +75,7 @@ def _cell(value: object) -> str | Text:
 
 
 def word(text: str) -> Text:
-    """Return a word, such as "yes" or a state, in its colour from STYLES."""
+    """Return a text such as "yes", or the name of a state, in the colour that STYLES gives it."""
     return Text(text, style=STYLES.get(text, ""))
 
 
@@ -83,8 +84,8 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def session_table(group: GroupView) -> RenderableType:
-    """Return a table with a row for each session of a group: state or stop reason, reward, turns, sampled tokens,
-    seconds of each stage, and error. Without an error, the last cell may have a remark."""
+    """Return a table of a group's sessions: state or stop reason, reward, turns, sampled tokens, seconds of each stage,
+    and error. A session without an error may have a remark in the last cell."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
     rows: list[Sequence[object]] = []
     for session in group.sessions:
@@ -110,8 +111,8 @@ def session_table(group: GroupView) -> RenderableType:
 
 
 def sessions_table(sessions: Sequence[SessionView]) -> RenderableType:
-    """Return a table with a row for each session of several groups: state or stop reason, reward, turns, sampled
-    tokens, and error. Without an error, the last cell has the number of failed model calls, if any."""
+    """Return a table of sessions of several groups: state or stop reason, reward, turns, sampled tokens, and error.
+    Without an error, the last cell has the number of failed model calls, if there were any."""
     rows: list[Sequence[object]] = []
     for session in sessions:
         result = session.result
@@ -135,7 +136,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def run_table(done: RolledOut) -> RenderableType:
-    """Return a table with the figures of a data set's run. A group is mixed if its rewards are not all equal."""
+    """Return a table with the totals of a data set's run. The column `mixed groups` counts the groups with different
+    rewards."""
     columns = ("tasks>", "sessions>", "graded>", "reward>", "mixed groups>", "turns>", "sampled>", "trained>")
     counts = (done.mixed, done.turns, done.sampled, done.trained)
     return table(columns, [(len(done.groups), done.sessions, done.graded, done.mean_reward, *counts)])
@@ -153,7 +155,8 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
 
 
 def consumer_table(consumers: Iterable[ConsumerView]) -> RenderableType:
-    """Return a row for each consumer. The tenant `*` marks a consumer of the groups of all tenants."""
+    """Return a table with a row for each consumer. The tenant `*` marks a consumer that reads the groups of all
+    tenants."""
     rows = [(each.name, each.tenant or "*", each.cursor, each.lag, age(each.seen)) for each in consumers]
     return table(("consumer", "tenant", "acknowledged>", "left>", "last seen>"), rows)
 
@@ -189,7 +192,7 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
 
 
 def policy_line(policy: PolicyStatus) -> str:
-    """Return a line with the policy's version and the kind of its pause, if it is paused."""
+    """Return a line with the policy's version. If the policy is paused, the line also has the kind of the pause."""
     paused = (
         "" if policy.paused is None else f", paused ({policy.paused}): generations wait, agents' clocks stand still"
     )
@@ -197,12 +200,12 @@ def policy_line(policy: PolicyStatus) -> str:
 
 
 def policy_table(policy: PolicyStatus) -> RenderableType:
-    """Return a row for each engine of the policy."""
+    """Return a table with a row for each engine of the policy."""
     return table(("engine", "version>", "up"), [(each.name, each.version, each.ok) for each in policy.engines])
 
 
 def token_table(tokens: Iterable[TokenView]) -> RenderableType:
-    """Return a row for each token, with the time for which it is still valid."""
+    """Return a table with a row for each token and the time until it expires."""
 
     def until(token: TokenView) -> str:
         if token.revoked is not None:
@@ -217,9 +220,9 @@ def token_table(tokens: Iterable[TokenView]) -> RenderableType:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """Return a row for each lane of a node, and a row for the resources that tasks have reserved. Warm sandboxes
-    (started ahead of time) and stalls of the event loop have a row only if there were any. The column `waited` is the
-    mean wait of all sessions served so far."""
+    """Return a table about a node. It has a row for each lane, and a row for the resources that tasks have reserved.
+    Sandboxes that were started ahead of time have a row if there are any. So do stalls of the event loop. The column
+    `waited` is the mean wait of all sessions served so far."""
     rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
@@ -240,7 +243,7 @@ def node_table(node: NodeStats) -> RenderableType:
 
 
 def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
-    """Return a row for each piece of background work that fails at present."""
+    """Return a table with a row for each background task of the service or a node that fails at present."""
     now = time.time()
     rows = []
     for each in failing:
@@ -251,13 +254,12 @@ def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
 
 
 def _passage(stats: LaneStats | ResourceStats) -> tuple[int, int, str]:
-    """Return three cells: the number of waiting sessions, the number of served sessions, and the mean wait of the
-    served ones."""
+    """Return three cells: the number of waiting sessions, the number of sessions served so far, and their mean wait."""
     mean = stats.waited_seconds / stats.served if stats.served else 0.0
     return stats.waiting, stats.served, f"{mean:.2f} s"
 
 
 def stage_seconds(seconds: StageSeconds) -> tuple[float, float, float, float]:
-    """Return the seconds spent waiting (all waits together), preparing, running and grading."""
+    """Return four times in seconds: of waiting (all waits together), preparing, running and grading."""
     waited = seconds.queued + seconds.ready + seconds.eval_wait
     return waited, seconds.init, seconds.run, seconds.eval

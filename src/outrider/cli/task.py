@@ -41,7 +41,7 @@ Limit = Annotated[
     ),
 ]
 MAX_VALUE = 160
-"""Maximum number of characters of a value or an instruction in a table."""
+"""Maximum number of characters in a table cell for a value or an instruction."""
 
 
 WIDTH = 80
@@ -55,8 +55,8 @@ MIN_INSTRUCTION, MAX_ID = 12, 32
 
 
 class Listed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A task of a source. `gold` is true if its solution is known. If a row cannot be a task yet, `row` is its number,
-    and `missing` has what it lacks."""
+    """A task of a source. `gold` is true if a solution of the task is known. If a row of a data set lacks something
+    that a task needs, `row` is the row's number, and `missing` says what it lacks."""
 
     id: str
     evaluator: str
@@ -79,8 +79,8 @@ def list_(
 ) -> None:
     """List the tasks of sources: how each is graded, whether a solution is known, its instruction.
 
-    If rows lack something, only these rows are listed, with the missing columns
-    and the remedies.
+    If some rows of a data set lack something that a task needs, the command
+    lists only these rows, with the missing columns and the remedies.
 
     Examples:
 
@@ -128,7 +128,7 @@ def listed_of(example: Example, row: int) -> Listed:
 
 
 def task_table(listed: Sequence[Listed]) -> RenderableType:
-    """Return the table of tasks, with instructions cut so that a line has at most WIDTH columns."""
+    """Return the table of tasks. Instructions are shortened, so that a line has at most WIDTH columns."""
     ids = [shortened(one.id, MAX_ID) for one in listed]
     used = max(map(len, (*ids, "task"))) + max(map(len, (*(one.evaluator for one in listed), "evaluator")))
     rest = max(MIN_INSTRUCTION, WIDTH - used - len("solution") - 3 * GAP)
@@ -140,7 +140,7 @@ def task_table(listed: Sequence[Listed]) -> RenderableType:
 
 
 def faulty_tables(listed: Sequence[Listed]) -> list[RenderableType]:
-    """Return a table of the rows that cannot be tasks yet, and the remedy for each kind of fault."""
+    """Return a table of the rows that lack something to become tasks, and the remedy for each kind of fault."""
     bad = [one for one in listed if one.missing]
     rows = [
         (
@@ -182,8 +182,8 @@ def show(
 ) -> None:
     """Show one task: its instruction, all its other fields, and its solution.
 
-    With --json, the task is shown in full, in the form that `POST /v1/groups`
-    accepts. Without --json, long values are cut.
+    Long values are shortened. With --json, the command shows the whole task, in
+    the form that `POST /v1/groups` accepts.
 
     Examples:
 
@@ -223,8 +223,8 @@ def import_(
 ) -> None:
     """Copy the tasks of sources into one file, which can be used as a source.
 
-    The file includes the tasks' files and solutions. A machine that uses the
-    file needs neither the dataset nor its package.
+    The file contains the tasks with their files and solutions. So a machine that
+    uses the file needs neither the dataset nor the dataset's package.
 
     Examples:
 
@@ -265,8 +265,8 @@ def evaluator_of(example: Example) -> str:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names and texts of the fields within a value. The names are dotted: `runtime.image`. A list is one
-    field unless it holds tables."""
+    """Yield the name and text of each field within a nested value. A name contains dots, such as `runtime.image`. A
+    list is one field, unless it contains tables."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else str(key))
@@ -278,20 +278,20 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def shortened(text: str, most: int = MAX_VALUE) -> str:
-    """Return the text in one line, cut to `most` characters."""
+    """Return the text as one line of at most `most` characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
 class Bad(msgspec.Struct, frozen=True):
-    """A task that failed the check, and its problems."""
+    """A task that failed `outrider task check`, and its problems."""
 
     id: str
     problems: tuple[str, ...]
 
 
 class CheckedTasks(msgspec.Struct, frozen=True):
-    """The output of `outrider task check --json`. `ok` is the number of good tasks."""
+    """The output of `outrider task check --json`. `ok` is the number of tasks without problems."""
 
     tasks: int
     ok: int
@@ -315,7 +315,8 @@ def check(
 ) -> None:
     """Check that the solution of each task earns 1, and doing nothing earns 0.
 
-    Both are tried twice, without a model or a service. The solution is
+    The command tries both twice, without a model or a service. The solution is
+    in one of these places:
 
     - in a TOML file: the table `gold`, with `run` (a command for the sandbox)
       or `reply` (the agent's last reply)

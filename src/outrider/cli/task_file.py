@@ -1,8 +1,8 @@
-"""Reads a task from its TOML file.
+"""Reads a task from a TOML file.
 
-The task is not validated here, because the service does that. So this module needs no classes of tasks or readers of
-data sets, which load slowly. Invariant: an `upload` step of a file or folder beside the TOML file becomes `write` steps
-of the same bytes, so that the service needs no copy of the file.
+This module does not validate the task, because the service does that. So it need not import the classes of tasks and
+the readers of data sets, which load slowly. Invariant: an `upload` step of a file or folder beside the TOML file
+becomes `write` steps with the same bytes, so that the service needs no copy of the file.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from outrider.text_files import read_toml_file
 Step = dict[str, Any]
 
 ROWS = "rows"
-"""Name of a table in a TOML file. It names a file of rows, and makes the file's task a template for these rows."""
+"""Name of a table in a TOML file. It names a file of rows, each of which fills the file's task as a template."""
 
 
 def is_one_task(path: Path) -> bool:
-    """Return True if `path` is a TOML file with one task, and not a template for rows. A missing TOML file counts as
-    one task, so that reading it raises the error."""
+    """Return True if `path` is a TOML file with one task, which is not a template for rows. Also returns True for a
+    missing TOML file, so that the caller reads it and raises the error."""
     if path.suffix != ".toml" or path.is_dir():
         return False
     return not path.exists() or ROWS not in read_toml_file(path, field="task")
 
 
 def load_example(path: Path) -> Example:
-    """Return the task in the file `path`, with the solution in the table `gold`. The task is not validated. Raises
-    InvalidField, and TooLarge for files too big to send."""
+    """Return the task in a TOML file, with the solution in its table `gold`. The task is not validated. Raises
+    InvalidField, and TooLarge if a file beside it is too big to send."""
     task = load_table(path)
     if ROWS in task:
         raise InvalidField(
@@ -49,7 +49,8 @@ def load_example(path: Path) -> Example:
 
 
 def load_table(path: Path) -> dict[str, Any]:
-    """Return the content of a task's TOML file, with `upload` steps of files beside it replaced by `write` steps."""
+    """Return the content of a task's TOML file. Each `upload` step of a file beside the TOML file becomes a `write`
+    step with the file's content."""
     task = read_toml_file(path, field="task")
     places = [("task.runtime", task.get("runtime"))]
     graded = [("task.evaluator", task.get("evaluator"))]
@@ -70,7 +71,7 @@ def load_table(path: Path) -> dict[str, Any]:
 
 
 def gold_of(table: Any, path: Path) -> Gold:
-    """Parse the table `gold` of the file `path`: the known solution."""
+    """Parse the table `gold` of the file `path`, which has the known solution."""
     try:
         return msgspec.convert(table, Gold)
     except msgspec.ValidationError as error:
@@ -80,13 +81,13 @@ def gold_of(table: Any, path: Path) -> Gold:
 
 
 def _inlined(step: Any, field: str, folder: Path) -> Iterator[Step]:
-    """Yield the steps to send in place of one step: `write` steps if the step uploads files from `folder`, else the
-    step itself."""
+    """Yield the steps that are sent to the service in place of `step`. A step that uploads files from `folder` becomes
+    `write` steps. Any other step is sent unchanged."""
     if not isinstance(step, dict) or step.keys() != {"upload", "to"}:
         yield step
         return
     upload, target = step["upload"], step["to"]
-    # Values that are not text, and paths that leave the folder, are sent unchanged, because the service refuses them.
+    # Values that are not text, and paths that lead out of the folder, are sent unchanged. The service refuses them.
     local = isinstance(upload, str) and isinstance(target, str) and not Path(upload).is_absolute()
     if not local or ".." in Path(upload).parts or not (folder / upload).exists():
         yield step

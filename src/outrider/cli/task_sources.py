@@ -1,13 +1,13 @@
 """Reads tasks from the sources that a command line names. A source is one of these:
 
-- a TOML file with a task (the `task` object of `POST /v1/groups`)
-- a TOML file whose task is a template for rows
+- a TOML file with a task, in the form of the object `task` of `POST /v1/groups`
+- a TOML file with a template, from which each row of a data set makes a task
 - a JSON Lines file of tasks, written by `outrider task import`
 - a folder of TOML files or of Harbor tasks
-- KIND:FILE, a file of rows and the kind of its data set (`tasks/adapters.py`)
+- KIND:FILE, a file of rows and the kind of its data set (see `tasks/adapters.py`)
 - the name of a dataset, such as `human-eval`
 
-This module runs nothing and calls no service.
+This module runs no task and calls no service.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ ROWS_FIELDS = 'it has `file = "ROWS.jsonl"`, and may have `id`, `kind`, `image` 
 
 
 class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The table `rows` of a TOML file.
+    """The table `rows` of a TOML file with a template.
 
-    file: the file of rows, relative to the TOML file, in a format that `datasets.read_rows` reads.
-    id: the column of the rows' ids. If it is None, the rows are numbered.
-    kind: the adapter that makes the tasks. Fields of the TOML file override the adapter's fields.
+    file: the file with the rows, relative to the TOML file, in a format that `datasets.read_rows` reads.
+    id: the column with the rows' ids. If it is None, the rows are numbered.
+    kind: chooses the adapter that makes tasks from rows. Fields of the TOML file override the adapter's fields.
     image, test_command: arguments of the adapter.
     """
 
@@ -87,12 +87,12 @@ def examples_in(
     test_command: str | None = None,
     faults: bool = False,
 ) -> list[Example]:
-    """Return the tasks of a source, given as a name or a path. Raises InvalidField.
+    """Return the tasks of a source. `source` is a name or a path. Raises InvalidField.
 
     image, test_command: the image of the tasks, and the command that runs their tests.
     offline: run Harbor tasks without the network that they request.
-    network: what Harbor tasks reach if they request a public network.
-    faults: also return rows that cannot be tasks yet, which otherwise raise InvalidField.
+    network: what a Harbor task can reach if it requests a public network.
+    faults: also return rows that lack something to become tasks. Otherwise, such a row raises InvalidField.
     """
     given = Additions(image=image, test_command=test_command)
     examples = _examples_in(source, limit, given, offline=offline, network=network or PUBLIC)
@@ -116,7 +116,7 @@ def _examples_in(
         size = (limit or ENTRIES) if page else limit
         return miniwob_examples(page or None, size=size, observation=observation or SCREENSHOT)
     if source == RELEASE_PAIRS:
-        # Imported here, because the module loads the sandbox code, which is slow.
+        # Imported here, because the module loads the code of sandboxes, which is slow.
         from outrider.tasks.release_pairs import release_pair_examples
 
         return release_pair_examples(limit=limit)
@@ -137,8 +137,8 @@ def _examples_in(
 
 
 def examples_in_file(path: Path) -> list[Example]:
-    """Return the tasks in a file: all tasks of a JSON Lines file, and the only task of a TOML file. If this task is a
-    template, return a task for each row."""
+    """Return the tasks in a file. A JSON Lines file has many tasks. A TOML file has one task or a template, which gives
+    a task for each row."""
     if not path.exists():
         raise InvalidField(f"cannot read {path}: there is no such file", field="source", hint=SOURCES)
     if path.name.endswith(TASK_LINES):
@@ -150,9 +150,9 @@ def examples_in_file(path: Path) -> list[Example]:
 
 
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
-    """Return one example for each row of the file that `table` names. The row's values fill the template and the
-    solution in the table `gold`. If the table `rows` names a kind, the kind's adapter makes the tasks, and the fields
-    of the TOML file override the adapter's fields."""
+    """Return one example for each row of the file that `table["rows"]` names. The row's values fill the template, and
+    the solution in the table `gold`. If `rows` names a kind, the kind's adapter makes the tasks, and fields of the TOML
+    file override the adapter's fields."""
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:
@@ -184,8 +184,8 @@ def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
 
 
 def read_tasks(path: Path) -> list[Example]:
-    """Return the tasks of a file that `write_tasks` wrote. Raises InvalidField with the number of the first broken
-    task."""
+    """Return the tasks in a file that `write_tasks` wrote. Raises InvalidField, whose message has the number of the
+    first broken task."""
     examples: dict[str, Example] = {}
     for number, row in enumerate(read_rows(path), 1):
         try:
@@ -203,8 +203,8 @@ def read_tasks(path: Path) -> list[Example]:
 
 
 def write_tasks(examples: Sequence[Example], path: Path) -> None:
-    """Write a file of tasks, one per line. The file is replaced atomically. Raises InvalidField for two tasks with the
-    same id, and for a task that cannot be written as JSON."""
+    """Write tasks to a JSON Lines file, one per line. The file is replaced atomically. Raises InvalidField if two tasks
+    have the same id, or if a task cannot be written as JSON."""
     lines = []
     known: set[str] = set()
     for example in examples:
@@ -220,8 +220,8 @@ def write_tasks(examples: Sequence[Example], path: Path) -> None:
 
 
 def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
-    """Return a group of `n` sessions of the task in file `path`. If the file has several tasks, the first one is used.
-    Raises InvalidField, which names the field, and TooLarge for files that are too big to send with the task."""
+    """Return a group of `n` sessions of the first task in a file. Raises InvalidField, which names the wrong field, and
+    TooLarge if files are too big to send with the task."""
     examples = examples_in_file(path)
     if not examples:
         raise InvalidField(f"{path} has no task", field="task")

@@ -1,7 +1,7 @@
-"""Output of the command line: text for people, one JSON document for programs, and each error in one line.
+"""The output of commands: text for people or a JSON document for programs, and each error in one line.
 
-The module is independent of the service. Invariant: with `json` set, standard output gets exactly one JSON document,
-and everything else goes to standard error.
+The module does not use the service. Invariant: if `json` is set, exactly one JSON document is written to standard
+output, and everything else to standard error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.printable import printable as printable
 from outrider.printable import printable_json
 
 WIDTH_OF_A_FILE = 240
-"""Width in columns if the output is not a terminal: wide enough that no table is cut."""
+"""Width in columns of an output that is not a terminal. No table is wider."""
 
 
 class Terminal:
@@ -39,12 +39,13 @@ class Terminal:
         self.err.print(Text(printable(text)), soft_wrap=True)
 
     def write_json(self, value: Any) -> None:
-        """Write the command's JSON document to standard output. `value` is any value that msgspec can encode."""
+        """Write `value` to standard output as the command's JSON document. msgspec must be able to encode it."""
         self.out.file.write(printable_json(msgspec.json.encode(value).decode()) + "\n")
         self.out.file.flush()
 
     def show(self, value: Any, *shown: RenderableType) -> None:
-        """Write `value` as the JSON document or, without --json, print `shown` for people."""
+        """With --json, write `value` as the command's JSON document. Otherwise, print the tables and texts in
+        `shown`."""
         if self.json:
             self.write_json(value)
             return
@@ -64,21 +65,21 @@ class Terminal:
             self.write_json({"error": record})
 
     def _line(self, word: str, text: str, style: str) -> None:
-        # One line, so that scripts find the whole message in the first line of standard error.
+        # Line breaks are replaced, so that scripts find the whole message in the first line of standard error.
         line = Text(f"{word}: ", style=style) + Text(printable(text).replace("\n", " "), style="default")
         self.err.print(line, soft_wrap=True)
 
 
 def terminal_of(ctx: click.Context) -> Terminal:
-    """Return the command's Terminal, which `run_command` has made."""
+    """Return the Terminal that `run_command` made for this command."""
     terminal = ctx.find_object(Terminal)
     assert terminal is not None
     return terminal
 
 
 class _Printable(RenderHook):
-    """Escapes control characters in all text that rich prints, after the layout and before the colours. The text of
-    columns must also be escaped before the layout, because escapes change its width."""
+    """Escapes control characters in everything that rich prints, after the layout and before colours are added. Text in
+    table columns must already be escaped before the layout, because the escapes change its width."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Printed(each) for each in renderables]
@@ -95,7 +96,7 @@ class _Printed:
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
     width = None if stream.isatty() else WIDTH_OF_A_FILE
-    # Markup is off, because tasks and programs print text in [brackets], which rich would read as styles.
+    # Without markup, because rich would read text in [brackets] as a style. Tasks and programs print such text.
     console = Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
     console.push_render_hook(_Printable())
     return console

@@ -55,6 +55,8 @@ def create(
 ) -> None:
     """Make a token, and print it. It cannot be printed again.
 
+    With --data, the token is made for a stopped service.
+
     Examples:
 
         outrider token create --role admin --name me --data .outrider
@@ -80,7 +82,7 @@ def create(
 
 async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
     """Make a token in the store of a stopped service."""
-    # The imports are here, because the other commands do not need the service's libraries.
+    # Imported here, because the other commands do not need the libraries of the service.
     from outrider.service.admission import parse_body
     from outrider.service.audit import AuditEntry, AuditLog
     from outrider.service.data_folder import open_store

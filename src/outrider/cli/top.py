@@ -1,7 +1,8 @@
-"""`outrider top`: shows what a service does now, once or redrawn every second.
+"""`outrider top`: shows what a service does at present. The view is printed once, or drawn again every second.
 
-`frame` is a pure function of a `TopView`. The view is made from the status, the rates, and a query for the newest
-errors. A tenant's token may not read the rates, so they are computed from two readings of the status.
+`frame` draws a `TopView`, and depends on nothing else. A `TopView` combines the service's status, its rates, and a
+query for the newest errors. A tenant's token may not read the rates. In this case, they are computed from two readings
+of the status.
 """
 
 from __future__ import annotations
@@ -41,17 +42,19 @@ REFRESH_SECONDS = 1.0
 QUIT = "q"
 """The key that ends the command."""
 RATE_SECONDS = 30.0
-"""Rates are averages over this many seconds, up to now."""
+"""Rates are averages over this many last seconds."""
 ERRORS_EVERY = 10.0
-"""Seconds between two queries for errors. Queries are rare, because the service starts a process for each."""
+"""Seconds between two queries for errors. The interval is long, because the service starts a process for each query."""
 ERROR_SECONDS = 3600
 ERRORS = f"""SELECT code, boundary, count(*) AS times, max(at) AS at, session_id, message
 FROM errors WHERE at > unixepoch() - {ERROR_SECONDS} GROUP BY code, boundary ORDER BY at DESC LIMIT 8"""
 
 
 class ErrorCause(msgspec.Struct, frozen=True, kw_only=True):
-    """The errors of the last hour with the same code and boundary. `times` is their number. `at`, `session` and
-    `message` are those of the newest error."""
+    """All errors of the last hour with the same code and boundary.
+
+    times: the number of these errors.
+    at, session, message: the time, session and message of the newest one."""
 
     code: str
     boundary: str
@@ -63,7 +66,7 @@ class ErrorCause(msgspec.Struct, frozen=True, kw_only=True):
 
 class TopRates(msgspec.Struct, frozen=True, kw_only=True):
     """Rates per second, averaged over the last `seconds`: done sessions, failed sessions, stored model calls and
-    sampled tokens. With a tenant's token, only the rate of done sessions is known, and the others are None."""
+    sampled tokens. With a tenant's token, only the rate of done sessions is known. The other rates are then None."""
 
     seconds: float
     sessions: float
@@ -73,8 +76,8 @@ class TopRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopView(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider top --once --json`. `rates` is None until the service has enough readings. `errors` is
-    None if the query failed."""
+    """The output of `outrider top --once --json`. `rates` is None until the service has been read often enough.
+    `errors` is None if the query for errors failed."""
 
     at: float
     service: ServiceStatus
@@ -90,10 +93,14 @@ def top(
 ) -> None:
     """Show what the service does, live in the terminal.
 
-    The view has the sessions by state, the sessions and tokens per second, the
-    lanes, the engines, the policy version, and the errors of the last hour by
-    cause. It is redrawn every second. Press q to quit. Without a terminal, the
-    view is printed once.
+    The view shows these things, and is drawn again every second:
+
+    - the sessions by state
+    - the sessions and tokens per second
+    - the lanes, the engines and the policy version
+    - the errors of the last hour by cause
+
+    Press q to quit. Without a terminal, the view is printed once.
 
     Examples:
 
@@ -109,7 +116,7 @@ def top(
             view = readings.read()
         terminal.show(view, frame(view))
         return
-    shown = frame(readings.read())  # an error here ends the command; later errors are shown
+    shown = frame(readings.read())  # an error of the first reading ends the command, while later errors are only shown
     with (
         service.impatient() as client,
         _keys() as pressed,
@@ -122,12 +129,12 @@ def top(
                 return
             try:
                 shown = frame(readings.read())
-            except OutriderError as error:  # the service may be starting again
+            except OutriderError as error:  # the service may just be restarting
                 shown = f"{printable(error.message)}\nThe service is asked again each second."
 
 
 class TopReadings:
-    """Reads a `TopView` from a service. Raises the errors of the client."""
+    """Reads a `TopView` from a service. Raises the errors of the client's calls."""
 
     def __init__(self, service: Client) -> None:
         self._service = service
@@ -176,7 +183,7 @@ class TopReadings:
     def _read_errors(self) -> tuple[ErrorCause, ...] | None:
         try:
             rows = self._service.query(ERRORS).rows
-        except OutriderError:  # the service may be busy with other queries; the next reading tries again
+        except OutriderError:  # the service may be busy with other queries; the next reading will try again
             return None
         names = ("code", "boundary", "times", "at", "session", "message")
         return tuple(ErrorCause(**dict(zip(names, row, strict=True))) for row in rows)
@@ -224,8 +231,8 @@ def _line(message: str) -> str:
 
 
 class _Cut:
-    """Shows as many lines as the terminal has, because the screen cannot be scrolled. The last line gives the number of
-    hidden lines."""
+    """Limits what it draws to the height of the terminal, because the screen cannot be scrolled. The last line gives
+    the number of hidden lines."""
 
     def __init__(self, inner: RenderableType) -> None:
         self._inner = inner
@@ -240,9 +247,10 @@ class _Cut:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits up to the given seconds for a key, and returns the pressed keys. Within the block,
-    the terminal passes each key on at once without showing it. Ctrl-C still interrupts."""
-    import termios  # imported late, because only a terminal needs these modules
+    """Yield a function that waits for pressed keys, and returns them. Its argument is the maximum wait in seconds.
+    While the block runs, the terminal passes each key on at once, and does not show it. Ctrl-C still interrupts the
+    program."""
+    import termios  # imported here, because only a terminal needs these modules
     import tty
 
     if not sys.stdin.isatty():

@@ -49,8 +49,9 @@ def trace(
 ) -> None:
     """Write what happened when as a trace for ui.perfetto.dev.
 
-    In the trace, each session is a process, with rows for its stages, model calls, commands and processes.
-    The newest attempt of each session is written.
+    In the trace, each session is a process, with rows for its stages, model
+    calls, commands and processes. Only the newest attempt of a session is
+    written.
 
     Examples:
 

@@ -1,9 +1,8 @@
-"""`outrider demo --train`: trains the policy once per seed, shows the curve of the reward meanwhile, and draws the
-curves of all seeds.
+"""`outrider demo --train`: trains the policy once per seed, and draws the curves of the reward for all seeds.
 
-The curve and its progress bar are drawn on standard error if it is a terminal. Otherwise a line is written for the
-first step and then every LINE_STEPS steps. Ctrl-C ends the training after the current step, and keeps the weights and
-the curve.
+If standard error is a terminal, it shows the current curve and a progress bar. Otherwise, a line is written for the
+first step and then for every LINE_STEPS steps. Ctrl-C ends the training after the current step, and keeps the weights
+and the curve.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ LINE_STEPS = 4
 
 
 def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seeds: int) -> TrainSummary:
-    """Train the policy `seeds` times. Write the trained policies, train.json and curve.png to `out`. Raises
-    KeyboardInterrupt at the second Ctrl-C, or at the first one if no step is done."""
-    # Imported here, because `outrider demo` without --train must run without the libraries for training.
+    """Train the policy `seeds` times, and write the trained policies, train.json and curve.png to `out`. Raises
+    KeyboardInterrupt at the second Ctrl-C. If no step is done yet, the first Ctrl-C raises it."""
+    # Imported here, because `outrider demo` must run without these libraries if --train is not given.
     from outrider.lab.demo.curve import draw
     from outrider.lab.demo.train import MAX_STEPS, check_installed, summary, train
 
@@ -76,7 +75,8 @@ def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seed
 
 @contextmanager
 def _first_ctrl_c(terminal: Terminal) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after the first Ctrl-C. The second Ctrl-C raises KeyboardInterrupt."""
+    """While the block runs, the first Ctrl-C interrupts nothing: the yielded function then returns True. The second
+    Ctrl-C raises KeyboardInterrupt."""
     interrupted = False
 
     def note_it(*_: object) -> None:
@@ -94,7 +94,8 @@ def _first_ctrl_c(terminal: Terminal) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _progress(terminal: Terminal, seed: int, seeds: int, most: int) -> Iterator[Callable[[TrainStep], None]]:
-    """On a terminal, show the curve and how many of at most `most` steps are done. Write lines to any other output."""
+    """On a terminal, draw the curve, and show how many of at most `most` training steps are done. To any other output,
+    write lines."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -126,7 +127,7 @@ def plot(rewards: Sequence[float]) -> Text:
     shown = rewards[-WIDTH:]
     lines = []
     for row in reversed(range(HEIGHT)):
-        # For each column, the number of eighths of this row that are filled.
+        # How much of this row each column's bar fills, in eighths.
         eighths = (round((min(max(reward * HEIGHT - row, 0.0), 1.0)) * 8) for reward in shown)
         lines.append(f"{(row + 1) / HEIGHT:4.1f} │" + "".join(BARS[each] for each in eighths))
     lines.append("     └" + "─" * WIDTH)

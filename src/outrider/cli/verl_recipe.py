@@ -1,7 +1,7 @@
-"""Reads settings of a service from the group `proxy_server` in a YAML configuration of verl's recipe.
+"""Reads a service's settings from a YAML configuration of verl's recipe. The settings are in its group `proxy_server`.
 
-The file's other groups belong to the recipe's trainer and are ignored. Invariants: unknown keys of the group, and
-values without a matching setting, are refused; an error names the key and its line.
+The other groups of the file belong to the recipe's trainer and are ignored. Invariants: unknown keys of `proxy_server`,
+and values without a matching setting, are refused. The error names the key and its line.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from outrider.faults import fault_text
 from outrider.text_files import read_text_file
 
 MOST = 1 << 20
-"""Maximum bytes of a file."""
+"""Maximum size of a configuration file in bytes."""
 GROUP = "proxy_server"
 FIELD = "config"
 INTERPOLATION = "${"
 
 
 class _ProxyServer(BaseModel):
-    """The keys of the group `proxy_server`. A key with the value null is treated as left out."""
+    """The keys of the group `proxy_server`. A null value has the same effect as a missing key."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -36,8 +36,8 @@ class _ProxyServer(BaseModel):
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the settings in a configuration of verl's recipe, in the form of a settings file. Raises InvalidField if
-    the group is missing, or if a key or value has no matching setting."""
+    """Read a configuration of verl's recipe, and return its settings in the same form as a settings file. Raises
+    InvalidField if the group is missing, or if a key or value has no matching setting."""
     group, lines = _group(path)
 
     def refused(key: str, why: str, hint: str | None = None) -> InvalidField:
@@ -68,8 +68,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _group(path: Path) -> tuple[dict[Any, Any], dict[str, int]]:
-    """Return the group, and the line number of each of its keys, counted from 1. The key "" has the line of the group
-    itself."""
+    """Return the group `proxy_server`, and the line number of each of its keys. Lines are counted from 1. The key ""
+    stands for the line of the group itself."""
     try:
         import yaml
     except ModuleNotFoundError as error:

@@ -32,8 +32,8 @@ def view(
     """Look at a finished run in the browser, without a service.
 
     PATH is the data folder of a service that has ended, or a file written by
-    `outrider export` or `outrider demo`. The command changes nothing. It serves
-    the page on this machine only, until Ctrl-C.
+    `outrider export` or `outrider demo`. The command does not change it. Only
+    this machine can reach the page. The command serves it until Ctrl-C.
 
     Examples:
 
@@ -66,7 +66,7 @@ async def _view(terminal: Terminal, path: Path, tokenizer: Path | None, port: in
 
 
 async def show_in_browser(terminal: Terminal, url: str) -> None:
-    """Open a URL in the user's browser, or write a note if no browser can be started."""
+    """Open a URL in the user's browser. If no browser can be started, write a note with the URL."""
     if not await asyncio.to_thread(webbrowser.open, f"{url}/"):
         terminal.note(f"no browser can be started here: open {url}/ yourself")
 

@@ -12,13 +12,13 @@ from outrider.errors import OutriderError
 from outrider.schemas import ServiceStatus
 
 QUIET_SECONDS = 10.0
-"""Seconds between two requests for the service's status. If no session has made progress in between, a note is
-written."""
+"""Seconds between two readings of the service's status. If no session made progress in this time, a note is printed."""
 
 
 @asynccontextmanager
 async def waits_noted(terminal: Terminal, client: AsyncClient, *, every: float = QUIET_SECONDS) -> AsyncIterator[None]:
-    """While the block runs, write a note if the service makes no progress, and another one if the reason changes."""
+    """While the block runs, print a note if no session of the service makes progress. If the reason changes, print
+    another note."""
     async with asyncio.TaskGroup() as tasks:
         looking = tasks.create_task(_look(terminal, client, every))
         try:
@@ -33,7 +33,7 @@ async def _look(terminal: Terminal, client: AsyncClient, every: float) -> None:
         await asyncio.sleep(every)
         try:
             status = await client.status()
-        except OutriderError:  # the block itself calls the service, and raises a better error
+        except OutriderError:  # the block also calls the service, and raises a better error
             continue
         reason = reason_of_wait(status)
         if _progress(status) == before and reason != told:
@@ -50,7 +50,7 @@ def _progress(status: ServiceStatus) -> object:
 
 
 def reason_of_wait(status: ServiceStatus) -> str:
-    """Return the reason why the sessions of a service make no progress, as far as the status shows it."""
+    """Return why the sessions of a service make no progress, as far as its status tells."""
     engines = [each for each in status.engines if each.serves is None]
     nodes = [node for node in status.nodes if not node.drained]
     if status.policy.paused is not None:

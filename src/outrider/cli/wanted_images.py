@@ -12,12 +12,13 @@ from outrider.errors import ErrorRecord, InvalidField, OutriderError, record_of
 T = TypeVar("T")
 
 AT_ONCE = 4
-"""Maximum number of images that one command pulls at once."""
+"""Maximum number of images that one command pulls in parallel."""
 HELP = "REFERENCE NAME for one image; NAME=REFERENCE for each of several."
 
 
 def read_images(words: Sequence[str]) -> dict[str, str]:
-    """Parse REFERENCE NAME, or NAME=REFERENCE for each image. Returns the references by name. Raises InvalidField."""
+    """Parse REFERENCE NAME for a single image, or NAME=REFERENCE for each image. Returns the references by name. Raises
+    InvalidField."""
     found: dict[str, str] = {}
     if len(words) == 2 and not any("=" in word for word in words):
         return {words[1]: words[0]}
@@ -38,9 +39,11 @@ def read_images(words: Sequence[str]) -> dict[str, str]:
 async def pull_each(
     images: Mapping[str, str], pull: Callable[[str, str], Awaitable[T]], terminal: Terminal
 ) -> dict[str, T | ErrorRecord]:
-    """Call `pull(reference, name)` for all images, at most AT_ONCE at once. Returns each result or error by the
-    image's name. For several images, write a line when each begins and ends. If there is only one image, its error
-    is raised."""
+    """Call `pull(reference, name)` for every image, at most AT_ONCE at a time. Returns the result or the error of each
+    call, by image name.
+
+    For several images, print a line when each call begins and ends. For a single image, raise its error instead of
+    returning it."""
     slots, done, total = asyncio.Semaphore(AT_ONCE), 0, len(images)
 
     async def one(name: str, reference: str) -> T | OutriderError:

@@ -1,4 +1,4 @@
-"""Chooses the reader for a YAML file with settings: a topology of Polar, or a configuration of verl's recipe."""
+"""Chooses how to read a YAML file of settings, which is a topology of Polar or a configuration of verl's recipe."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from outrider.errors import InvalidField
 from outrider.text_files import read_text_file
 
 RECIPE, TOPOLOGY = (re.compile(f"^{name}:", re.MULTILINE) for name in ("proxy_server", "gateway"))
-"""Patterns of a line of verl's recipe, and of a line of a topology of Polar."""
+"""Patterns that recognise the two kinds of files by a line that only this kind has."""
 
 
 def yaml_reader(systems: Sequence[Any]) -> Callable[[Path], dict[str, Any]]:
-    """Return the reader of a YAML file. `systems` are the values of `--compat` from the flags and the environment. The
-    reader refuses a configuration of verl's recipe unless `systems` has `verl`. A topology of Polar needs no flag,
-    because its settings choose `polar`."""
+    """Return a function that reads a YAML file. `systems` are the values of `--compat` in the flags and the
+    environment. A configuration of verl's recipe is refused unless `systems` has `verl`. A topology of Polar needs no
+    flag, because its own settings choose `polar`."""
 
     def read(path: Path) -> dict[str, Any]:
         text = read_text_file(path, field=FIELD, limit=MOST, what="YAML file")

@@ -245,8 +245,8 @@ class AsyncClient:
         after the wait that the service requests. After `patience` seconds, raises Busy (QueueFull for a full queue).
 
         With an `idempotency_key`, the submission is also repeated while the service cannot be reached. If the service
-        has already stored the group, that group is returned. Without a key, the service might run a repeated group
-        twice.
+        has already stored the group, that group is returned. Without a key, it is not repeated then, because the
+        service might run the group twice.
         """
         return await self._submit("/v1/groups", group, patience)
 
@@ -602,12 +602,12 @@ class AsyncClient:
 
     async def rates(self) -> RateList:
         """Return the numbers of sessions, model calls and tokens in the last hour, as a series over time. Raises
-        Forbidden unless the token is an admin's or the operator's."""
+        Forbidden for a token of a tenant other than `operator`, unless it is an admin's."""
         return await self._call("GET", "/v1/rates", RateList)
 
     async def metrics(self) -> str:
-        """Return the metrics in the text format of Prometheus. Raises Forbidden unless the token is an admin's or the
-        operator's."""
+        """Return the metrics in the text format of Prometheus. Raises Forbidden for a token of a tenant other than
+        `operator`, unless it is an admin's."""
         return (await self._fetch("GET", "/metrics")).data.decode()
 
     async def engines(self) -> tuple[EngineStatus, ...]:
@@ -935,7 +935,7 @@ class ExternalSession:
 
     async def complete(self, **report: Any) -> SessionView:
         """Complete the session. `report` has the fields of a `ReportSpec`, such as `reward`, `answer` or `error`.
-        Retries while the service cannot be reached."""
+        Retries while the service cannot be reached, because a report may be repeated."""
         done = await patiently(lambda: self._client.complete_session(self.id, report))
         self.completed = True
         return done

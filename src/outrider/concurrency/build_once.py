@@ -36,7 +36,8 @@ def build_once(
     another thread or process builds it.
 
     `build` receives an empty folder and fills it. Then this folder, or only the file `part` in it, is renamed to
-    `place`. `on_wait` is called before a wait for another builder. If `build` raises, the folder is removed.
+    `place`. `on_wait` is called before a wait for another builder. If `build` raises, the folder is removed and the
+    error is raised.
     """
     if is_built(place):
         return place

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from outrider.concurrency.retries import RetryPolicy
-from outrider.errors import FailingChore, OutriderError, described, lacks_means
+from outrider.errors import FailingChore, OutriderError, described, may_come_from_machine
 from outrider.redaction import redacted
 
 log = logging.getLogger("outrider.chores")
@@ -55,7 +55,7 @@ class Failures:
 
     def note(self, name: str, error: BaseException) -> None:
         """Record a failure of the work `name`. The first failure after a success is logged, with a traceback if the
-        error looks like a bug. There is at most one log line about `name` in QUIET_SECONDS, so a failure may be logged
+        error looks like a bug. At most one failure of `name` is logged in QUIET_SECONDS, so a failure may be logged
         later, when the work fails again."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
@@ -66,7 +66,7 @@ class Failures:
         if name in self._quiet and abs(now - self._logged.get(name, -QUIET_SECONDS)) >= QUIET_SECONDS:
             self._quiet.discard(name)
             self._logged[name] = now
-            bug = None if lacks_means(error) or isinstance(error, OutriderError) else error
+            bug = None if may_come_from_machine(error) or isinstance(error, OutriderError) else error
             log.error("%s: failed, and is tried again: %s", name, text, exc_info=bug)
         for book in (self._failing, self._logged):
             while len(book) > MOST_NAMES:
@@ -173,13 +173,13 @@ class Chores:
         try:
             await work()
         except asyncio.CancelledError as error:
-            # This task is not being cancelled, so an object that the work awaited was cancelled. Record this as a
+            # If this task is not being cancelled, an object that the work awaited was cancelled. This is recorded as a
             # failure, because the chore would otherwise end silently.
             if task.cancelling():
                 raise
             self.failures.note(name, error)
             return False
-        except Exception as error:  # every error is recorded, and the work is tried again
+        except Exception as error:  # every error that is not fatal is recorded, and the work is tried again
             if self._fatal(error):
                 raise
             self.failures.note(name, error)
@@ -190,7 +190,8 @@ class Chores:
     async def _noted(self, work: Coroutine[Any, Any, T], name: str) -> T | None:
         try:
             found = await work
-        except Exception as error:  # every error is recorded, because possibly no code awaits the task
+        # every error that is not fatal is recorded, because possibly no code awaits the task
+        except Exception as error:
             if self._fatal(error):
                 raise
             self.failures.note(name, error)

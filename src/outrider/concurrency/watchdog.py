@@ -8,6 +8,7 @@ Invariant: a stall of STALL seconds or more is counted exactly once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -30,8 +31,8 @@ STALL = 0.05
 LOOK = STALL / 2
 """Seconds between two checks by the sampling thread."""
 LOG_SECONDS = 60.0
-"""Minimum seconds between two log lines. The first stall is logged at once. Later stalls are summed up in one line per
-minute."""
+"""Minimum seconds between two log lines. A stall is logged at once if the last line is older. Other stalls are summed
+up in one line per minute."""
 FRAMES = 4
 """A log line shows this number of innermost frames of the loop's stack."""
 MOST = 0.5
@@ -193,7 +194,22 @@ class Watchdog:
         while not self._ended.wait(LOOK):
             self._looks += 1
             if not self._where and time.monotonic() - self._seen >= STALL:
-                self._where = _stack(sys._current_frames().get(self._loop_thread))
+                self._where = _stack(frame_of(self._loop_thread))
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread, or None if the thread has ended.
+
+    Garbage collection is off during the call. In Python 3.11, `sys._current_frames` holds a lock of the interpreter
+    while it allocates. A collection at this point may switch threads, and if the next thread starts a thread, it waits
+    for the same lock, and the whole process stops for ever (CPython's issue 106883)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _stack(frame: FrameType | None) -> str:
@@ -207,8 +223,8 @@ def _stack(frame: FrameType | None) -> str:
 
 
 class _Report:
-    """Logs stalls: one line for the first stall, then at most one line per minute with the number of stalls since the
-    previous line."""
+    """Logs stalls. A stall gets its own line if there was no line in the last minute. Other stalls are counted, and
+    summed up in at most one line per minute."""
 
     def __init__(self) -> None:
         self._logged = -LOG_SECONDS

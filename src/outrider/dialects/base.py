@@ -105,8 +105,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     - `tools_raw`: bytes that are never equal for different `tools`; b"" for no tools.
     - `tool_choice`: restricts the reply's tool calls; None for no restriction.
     - `ignored`: the names of the request's fields and tools that have no effect (`reading.bounded_notes`).
-    - `needs_images`: True if the agent cannot work without the images that its tools return. For a model that
-      cannot read images, the request is then refused. If False, a text replaces each of these images.
+    - `needs_images`: True if the agent cannot work without the images that its tools return. A request with such an
+      image is then refused if the model cannot read images. If False, such a model sees a text instead of the image.
     - `reply_context`: the dialect's own data for writing the reply.
     """
 
@@ -197,7 +197,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
     - `routes` are tried in order. The first route that matches a call determines the operation.
     - `model` returns the name of the requested model without parsing the rest of the request. It returns None if the
-      request names no model or cannot be read; `parse` then raises the error.
+      request names no model or cannot be read. It raises no error, because `parse` does.
     - `parse` parses the body of a GENERATE or COUNT_TOKENS call. Raises RequestError with the name of the wrong field.
     - `reply` writes a whole reply, and `stream` makes the writer of a streamed reply.
     - `models` writes the reply to a MODELS or MODEL call. Its second argument maps each model's name to the size of its

@@ -2,7 +2,7 @@
 
 A field is passed on, refused with an error, or ignored. An ignored field is recorded with the turn
 (`ModelRequest.ignored`), unless it does not concern the reply. Invariant: a field that is in no table is also recorded.
-`reading.py` applies the tables.
+`reading.py` applies the tables. docs/dialects.md has the same tables.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ SERVER_EXTENSIONS: Table = (
     *_noted("chat_template_kwargs", reason="all other keys: the template has no such variable"),
     *_noted("thinking_budget", "thinking_token_budget", reason=_BUDGET),
 )
-"""Fields that the servers of vLLM and SGLang have in addition to OpenAI's. Chat, Responses and Messages accept them,
-too."""
+"""Fields that the servers of vLLM and SGLang accept in addition to those of a vendor's API. Chat, Responses and
+Messages accept them, too."""
 
 CHAT: Table = (
     *_passed("model", "messages", "stream", "stream_options", "tools", "logprobs", "return_token_ids"),

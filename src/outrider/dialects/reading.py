@@ -6,8 +6,8 @@ Invariants:
 - Wrong data raises only `RequestError`, with the name of the field.
 - If a key is repeated, its last value is used.
 - A field that no struct declares is skipped, and only its JSON syntax is checked.
-- If a client sends a call's arguments back, they are equal to the sampled arguments after parsing (as
-  `tokens/tree/canonical.py` compares them), although the client may write the JSON differently.
+- If a client sends a call's arguments back with the same values, they are equal to the sampled arguments after parsing
+  (as `tokens/tree/canonical.py` compares them), although the client may write the JSON differently.
 - A request with more than one form of the reply is refused.
 
 Source: the OpenAI-compatible servers of vLLM and SGLang (sampling parameters, structured outputs, template arguments).

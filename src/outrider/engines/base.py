@@ -1,7 +1,8 @@
 """The protocols of inference engines. An engine takes token ids, and streams the sampled ids with their
 log-probabilities.
 
-Invariants of every stream: each chunk has as many ids as log-probabilities. Only the last chunk has a `finish`.
+Invariants of every stream: each chunk has as many ids as log-probabilities. Exactly one chunk, the last, has a
+`finish`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PauseMode = Literal["finish", "abort", "keep"]
 sampled so far, and "keep" freezes them until the engine resumes."""
 
 MAX_COUNT = (1 << 31) - 1
-"""The largest accepted count or policy version. Sample files store versions as int32."""
+"""The largest accepted count or policy version, because sample files store versions as int32."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,8 +244,8 @@ class Capability(StrEnum):
     """After `set_version`, keys and values of older weights are never reused for a new prompt, even if the trainer
     itself has changed the weights of the server."""
     KEEPS_IDS = "keeps_ids"
-    """An engine that takes messages uses `ChatRequest.known_ids` for the part of the conversation that they cover, and
-    does not render this part again."""
+    """An engine that takes messages begins the prompt with `ChatRequest.known_ids`, in place of the ids that it would
+    render for the same part of the conversation."""
     READS_PATCHES = "reads_patches"
     """The engine takes images (`GenerateRequest.images`) as patches."""
     READS_PNG = "reads_png"
@@ -314,9 +315,9 @@ class LoadsWeights(Protocol):
     """An engine that can load other weights in place, from a file or folder that the engine can read.
 
     `update_weights` is called while the engine generates nothing. Tokens sampled later have the version `version`, and
-    keys and values of the old weights are not reused for a new prompt. Raises EngineRejected if the old weights stay in
-    use, otherwise EngineUnavailable. If the attribute `loads_weights` exists and is False, the engine cannot load
-    weights at present.
+    keys and values of the old weights are not reused for a new prompt. Raises EngineRejected if the new weights are
+    refused and the old ones stay in use, or EngineUnavailable. If the attribute `loads_weights` exists and is False,
+    the engine cannot load weights at present.
     """
 
     async def update_weights(self, weights: str, version: int) -> None: ...

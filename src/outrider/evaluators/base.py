@@ -61,8 +61,8 @@ def not_kept(output: bytes) -> None:
 
 
 class NothingKept:
-    """Takes the place of the sandbox when a session is graded again but none of its files were kept. Every operation
-    except `broken_inside` raises EvaluatorError."""
+    """Takes the place of the sandbox when a session is graded again but none of its files were kept, and in calls of
+    `DecidesEarly.decide`. Every operation except `broken_inside` raises EvaluatorError."""
 
     async def broken_inside(self) -> bool:
         return False
@@ -86,6 +86,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     beside: opens another sandbox during an `async with` block, with the runtime spec of the task or of the evaluator.
         It is prepared, untouched by agents and unreachable from `runtime`, and reserves no resources.
         `beside(resources)` gives it other limits. Raises RuntimeFailure.
+    call_frozen: calls a frozen model.
     host: holds the objects that all evaluators of a node share, such as processes that check answers.
     bucket: the tenant and the label for which the session is queued (see store/queue.py). In queues of checks, tenants
         take turns, and so do the buckets of each tenant.

@@ -1,9 +1,9 @@
 """The command evaluator: runs a shell command in the sandbox. The command may write a verdict to a file. If it does
 not, its exit code is the grade.
 
-Invariant: only the exit codes 0 and 1 are grades. If the command crashes, is killed or cannot write a valid verdict,
-that is an error, never a reward. To detect a failed write, the file is first filled with blanks: opening it for writing
-empties it, so blanks that remain mean that no program tried to write.
+Invariant: only the exit codes 0 and 1 are grades. If the command crashes, is killed, writes an invalid verdict or fails
+to write one, that is an error, never a reward. To detect a failed write, the file is first filled with blanks: opening
+it for writing empties it, so blanks that remain mean that no program tried to write.
 """
 
 from __future__ import annotations

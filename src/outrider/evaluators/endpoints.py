@@ -1,7 +1,7 @@
 """The external graders that the operator configures. `grader_calls.py` calls them.
 
 A task names a grader, and never gives an address. So it can make the service call only the operator's hosts, with the
-keys meant for them. The settings name the environment variables with the keys.
+keys meant for them. The keys are in environment variables of the service and of its nodes, which the settings name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Makes the evaluator of a task: once to check a submitted task, and then once per session."""
+"""Makes the evaluator of a task: once when the task is submitted, before anything is stored, and then once per
+session."""
 
 from __future__ import annotations
 

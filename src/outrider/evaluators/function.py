@@ -1,4 +1,4 @@
-"""The evaluator `callable`: passes the outcome to a Python function, or to any other callable, in the service's
+"""The evaluator `callable`: passes the outcome to a Python function, or to any other callable, in the node's own
 process.
 
 Invariant: a hanging function blocks only its own thread.

@@ -135,7 +135,7 @@ class Harness(Protocol):
         ...
 
     async def install(self, context: HarnessContext) -> None:
-        """Write the agent's config files into the started sandbox. This is called while the session is initializing,
+        """Write the agent's config files into the started sandbox. This is called while the session is initialising,
         and again before each later step of the task."""
         ...
 

@@ -54,7 +54,7 @@ PYTHON = "/usr/bin/python3"
 SCRIPT = Path(__file__).with_name("screen_tree.py")
 PNG = b"\x89PNG\r\n\x1a\n"
 
-# The configuration has no key bindings, mouse bindings or menus. With them, an agent could close or move windows that
+# The configuration has no key bindings, mouse bindings or menus with which an agent could close or move windows that
 # the grader needs.
 WINDOW_MANAGER = """\
 <?xml version="1.0"?>
@@ -117,7 +117,7 @@ class DesktopOptions(Spec):
     width, height: the size of the screen in pixels.
     run: a shell command that opens programs, and ends when they are visible.
     observation: how the model sees the screen.
-    actions: a vendor, or None. The model then gets this vendor's computer tool in place of the tools in ACTIONS."""
+    actions: the vendor whose computer tool the model gets in place of the tools in ACTIONS, or None."""
 
     width: Annotated[int, Field(ge=64, le=4096)] = 1024
     height: Annotated[int, Field(ge=64, le=4096)] = 768
@@ -256,7 +256,8 @@ class Desktop:
     async def _tree(self) -> Text:
         """Return the accessibility tree of the screen."""
         options, script = self._options, f"{self._folder}/{SCRIPT.name}"
-        # The script reads for half of the time. The rest is for its start, and for the last reply that it waits for.
+        # The script reads for at most half of the time. The rest is for its start, and for the last reply that it waits
+        # for.
         words = [PYTHON, script, str(options.width), str(options.height), f"{min(TREE_SECONDS, self._seconds / 2):g}"]
         done = await self._execute(words, self._seconds)
         if done.timed_out:

@@ -140,7 +140,7 @@ def xdotool_arguments(action: Action) -> list[str]:
         case Move():
             return _move(action.x, action.y)
         case Drag():
-            # A pause follows each movement, because programs recognize a drag by several movements.
+            # A pause follows each movement, because programs recognise a drag by several movements.
             first, *others = action.path
             through = [word for x, y in others for word in (*_move(x, y), "sleep", "0.05")]
             return [*_move(*first), "mousedown", "1", "sleep", "0.05", *through, "mouseup", "1"]

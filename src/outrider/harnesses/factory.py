@@ -1,4 +1,4 @@
-"""Makes the harness of a task: once to check a submitted task, and then once per session.
+"""Makes the harness of a task: once when the task is submitted, before it is stored, and then once per session.
 
 This module reads presets and imports agents, but starts no program. Invariant: any mistake in the spec raises an
 InvalidField with the full path of the field.

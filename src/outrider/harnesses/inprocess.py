@@ -25,7 +25,7 @@ class Agent(Protocol):
     The attribute `takes` is a set of the fields that the agent supports: `mcp_servers`, `skills`. A task with one of
     these fields is invalid for any other agent.
 
-    `init` prepares the sandbox while the session is initializing. `run` calls the model (`context.model`) and uses the
+    `init` prepares the sandbox while the session is initialising. `run` calls the model (`context.model`) and uses the
     sandbox (`context.runtime`) until the agent is done. Both are called for each step of the task, and may be cancelled
     at any await.
     """

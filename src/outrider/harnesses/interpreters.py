@@ -1,7 +1,7 @@
 """Finds a Python of a given minor version on this machine, for programs that need another one than Outrider.
 
-The module downloads nothing. Invariant: an interpreter is returned only after it has run, has reported the right
-version, and has imported `venv`. All functions here block.
+The module downloads nothing. Invariant: an interpreter of a given version is returned only after it has run, has
+reported this version, and has imported `venv`. All functions here block.
 """
 
 from __future__ import annotations

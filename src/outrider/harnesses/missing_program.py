@@ -155,7 +155,7 @@ class _Sandbox:
 
     async def _head(self, path: str) -> bytes:
         """Return the first HEAD bytes of a file. If the file is large and the sandbox has no command `head`, read it on
-        the host. Only programs that Outrider has installed have the same path there."""
+        the host, but only if Outrider has installed it: only such programs have the same path there."""
         try:
             return (await self._runtime.read(path, limit=SMALL))[:HEAD]
         except RuntimeFailure:

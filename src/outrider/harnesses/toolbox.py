@@ -122,7 +122,7 @@ class Toolbox:
             return f"malformed arguments: give a JSON object with {_described(parameters)}"
         shell = next((kind for kind in SHELLS if kind == call.name), None)
         try:
-            async with asyncio.timeout(None if shell else self._seconds) as limit:  # shells have their own time limit
+            async with asyncio.timeout(None if shell else self._seconds) as limit:  # shells apply the limit themselves
                 if shell is not None:
                     return await self._in_shell(shell, *arguments.values())
                 return shortened(await self._run(call.name, arguments))

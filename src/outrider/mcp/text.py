@@ -17,7 +17,7 @@ from outrider.printable import printable, printable_json
 from outrider.schemas import SessionView, SpanView, TimelineView, TurnView
 
 MAX_RESULT = 24_000
-"""Maximum length of a result in characters, not counting the two lines around it."""
+"""Maximum length of the enclosed text of a result, in characters."""
 MAX_TEXT = 600
 """Maximum length of a single string in a JSON result, in characters."""
 MAX_ITEMS = 100

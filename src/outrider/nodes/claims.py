@@ -28,7 +28,7 @@ from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import ArtifactLimits
 from outrider.sessions.attempt import Attempt
 from outrider.spec import TaskSpec, steps_of
-from outrider.store.artifacts import KEPT
+from outrider.store.artifacts import FOR_GRADERS
 from outrider.tokens.rendering.tokenizer import Vocabulary
 from outrider.tokens.samples import policy_of
 from outrider.trajectory import BranchPolicy, LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
@@ -51,10 +51,10 @@ MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
 MAX_METRICS = 10_000
-MAX_LINES = 256
+MAX_TABLE_ENTRIES = 256
 """Maximum number of entries in each table of a result."""
 LIMITS = ArtifactLimits()
-MAX_KEPT_BYTES = LIMITS.total_bytes + (len(KEPT) + 1) * LIMITS.file_bytes + (1 << 20)
+MAX_KEPT_BYTES = LIMITS.total_bytes + (len(FOR_GRADERS) + 1) * LIMITS.file_bytes + (1 << 20)
 """Maximum bytes of an attempt's artifacts: the collected files, the data carried from the agent's sandbox to the
 grading, the record of network requests, and the grading log (1 MiB)."""
 
@@ -82,10 +82,10 @@ class ClaimRule(NamedTuple, Generic[T]):
 
     what: str
     bound: str
-    holds: Callable[[T, Given], bool]
+    holds: Callable[[T, AttemptRecords], bool]
 
 
-class Given:
+class AttemptRecords:
     """The service's records of an attempt that runs on a node: what the service sent to the node, and the turns and
     artifacts stored since then."""
 
@@ -142,15 +142,15 @@ class Given:
         )
 
 
-def _is_same(result: SessionResult, given: Given) -> bool:
-    session, regrades = given.attempt.session, given.attempt.regrades
+def _is_same(result: SessionResult, records: AttemptRecords) -> bool:
+    session, regrades = records.attempt.session, records.attempt.regrades
     said = (result.session_id, result.group_id, result.sample_index, result.attempt, result.labels, result.regrades)
     none_read = result.stop_reason is StopReason.ERROR and not result.labels and result.regrades is None
-    known = (session.id, session.group_id, session.sample_index, session.attempt, given.task.labels, regrades)
+    known = (session.id, session.group_id, session.sample_index, session.attempt, records.task.labels, regrades)
     return said == known or (none_read and said[:4] == known[:4])
 
 
-def _rewards_turns(result: SessionResult, given: Given) -> bool:
+def _rewards_turns(result: SessionResult, records: AttemptRecords) -> bool:
     verdict = result.verdict
     if verdict is None:
         return True
@@ -163,38 +163,38 @@ def _rewards_turns(result: SessionResult, given: Given) -> bool:
     )
 
 
-def _metrics_fit(result: SessionResult, given: Given) -> bool:
+def _metrics_fit(result: SessionResult, records: AttemptRecords) -> bool:
     metrics = {} if result.verdict is None else result.verdict.metrics
     return len(metrics) <= MAX_METRICS and all(
         len(name) <= MAX_PATH and math.isfinite(number) for name, number in metrics.items()
     )
 
 
-def _counts_turns(result: SessionResult, given: Given) -> bool:
+def _counts_turns(result: SessionResult, records: AttemptRecords) -> bool:
     counted = {None: result.turns} | {model: use.turns for model, use in result.frozen.items()}
-    return given.has_turns(counted, verdict=result.verdict is not None)
+    return records.has_turns(counted, verdict=result.verdict is not None)
 
 
-def _counts_tokens(result: SessionResult, given: Given) -> bool:
+def _counts_tokens(result: SessionResult, records: AttemptRecords) -> bool:
     tokens = result.tokens
     counted = {None: tokens.sampled} | {model: use.tokens for model, use in result.frozen.items()}
-    return tokens.sampled == tokens.trained + tokens.masked + tokens.dropped and given.has_tokens(
+    return tokens.sampled == tokens.trained + tokens.masked + tokens.dropped and records.has_tokens(
         counted, verdict=result.verdict is not None
     )
 
 
-def _uses_no_more(result: SessionResult, given: Given) -> bool:
-    order, chosen = list(BranchPolicy), policy_of(given.task.branches)
+def _uses_no_more(result: SessionResult, records: AttemptRecords) -> bool:
+    order, chosen = list(BranchPolicy), policy_of(records.task.branches)
     return all(order.index(policy) >= order.index(chosen[kind]) for kind, policy in result.policy.items())
 
 
-def _is_short(result: SessionResult, given: Given) -> bool:
+def _is_short(result: SessionResult, records: AttemptRecords) -> bool:
     reason = result.verdict.reason if result.verdict is not None else None
     tables: tuple[Mapping[Any, Any], ...] = (result.forks, result.ignored, result.failed_calls, result.frozen)
     return (
         len(reason or "") <= MAX_REASON
         and len(result.answer or "") <= MAX_ANSWER
-        and all(len(table) <= MAX_LINES for table in tables)
+        and all(len(table) <= MAX_TABLE_ENTRIES for table in tables)
     )
 
 
@@ -205,14 +205,14 @@ RESULT_RULES: tuple[ClaimRule[SessionResult], ...] = (
     ClaimRule(
         "`stop_reason`",
         "an end of an agent's run, `session_timeout` or `error`; an `error` record exactly with `error`",
-        lambda result, given: (
+        lambda result, records: (
             result.stop_reason in ENDS and (result.error is None) == (result.stop_reason is not StopReason.ERROR)
         ),
     ),
     ClaimRule(
         "verdict",
         "only with an end that is graded",
-        lambda result, given: result.verdict is None or result.stop_reason in GRADED,
+        lambda result, records: result.verdict is None or result.stop_reason in GRADED,
     ),
     ClaimRule(
         "rewards",
@@ -231,7 +231,7 @@ RESULT_RULES: tuple[ClaimRule[SessionResult], ...] = (
     ClaimRule(
         "all other numbers",
         "finite, 0 or more, below 2^53; no more rows than turns",
-        lambda result, given: (
+        lambda result, records: (
             _all_counts(msgspec.structs.replace(result, verdict=None, harness_exit=None))
             and result.samples <= result.turns
         ),
@@ -240,11 +240,11 @@ RESULT_RULES: tuple[ClaimRule[SessionResult], ...] = (
     ClaimRule(
         "`artifact_bytes`",
         "no more than was kept for the attempt",
-        lambda result, given: not given.kept_here or result.artifact_bytes <= given.kept_bytes,
+        lambda result, records: not records.kept_here or result.artifact_bytes <= records.kept_bytes,
     ),
     ClaimRule(
         "texts and tables",
-        f"a verdict's reason {MAX_REASON:,} characters, an answer {MAX_ANSWER:,}, a table {MAX_LINES} lines;"
+        f"a verdict's reason {MAX_REASON:,} characters, an answer {MAX_ANSWER:,}, a table {MAX_TABLE_ENTRIES} lines;"
         " errors and logs are cut",
         _is_short,
     ),
@@ -252,14 +252,14 @@ RESULT_RULES: tuple[ClaimRule[SessionResult], ...] = (
 """Rules for the result of an attempt."""
 
 
-def _links_back(call: AddTurn, given: Given) -> bool:
+def _links_back(call: AddTurn, records: AttemptRecords) -> bool:
     turn = call.turn
     return 0 <= turn.index < MAX_TURNS and all(
         before is None or 0 <= before < turn.index for before in (turn.parent, turn.forked_from)
     )
 
 
-def _fits_together(call: AddTurn, given: Given) -> bool:
+def _fits_together(call: AddTurn, records: AttemptRecords) -> bool:
     turn = call.turn
     delta, output, logprobs = len(turn.prompt_delta), len(turn.output_ids), len(turn.logprobs)
     return (
@@ -270,7 +270,7 @@ def _fits_together(call: AddTurn, given: Given) -> bool:
     )
 
 
-def _could_be_sampled(call: AddTurn, given: Given) -> bool:
+def _could_be_sampled(call: AddTurn, records: AttemptRecords) -> bool:
     """Return True if the turn passes the checks of `engines.pool.checks`. The service repeats these checks because the
     node, not the service, received the engine's reply."""
     turn = call.turn
@@ -283,7 +283,7 @@ def _could_be_sampled(call: AddTurn, given: Given) -> bool:
     if not len(logprobs) and turn.logprob_kind is not LogprobKind.NONE:
         return False
     possible = bool(((logprobs > LOWEST) & (logprobs <= ROUNDING)).all())  # NaN fails both comparisons
-    return possible and given.vocabularies[call.model].contains_all(output.tolist())
+    return possible and records.vocabularies[call.model].contains_all(output.tolist())
 
 
 def _tiles(turn: Turn, tokens: int) -> bool:
@@ -295,15 +295,15 @@ def _tiles(turn: Turn, tokens: int) -> bool:
     return not turn.versions or edge == tokens
 
 
-def _within_limits(call: AddTurn, given: Given) -> bool:
-    sampled = given.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
+def _within_limits(call: AddTurn, records: AttemptRecords) -> bool:
+    sampled = records.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
     # Count only turns of engines that take and return token ids. A chat engine reports its number of tokens after the
     # call, so concurrent calls may together exceed `response_tokens`.
     counted = call.model is None and call.turn.mode is TokenMode.TOKENS
-    return not counted or sampled <= given.task.limits.response_tokens
+    return not counted or sampled <= records.task.limits.response_tokens
 
 
-def _reports(call: AddTurn, given: Given) -> bool:
+def _reports(call: AddTurn, records: AttemptRecords) -> bool:
     report = call.turn.report
     if report is None:
         return True
@@ -314,7 +314,9 @@ def _reports(call: AddTurn, given: Given) -> bool:
 
 TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
     ClaimRule(
-        "model", "the policy, or a frozen model of the service", lambda call, given: call.model in given.vocabularies
+        "model",
+        "the policy, or a frozen model of the service",
+        lambda call, records: call.model in records.vocabularies,
     ),
     ClaimRule("`index`, `parent`, `forked_from`", f"0 to {MAX_TURNS:,}; a parent comes before its child", _links_back),
     ClaimRule("ids, log-probabilities, versions", "of matching lengths; versions cover the output", _fits_together),
@@ -322,13 +324,13 @@ TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
     ClaimRule(
         "`step`",
         "one of the task's",
-        lambda call, given: 0 <= call.turn.step < len(steps_of(given.task)),
+        lambda call, records: 0 <= call.turn.step < len(steps_of(records.task)),
     ),
     ClaimRule("tokens of all turns", "the task's `response_tokens` at most", _within_limits),
     ClaimRule(
         "all other numbers",
         "finite, 0 or more, below 2^53",
-        lambda call, given: _all_counts(
+        lambda call, records: _all_counts(
             (
                 call.turn.conversation,
                 call.turn.cached_tokens,
@@ -341,19 +343,19 @@ TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
     ClaimRule(
         "names",
         f"{MAX_NAME} characters",
-        lambda call, given: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
+        lambda call, records: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
     ),
     ClaimRule("`report`", "ids only of a text, with a log-probability for each; times as all other numbers", _reports),
 )
 """Rules for every turn that a node asks the service to store."""
 
 
-def _lists_what_is_kept(call: KeepIndex, given: Given) -> bool:
-    return all(given.kept.get(each.sha256) == each.size for each in call.listed.artifacts)
+def _lists_what_is_kept(call: KeepIndex, records: AttemptRecords) -> bool:
+    return all(records.kept.get(each.sha256) == each.size for each in call.listed.artifacts)
 
 
-def _lists_few(call: KeepIndex, given: Given) -> bool:
-    most = (len(given.task.artifacts) + 1) * (LIMITS.matches + len(KEPT))
+def _lists_few(call: KeepIndex, records: AttemptRecords) -> bool:
+    most = (len(records.task.artifacts) + 1) * (LIMITS.matches + len(FOR_GRADERS))
     paths = [*(each.path for each in call.listed.artifacts), *(each.path for each in call.listed.left_out)]
     reasons = (each.reason for each in call.listed.left_out)
     return (
@@ -372,11 +374,11 @@ INDEX_RULES: tuple[ClaimRule[KeepIndex], ...] = (
 """Rules for the list of an attempt's artifacts."""
 
 
-def check(thing: T, rules: tuple[ClaimRule[T], ...], given: Given) -> None:
+def check(thing: T, rules: tuple[ClaimRule[T], ...], records: AttemptRecords) -> None:
     """Raise Nonsense if `thing` breaks a rule. The error names the first such rule."""
     for rule in rules:
-        if not rule.holds(thing, given):
-            name = given.attempt.name
+        if not rule.holds(thing, records):
+            name = records.attempt.name
             raise Nonsense(f"attempt {name}: {rule.what} must be {rule.bound}")
 
 

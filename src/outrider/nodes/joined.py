@@ -1,9 +1,9 @@
 """The service's side of nodes on other machines. Such a node opens the connection, and remains a member while it sends
 messages.
 
-Invariants: only a restart of the same node, with the same token, can take over the name of a member. When a node breaks
-the protocol, or sends nothing for SILENCE_SECONDS, the service gives it up: its attempts run on other nodes, and its
-process is notified.
+Invariants: a new node gets the name of a member only if the member is disconnected and the new node has the same token.
+If the member runs sessions, the new node must also be on the same machine. When a node breaks the protocol, or sends
+nothing for SILENCE_SECONDS, the service gives it up: its attempts run on other nodes, and its process is notified.
 """
 
 from __future__ import annotations

@@ -272,8 +272,8 @@ class KeepIndex(AttemptCall[None], tag="keep_index", frozen=True):
 
 
 class ReadCarried(NodeCall[bytes], tag="read_carried", frozen=True):
-    """Calls the service's `ArtifactStore.carried` for an earlier run that this node is grading again. The service
-    refuses the call for any other run."""
+    """Calls the service's `ArtifactStore.kept_for_graders` for an earlier run that this node is grading again. The
+    service refuses the call for any other run."""
 
     session_id: Name
     attempt: Number

@@ -35,7 +35,7 @@ from outrider.nodes.claims import (
     MAX_KEPT_BYTES,
     RESULT_RULES,
     TURN_RULES,
-    Given,
+    AttemptRecords,
     check,
     checked_counts,
     checked_stats,
@@ -231,7 +231,7 @@ class NodeConnection:
         self.link = link
         self.leaving = False
         """True once the node takes no new attempts. The connection is closed when the last attempt has ended."""
-        self._running: dict[tuple[str, int], Given] = {}
+        self._running: dict[tuple[str, int], AttemptRecords] = {}
         """Running attempts by session id and attempt number."""
         self._recent: OrderedDict[tuple[str, int], None] = OrderedDict()
         """The newest MOST_RECENT attempts, running or ended."""
@@ -276,11 +276,11 @@ class NodeConnection:
         task = await asyncio.to_thread(lambda: attempt.task.model_dump_json().encode())
         if self.calls.ended or self.leaving:
             raise self._lost()
-        session, given = attempt.session, Given(attempt)
-        given.vocabularies = {model: pool.vocabulary for model, pool in self._parts.pools.items()}
-        given.kept_here = self._dialled
+        session, records = attempt.session, AttemptRecords(attempt)
+        records.vocabularies = {model: pool.vocabulary for model, pool in self._parts.pools.items()}
+        records.kept_here = self._dialled
         request = messages.RunAttempt(session=session, task=task, reserved=attempt.reserved, stored=attempt.stored)
-        self._running[session.id, session.attempt] = given
+        self._running[session.id, session.attempt] = records
         self._recent[session.id, session.attempt] = None
         if len(self._recent) > MOST_RECENT:
             self._recent.popitem(last=False)
@@ -292,7 +292,7 @@ class NodeConnection:
                     call.cancel()
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
-            check(result, RESULT_RULES, given)
+            check(result, RESULT_RULES, records)
         # The call was not cancelled but has ended without a result, so the node is about to exit.
         except CallEnded as error:
             raise self._lost() from error
@@ -374,28 +374,28 @@ class NodeConnection:
         log.warning("node %s is given up: %s", self._name, why)
         self.link.close(Close.SILENT, why)
 
-    def _given(self, call: messages.AttemptCall[Any]) -> Given:
+    def _records_of(self, call: messages.AttemptCall[Any]) -> AttemptRecords:
         """Return the service's records of the attempt that a call concerns. Raises Conflict if the attempt does not run
         on this node."""
-        if (given := self._running.get((call.session_id, call.attempt))) is None:
+        if (records := self._running.get((call.session_id, call.attempt))) is None:
             raise Conflict(f"attempt {call.attempt} of session {call.session_id} does not run on this node")
-        return given
+        return records
 
     async def _set_state(self, call: messages.SetState) -> None:
-        self._given(call)
+        self._records_of(call)
         await self._parts.store.set_state(call.session_id, call.attempt, call.state)
 
     async def _add_turn(self, call: messages.AddTurn) -> None:
-        given = self._given(call)
-        check(call, TURN_RULES, given)
+        records = self._records_of(call)
+        check(call, TURN_RULES, records)
         try:
             await self._parts.store.add_turn(call.session_id, call.attempt, call.turn, model=call.model)
         except Conflict:
             raise
         except BaseException:
-            given.certain = False  # the turn may be stored, or not
+            records.certain = False  # the turn may be stored, or not
             raise
-        given.note_turn(call)
+        records.note_turn(call)
 
     async def _add_timeline(self, call: messages.AddTimeline) -> None:
         """Store the timeline of attempts that run or have run on this node. Parts that concern other attempts are
@@ -404,26 +404,26 @@ class NodeConnection:
         await self._parts.store.add_timeline(own)
 
     async def _read_turns(self, call: messages.ReadTurns) -> list[Turn]:
-        self._given(call)
+        self._records_of(call)
         return await self._parts.store.turns(call.session_id, call.attempt, images=call.images)
 
     async def _read_frozen_turns(self, call: messages.ReadFrozenTurns) -> dict[str, list[Turn]]:
-        self._given(call)
+        self._records_of(call)
         return await self._parts.store.frozen_turns(call.session_id, call.attempt)
 
     async def _keep_artifact(self, call: messages.KeepArtifact) -> str:
-        given = self._given(call)
-        given.kept_bytes += len(call.data)
-        if given.kept_bytes > MAX_KEPT_BYTES:
-            raise Nonsense(f"more than {MAX_KEPT_BYTES} bytes of artifacts of attempt {given.attempt.name}")
+        records = self._records_of(call)
+        records.kept_bytes += len(call.data)
+        if records.kept_bytes > MAX_KEPT_BYTES:
+            raise Nonsense(f"more than {MAX_KEPT_BYTES} bytes of artifacts of attempt {records.attempt.name}")
         digest = await self._parts.artifacts.keep(call.session_id, call.attempt, call.data)
-        given.kept[digest] = len(call.data)
+        records.kept[digest] = len(call.data)
         return digest
 
     async def _keep_index(self, call: messages.KeepIndex) -> None:
         # The session id, the attempt number and the digests become parts of file paths. So id and number come from the
         # call, which names a running attempt, and the digests must be those of stored artifacts.
-        check(call, INDEX_RULES, self._given(call))
+        check(call, INDEX_RULES, self._records_of(call))
         listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
         await self._parts.artifacts.keep_index(listed)
 
@@ -431,7 +431,7 @@ class NodeConnection:
         graded = (other.attempt.stored for other in self._running.values())
         if not any(run and (run.session_id, run.attempt) == (call.session_id, call.attempt) for run in graded):
             raise Conflict(f"no run of session {call.session_id} is graded again on this node")
-        return await self._parts.artifacts.carried(call.session_id, call.attempt)
+        return await self._parts.artifacts.kept_for_graders(call.session_id, call.attempt)
 
     def _take(self, call: messages.Take) -> AsyncGenerator[tuple[str, ...], None]:
         if len(self.calls.streams(messages.Take)) >= 2 * len(self._running) + SPARE_TAKES:

@@ -50,7 +50,7 @@ REPORT_SECONDS = 0.1
 IMAGES_SECONDS = 5.0
 """Seconds between two scans for new images on this machine."""
 
-DOUBT_SECONDS = 0.5
+HOLD_BACK_SECONDS = 0.5
 """Seconds for which the result of a failed attempt is held back if `ServiceProxy` has an `ending`. One signal may end
 this process and its sandboxes together. If it reaches a sandbox first, the sandbox's attempt fails, and the result is
 dropped when the signal reaches this process."""
@@ -201,7 +201,7 @@ class ServiceProxy:
         result = await self._ready[0].run(attempt)
         if self._ending_together is not None:
             if result.error is not None:
-                await asyncio.sleep(DOUBT_SECONDS)
+                await asyncio.sleep(HOLD_BACK_SECONDS)
             if self._ending_together.is_set():
                 return
         # Send the report first, because the service closes the connection of a leaving node after its last result.
@@ -249,7 +249,7 @@ class RemoteArtifacts:
         assert listed.attempt is not None
         await self._calls.call(messages.KeepIndex(listed.session_id, listed.attempt, listed))
 
-    async def carried(self, session_id: str, attempt: int) -> bytes:
+    async def kept_for_graders(self, session_id: str, attempt: int) -> bytes:
         return await self._calls.call(messages.ReadCarried(session_id, attempt))
 
 

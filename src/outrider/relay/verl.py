@@ -7,7 +7,7 @@ renders them to ids, samples a reply, and parses the reply's tool calls. Invaria
 
 - A response contains the engine's ids and one log-probability for each of them.
 - If the proxy sends the recorded ids of a conversation, the prompt begins with them. All messages are rendered again
-  only if the renderer cannot append the new messages to the recorded ids.
+  only if the new messages cannot be appended, for example because the recorded ids do not end with a stop id.
 - When a connection ends, its model calls are cancelled.
 """
 
@@ -300,7 +300,7 @@ class ProxyWorker:
         reply = stream.finish().message
         times["worker_tool_parse_completed_at"] = time.time()
         return {
-            "completion_text": self._renderer.tokenizer.decode(self._spoken(whole.ids)),
+            "completion_text": self._renderer.tokenizer.decode(self._without_stop_id(whole.ids)),
             "content_text": reply.content,
             "reasoning_text": reply.reasoning,
             "tool_calls": [*map(tool_call_object, reply.tool_calls)] or None,
@@ -312,9 +312,9 @@ class ProxyWorker:
         }
 
     def _prompt(self, messages: list[Message], tools: list[ToolSpec], known: list[int] | None) -> list[int]:
-        """Return the ids of the prompt: `known`, followed by the ids of the messages after the last reply. If the
-        renderer cannot append these messages to `known`, it renders all messages. Raises RequestError if the messages
-        cannot be rendered."""
+        """Return the ids of the prompt: `known`, followed by the ids of the messages after the last reply. If `known`
+        does not end with a stop id, or the renderer cannot append these messages to it, all messages are rendered.
+        Raises RequestError if the messages cannot be rendered."""
         if known and known[-1] in self._renderer.stop_ids:
             replies = [at for at, message in enumerate(messages) if message.role is Role.ASSISTANT]
             new = messages[replies[-1] + 1 :] if replies else []
@@ -354,7 +354,7 @@ class ProxyWorker:
             raise EngineMisbehaved(f"{len(logprobs)} log-probabilities for {len(ids)} sampled tokens")
         return msgspec.structs.replace(last, ids=ids, logprobs=logprobs)
 
-    def _spoken(self, ids: list[int]) -> list[int]:
+    def _without_stop_id(self, ids: list[int]) -> list[int]:
         """Return the ids without a stop id at the end."""
         return ids[:-1] if ids and ids[-1] in self._renderer.stop_ids else ids
 

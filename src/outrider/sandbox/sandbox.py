@@ -75,7 +75,7 @@ class Sandbox:
         self._field = field
         self._starts = starts
         self._paths = paths
-        self._prepared = context.layer is not None
+        self._from_layer = context.layer is not None
         """True if the sandbox starts from the layer of a prepared sandbox: its prepare steps are skipped."""
         self._ready = False
         self._stopped = False
@@ -103,7 +103,7 @@ class Sandbox:
                 await self.door.open(self._door_at)
             with renamed_field(RUNTIME, self._field):
                 await self.runtime.start()
-            if not self._prepared:
+            if not self._from_layer:
                 async with self.network(Phase.PREPARE):
                     await self._point_apt()
                     await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")

@@ -61,7 +61,7 @@ MAX_FAILURES = 6
 PAUSES = RetryPolicy(first=1.0, longest=300.0)
 """How long to wait after a failed start before the next start of the same kind."""
 
-WAY_SECONDS = 60.0
+NO_ROOM_SECONDS = 60.0
 """If there was no room for a session's sandbox, no warm sandbox of the same runtime starts for this many seconds."""
 
 
@@ -132,7 +132,7 @@ class WarmPool:
         """Memory of all sandboxes that are ready, starting or stopping."""
         self._numbers = count()
         self._work = asyncio.Event()
-        self._in_the_way: set[str] = set()
+        self._without_room: set[str] = set()
         """Runtimes that had no room for a session's sandbox. One warm sandbox of each is stopped next."""
         self._taken = 0
         self._misses = 0
@@ -200,15 +200,15 @@ class WarmPool:
         self._work.set()
 
     def _note_no_room(self, runtime: str) -> None:
-        self._in_the_way.add(runtime)
+        self._without_room.add(runtime)
         self._work.set()
 
-    async def _give_way(self) -> None:
+    async def _make_room(self) -> None:
         """For each runtime without room for a session's sandbox, stop one warm sandbox: the oldest of the least
         recently requested kind."""
-        later = asyncio.get_running_loop().time() + WAY_SECONDS
-        while self._in_the_way:
-            runtime = self._in_the_way.pop()
+        later = asyncio.get_running_loop().time() + NO_ROOM_SECONDS
+        while self._without_room:
+            runtime = self._without_room.pop()
             kinds = [kind for kind in self._kinds.values() if kind.spec.sandbox_kind == runtime]
             for kind in kinds:
                 kind.retry_at = max(kind.retry_at, later)
@@ -218,7 +218,7 @@ class WarmPool:
     async def _keep_full(self) -> None:
         """Start missing sandboxes, stop surplus ones, and then wait until there may be more to do."""
         self._work.clear()
-        await self._give_way()
+        await self._make_room()
         left = self._limits.memory_mb
         for kind in reversed(self._kinds.values()):  # recently requested kinds get memory first
             kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from outrider.config import Config
 from outrider.errors import InvalidField
 from outrider.evaluators.nested import nested_specs
-from outrider.sandbox.network.addresses import METADATA, Address, is_own, meanings, plain
+from outrider.sandbox.network.addresses import METADATA, Address, embedded_addresses, is_own, plain
 from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.rootfs.store import begins_with
 from outrider.service.principals import Principal
@@ -126,7 +126,7 @@ class AllowLists:
         return any(
             (one.is_link_local or one.is_multicast or one in METADATA or (self._config.public and is_own(one)))
             and not self._listed(one)
-            for one in meanings(address)
+            for one in embedded_addresses(address)
         )
 
     def _listed(self, address: Address) -> bool:

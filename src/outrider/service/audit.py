@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.concurrency.chores import Failures
-from outrider.errors import lacks_means
+from outrider.errors import may_come_from_machine
 
 log = logging.getLogger("outrider.audit")
 
@@ -60,7 +60,7 @@ class AuditLog:
             try:
                 await asyncio.to_thread(self._write, msgspec.json.encode(entry) + b"\n")
             except Exception as error:
-                if not lacks_means(error):
+                if not may_come_from_machine(error):
                     raise
                 self._failures.note("audit log", error)
                 log.error("the audit log cannot be written (%s): %s", error, msgspec.json.encode(entry).decode())

@@ -3,10 +3,10 @@
 A group of any size is accepted if one of these conditions holds:
 
 - The queue is shorter than the limit.
-- The queue is shorter than twice the limit, and the group's run has fewer queued sessions than its share, which is the
-  limit divided by the number of runs. So one run cannot block all others.
-- The queue is shorter than three times the limit, and the group's tenant has fewer queued sessions than its share. So
-  one tenant cannot block the others with many runs.
+- The queue is shorter than twice the limit, and the group's run has fewer queued sessions than its share. With R runs
+  in the queue, the share is the limit divided by R + 1. So one run cannot block all others.
+- The queue is shorter than three times the limit, and the group's tenant has fewer queued sessions than its share,
+  which is computed in the same way. So one tenant cannot block the others with many runs.
 
 The sessions of a run are in one bucket of the queue (see `store/queue.py`).
 """

@@ -61,7 +61,7 @@ until one fails."""
 LOOK_AHEAD = 1000
 """Maximum number of outbox rows read at a time. It is much larger than MAX_PUSHES, because the first rows may all be
 for one slow receiver."""
-MAX_FAULT = 300
+MAX_DESCRIPTION = 300
 """Maximum number of characters of a stored failure description."""
 Translate = Callable[[GroupRow], Awaitable[bytes]]
 """Type of a function that returns the callback body for a finished group. It raises NotFound if the group was
@@ -74,7 +74,7 @@ class Failure(msgspec.Struct, frozen=True):
     """Why a delivery attempt failed. `refused` is True if another attempt is unlikely to succeed, for example because
     the URL is wrong. `wait` is the pause in seconds that the receiver requests."""
 
-    fault: str
+    description: str
     refused: bool = False
     wait: float = 0.0
 
@@ -191,7 +191,7 @@ class Deliverer:
             except NotFound:
                 raise
             except Exception as error:  # for example MemoryError for a large group; a later attempt may succeed
-                failure = Failure(described(error)[:MAX_FAULT])
+                failure = Failure(described(error)[:MAX_DESCRIPTION])
             if failure is None:
                 self._failing.pop(delivery.receiver, None)
                 await retry_store(lambda: self._store.delivered(group_id), self._failures)
@@ -229,13 +229,14 @@ class Deliverer:
         # A delivery is given up only after enough attempts and enough time. Time alone is not enough, because the clock
         # may have been set forward by days.
         if tries >= MIN_TRIES and (failure.refused or now - delivery.since >= self._patience):
-            log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.fault)
-            await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.fault), self._failures)
+            log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.description)
+            await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.description), self._failures)
             return
         pause = max(self._pauses.wait(delivery.tries), failure.wait)
-        log.warning("callback of %s failed, next try in %.0f s: %s", group_id, pause, failure.fault)
+        log.warning("callback of %s failed, next try in %.0f s: %s", group_id, pause, failure.description)
         await retry_store(
-            lambda: self._store.delivery_failed(group_id, next_try=now + pause, fault=failure.fault), self._failures
+            lambda: self._store.delivery_failed(group_id, next_try=now + pause, fault=failure.description),
+            self._failures,
         )
 
     async def _push(self, delivery: Delivery, body: bytes) -> Failure | None:
@@ -255,7 +256,7 @@ class Deliverer:
                 if 200 <= reply.status < 300:
                     return None
                 return Failure(
-                    storable(f"the receiver answered {reply.status} {reply.reason or ''}".rstrip()[:MAX_FAULT]),
+                    storable(f"the receiver answered {reply.status} {reply.reason or ''}".rstrip()[:MAX_DESCRIPTION]),
                     refused=reply.status < 500 and reply.status not in NOT_REFUSED,
                     wait=_wait_asked(reply.headers.get("Retry-After", "")),
                 )
@@ -265,7 +266,7 @@ class Deliverer:
             # aiohttp raises these errors for an invalid URL. Their text is left out, because it may contain a secret.
             return Failure("the callback URL cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
-            return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))
+            return Failure(storable((str(error) or type(error).__name__)[:MAX_DESCRIPTION]))
 
 
 def _wait_asked(header: str) -> float:

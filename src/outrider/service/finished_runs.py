@@ -145,7 +145,7 @@ class _Line(msgspec.Struct, frozen=True):
     labels: dict[str, str] = {}
 
 
-class _Sessions:
+class _FileSession:
     """The rows of one session: their positions in the file, in bytes, and what the session's view needs."""
 
     def __init__(self, line: _Line) -> None:
@@ -172,7 +172,7 @@ class SampleFileRun:
         """Read the whole file once. Raises InvalidField if it cannot be read, or if its rows are not samples."""
         self._path = path
         self._tokenizer = tokenizer
-        self._sessions: dict[str, _Sessions] = {}
+        self._sessions: dict[str, _FileSession] = {}
         self._groups: dict[str, list[str]] = {}
         number = place = 0
         try:
@@ -199,7 +199,7 @@ class SampleFileRun:
     def _add(self, line: _Line, place: int) -> None:
         known = self._sessions.get(line.session_id)
         if known is None:
-            known = self._sessions[line.session_id] = _Sessions(line)
+            known = self._sessions[line.session_id] = _FileSession(line)
             self._groups.setdefault(line.group_id, []).append(line.session_id)
         known.add(line, place)
 
@@ -238,7 +238,7 @@ class SampleFileRun:
     async def image(self, digest: str) -> Image:
         raise NotFound("a file of samples has no images")
 
-    def _known(self, session_id: str) -> _Sessions:
+    def _known(self, session_id: str) -> _FileSession:
         found = self._sessions.get(session_id)
         if found is None:
             raise NotFound(f"no session {session_id!r} has a row in {self._path.name}")

@@ -60,7 +60,7 @@ async def open_models(
     keep: stores a new version.
     leader: if given, each pool follows the pool of the same model in another process."""
     if config.model.tokenizer is None:
-        # A misspelled engine kind is reported before the missing tokenizer, because the intended engine may provide a
+        # A misspelt engine kind is reported before the missing tokenizer, because the intended engine may provide a
         # tokenizer.
         for engine in config.engines:
             resolve("engine", engine.kind, field="engine")

@@ -1,4 +1,4 @@
-"""Builds groups that grade the agent's runs of earlier sessions again, with another evaluator.
+"""Builds groups that grade the agent's runs of earlier sessions again, with the same evaluator or another one.
 
 `service.py` submits such a group. Invariants: the earlier sessions and verdicts do not change; a run is graded with the
 files that were kept from it, or without files.

@@ -109,7 +109,7 @@ class Retention:
                 batch = _batch(found, before, stored - (spec.size_mb or 0) * MB, limit)
                 if not batch:
                     break
-                place = batch[-1].place
+                place = batch[-1].sort_key
                 if not spec.dry_run:
                     hidden = set(await removals.hide([one.id for one in batch], force=spec.force))
                     self._on_hidden(hidden)

@@ -32,7 +32,7 @@ from outrider.errors import (
     ServiceError,
     UnreadableTask,
     described,
-    lacks_means,
+    may_come_from_machine,
     record_of,
 )
 from outrider.lifecycle import SessionState, StopReason
@@ -238,7 +238,7 @@ class Scheduler:
 
     async def _place_all(self, chores: Chores) -> float | None:
         """Start queued sessions while nodes have free slots. Returns the next time at which a session becomes due or
-        expires."""
+        expires, or None."""
         looked = time.time()
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
@@ -278,8 +278,9 @@ class Scheduler:
         return await self._store.next_due(after=looked)
 
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
-        """Start a session. If its task cannot be read, it is finished instead. If it was cancelled since it was read
-        from the queue, nothing happens. Returns False if it must wait, because no node has room."""
+        """Start a session. If the session's task cannot be read, the session is finished instead. If the session was
+        cancelled after it was read from the queue, it is not started. Returns False if the session must wait because no
+        node has room for it."""
         try:
             task = await self._read_task(session)
         except UnreadableTask as error:
@@ -482,8 +483,8 @@ class Scheduler:
     async def _finish(
         self, session: SessionRow, result: SessionResult, *, under_way: bool = False, of_all_turns: bool = False
     ) -> None:
-        """Store the end of a session with `Store.finish`. If it was already finished or put back into the queue, only a
-        warning is logged."""
+        """Store the end of a session with `Store.finish`. If the session was already finished, put back into the queue
+        or removed, a warning is logged instead."""
         try:
             group_done = await self._store.finish(
                 session.id, session.attempt, result, under_way=under_way, of_all_turns=of_all_turns
@@ -518,4 +519,4 @@ def _take_nothing() -> Callable[[], None]:
 
 
 def _is_bug(error: Exception) -> bool:
-    return not lacks_means(error)
+    return not may_come_from_machine(error)

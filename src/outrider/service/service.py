@@ -277,7 +277,7 @@ class Service:
         def steps() -> Steps[S]:
             if len(body) > LARGE:
                 try:
-                    yield from BodyCapacity(None, images=True).checking(body)
+                    yield from BodyCapacity(None, takes_messages=True).checking(body)
                 # No context length is given here, so ContextOverflow means that the body has too many JSON values.
                 except ContextOverflow as error:
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
@@ -307,8 +307,8 @@ class Service:
         """Check and store a group, and wake the scheduler. `traceparent` is the W3C trace context of the client's
         request.
 
-        Raises the errors of `check_group`, QueueFull, QuotaExceeded, and Conflict if the idempotency key was used
-        before with another body."""
+        Raises the errors of the checks in `admission.py`, QueueFull while too many sessions wait, QuotaExceeded, and
+        Conflict if the idempotency key was used before with another body."""
         quota = caller.max_queued
         if quota is not None and spec.n > quota:
             raise InvalidField(
@@ -445,8 +445,8 @@ class Service:
             await wait_for_event(done, left)
 
     async def redeliver(self, group_id: str | None = None) -> int:
-        """Send a callback that was given up again, or all such callbacks if `group_id` is None. Returns their number.
-        Raises NotFound if the callback was not given up."""
+        """Retry a callback that was given up, or all such callbacks if `group_id` is None. Returns their number. Raises
+        NotFound if the callback was not given up."""
         if group_id is not None:
             await self.store.redeliver(group_id)
             count = 1
@@ -551,7 +551,7 @@ class Service:
             return PulledImage(node=node.name, digest=image.digest, bytes=image.bytes)
 
         pulled = await asyncio.gather(*map(pull, self.scheduler.places.machines()))
-        self.scheduler.wake()  # sessions that need this image may now be placed
+        self.scheduler.wake()  # placement prefers a node that has a session's image
         return PulledImages(machines=tuple(pulled))
 
     def _on_group_done(self) -> None:

@@ -1,4 +1,4 @@
-"""Refuses engines that serve the wrong model, because they would tokenize texts differently from the tokenizer that
+"""Refuses engines that serve the wrong model, because they would tokenise texts differently from the tokenizer that
 renders the prompts."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def tokenizer_check(tokenizer: Tokenizer, frozen: str | None) -> Callable[[Engin
     """Return a function that checks an engine before it is added to a pool. `frozen` is the name of the frozen model
     that the pool serves, or None for the policy.
 
-    An engine that cannot tokenize is accepted. The check raises ModelMismatch, or EngineUnavailable if there is no
+    An engine that cannot tokenise is accepted. The check raises ModelMismatch, or EngineUnavailable if there is no
     response."""
     expected = tokenizer.encode(PROBE)
 

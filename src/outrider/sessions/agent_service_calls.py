@@ -32,7 +32,7 @@ MAX_STATE = 4 << 20
 REQUEST_SECONDS = 60.0
 REACH = RetryPolicy(first=0.5, longest=10.0)
 """Pauses between the attempts of a request: up to 0.5 s after the first attempt, growing to 10 s."""
-MAX_SAID = 2000
+MAX_EXCERPT = 2000
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 S = TypeVar("S")
@@ -48,7 +48,7 @@ class NotConnected(OSError):
     """No connection to the service could be opened, so the service has not received the request."""
 
 
-class BrokenOff(OSError):
+class ConnectionLost(OSError):
     """The connection to the service broke, or the reply was not HTTP. The service may have received the request."""
 
 
@@ -61,9 +61,9 @@ class ServiceReply(NamedTuple):
         return 200 <= self.status < 300
 
     @property
-    def said(self) -> str | None:
+    def excerpt(self) -> str | None:
         """The beginning of the reply's text, without secrets, for error messages."""
-        return redacted(self.content.decode("utf-8", "replace"))[:MAX_SAID] or None
+        return redacted(self.content.decode("utf-8", "replace"))[:MAX_EXCERPT] or None
 
 
 class ServiceCalls:
@@ -113,7 +113,7 @@ class ServiceCalls:
                 if reply.status == 404 and method == "GET":
                     failure = "does not know the run any more"
                 if reply.status not in again_on:
-                    raise RemoteRunFailed(f"agent service {name!r} {failure}", log_tail=reply.said)
+                    raise RemoteRunFailed(f"agent service {name!r} {failure}", log_tail=reply.excerpt)
             except TimeoutError:
                 failure = f"did not answer within {seconds:g} s"
             # only the type is shown, because the text of an OSError may contain the operator's address
@@ -150,7 +150,7 @@ class ServiceCalls:
         seconds: float = REQUEST_SECONDS,
         more: Mapping[str, str] | None = None,
     ) -> ServiceReply:
-        """Send a request once, with the additional headers `more`. Raises NotConnected, BrokenOff, TimeoutError or
+        """Send a request once, with the additional headers `more`. Raises NotConnected, ConnectionLost, TimeoutError or
         another OSError, and RemoteRunFailed for a reply that is too large."""
         import aiohttp
 
@@ -173,7 +173,7 @@ class ServiceCalls:
         except aiohttp.ClientError as error:
             if isinstance(error, TimeoutError):
                 raise
-            raise BrokenOff(type(error).__name__) from error
+            raise ConnectionLost(type(error).__name__) from error
 
     def _signature(self, body: bytes) -> Mapping[str, str]:
         headers = {}

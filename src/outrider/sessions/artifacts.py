@@ -118,8 +118,9 @@ class ArtifactCollector:
         return collection.listed()
 
     async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
-        """Keep the files that were carried to the grading, and add them to the list as `name`, one of KEPT. Returns the
-        new list. The files are packed in the local file `file`, which is listed as left out if it is too large."""
+        """Keep the files that were carried to the grading, and add them to the list as `name`, one of FOR_GRADERS.
+        Returns the new list. The files are packed in the local file `file`, which is listed as left out if it is too
+        large."""
         session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
         assert attempt is not None
         try:
@@ -165,7 +166,7 @@ class ArtifactCollector:
         """Write an attempt's packed files, which `keep_carried` has stored, to `file`, a path on this machine. Raises
         OutriderError and OSError."""
         async with self._reading:
-            data = await self._store.carried(session_id, attempt)
+            data = await self._store.kept_for_graders(session_id, attempt)
             await asyncio.to_thread(file.write_bytes, data)
 
 

@@ -100,7 +100,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     overdue: bool = False
     """The run's calls waited longer than usual for an engine or the store, by HARMFUL_SECONDS or more in total."""
     in_vain: bool = False
-    """The agent gave up waiting for a call because an engine or the store was slow, or the policy was paused."""
+    """The agent gave up waiting for a call because an engine was silent or slow, the store was slow, or the policy was
+    paused."""
     hung_up: bool = False
     """The agent's client disconnected during a call, before the run ended."""
     limit: bool = False
@@ -108,7 +109,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     overflow: bool = False
     """The prompt of a model call was too long, and no later call has succeeded in its place."""
     called: bool = False
-    """The agent has made at least one model call in the task's current step."""
+    """At least one model call to the policy was recorded as a turn in the task's current step."""
     replied: bool = False
     """The agent has received at least one whole reply in this session."""
     inside: bool = False
@@ -118,7 +119,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     examines this failure."""
 
     @property
-    def ended_badly(self) -> bool:
+    def may_be_harmed(self) -> bool:
         """True if a late or missing reply may be the reason why the run ended in this way."""
         by_model = self.limit or self.overflow
         return (
@@ -134,8 +135,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     def explained(self) -> bool:
         """True if it is already known which part of the infrastructure failed. Then the calls that the agent gave up
         need not be checked."""
-        harmed = self.stalled or self.overdue
-        return self.unrecorded or self.engine_failed or (self.ended_badly and harmed)
+        delayed = self.stalled or self.overdue
+        return self.unrecorded or self.engine_failed or (self.may_be_harmed and delayed)
 
 
 class Blame(StrEnum):
@@ -220,13 +221,13 @@ RULES = (
     ),
     BlameRule(
         name="service stalled",
-        when=("stalled", "ended_badly"),
+        when=("stalled", "may_be_harmed"),
         cause=Cause.STALL,
         why="the agent's client may have given up meanwhile",
     ),
     BlameRule(
         name="overdue",
-        when=("overdue", "ended_badly"),
+        when=("overdue", "may_be_harmed"),
         cause=Cause.OVERDUE,
         why="the agent's client may have given up meanwhile",
     ),

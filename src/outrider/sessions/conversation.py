@@ -109,8 +109,8 @@ class _Failed(msgspec.Struct, frozen=True):
 
 
 class FailedCalls:
-    """The failed calls of one model for which no later call has made up. If the run ends while there is one, the run
-    fails with that call's error.
+    """The failed calls of one model for which no later call has made up. If the run ends while there is one, its error
+    counts as the error of the run (see `error`).
 
     `begin` is called when a call begins. When the call has ended, `ended` is called with the number that `begin`
     returned, unless the client caused the error or gave up the call.
@@ -251,7 +251,7 @@ class Conversation:
         """Return the size limits of a request body. Raises RunEnded and EngineError."""
         assigned = await self._assigned()
         context = self.backend.context_tokens or assigned.context_tokens
-        return BodyCapacity(context, images=assigned.mode is not TokenMode.TOKENS)
+        return BodyCapacity(context, takes_messages=assigned.mode is not TokenMode.TOKENS)
 
     async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
         """Receive the body of a request. Raises the errors of `Body.received`, and for a LARGE body also RunEnded and
@@ -303,7 +303,7 @@ class Conversation:
 
     async def _check_images_countable(self, request: ModelRequest, cause: RequestError | None = None) -> None:
         """Raise RequestError if the request has an image and the session's engine takes messages, because such an
-        engine tokenizes the image itself."""
+        engine tokenises the image itself."""
         if (await self._assigned()).mode is not TokenMode.TOKENS:
             readable = self._readable_by_messages(request)
             messages = await self._read_files(readable, None, partial(parse_messages, readable))
@@ -479,7 +479,7 @@ class Conversation:
 
     def _end_at_limit(self) -> None:
         """Call `on_limit` if a call was refused and every later call would be refused, too. This is decided only while
-        no call is running, because a running call that fails may not use up its turn."""
+        no call is running, because a running call may fail, and then gives its turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
             on_limit, self._on_limit = self._on_limit, None
@@ -491,7 +491,7 @@ class Conversation:
         back when `held` is closed."""
         assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
-        BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
+        BodyCapacity(context, takes_messages=True).check_numbers(len(request.messages), len(request.tools))
         request = constrained(request, assigned, self.backend.renderer.family)
         if assigned.mode is not TokenMode.TOKENS:
             readable = self._readable_by_messages(request)

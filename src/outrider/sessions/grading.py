@@ -207,7 +207,7 @@ class Grading:
         Raises the failure of the run or of the grading if the agent is not to blame.
         """
         verdict: Verdict | None = None
-        place = self._agents
+        origin = self._agents
         """What the sandbox in which a failure occurs was made from."""
         try:
             if self._carry is not None:
@@ -219,7 +219,7 @@ class Grading:
                 if not self._goes_on:
                     await self._stop(sandbox)
                     self._gpus = gpus
-                place = self._agents if failure else self._graders
+                origin = self._agents if failure else self._graders
             if self._carry is not None:
                 verdict = await self._verdict(outcome)
             else:
@@ -236,7 +236,7 @@ class Grading:
             await self._stop(sandbox)
             self._gpus = gpus
             try:
-                confirmed = await self._confirm_excess(failure, outcome, place)
+                confirmed = await self._confirm_excess(failure, outcome, origin)
             finally:
                 del failure  # breaks a reference cycle: see `_confirm_excess`
             self._stopwatch.lap("eval")
@@ -351,7 +351,7 @@ class Grading:
             for door in self._doors:
                 door.forget_failures()
             try:
-                async with self._place(outcome.runtime) as runtime:
+                async with self._sandbox_for_evaluation(outcome.runtime) as runtime:
                     if self._patch is not None and (decided := self._decide(outcome, self._patch)) is not None:
                         return decided
                     placed = msgspec.structs.replace(outcome, runtime=runtime, patch=self._patch)
@@ -368,7 +368,7 @@ class Grading:
             del failure  # breaks a reference cycle: see `_confirm_excess`
 
     @asynccontextmanager
-    async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
+    async def _sandbox_for_evaluation(self, agents: Runtime) -> AsyncIterator[Runtime]:
         """Yield the sandbox for one evaluation: the agent's sandbox, or a new one that contains the carried files."""
         if self._carry is None:
             async with mark_inside_failures(agents):
@@ -388,9 +388,9 @@ class Grading:
                 await apply_patch(runtime, self._repository, patch)
             yield runtime
 
-    async def _confirm_excess(self, failure: OutriderError, outcome: Outcome, place: Origin) -> Verdict:
+    async def _confirm_excess(self, failure: OutriderError, outcome: Outcome, origin: Origin) -> Verdict:
         """Return the verdict on an agent that broke its sandbox or made grading impossible. The agent's sandbox has
-        been stopped. `failure` occurred in a sandbox made from `place`.
+        been stopped. `failure` occurred in a sandbox made from `origin`.
 
         First, sandboxes in which no agent has worked are tested. They must start, accept a file, run a command, open a
         shell (if `failure` is NoShell), and carry the task's files. If one of them fails, `failure` is raised.
@@ -406,11 +406,11 @@ class Grading:
         try:
             if apart:
                 async with started(self._start(self._agents, gpus=self._gpus)) as runtime:
-                    await probe(runtime, shell if place is self._agents else None)
+                    await probe(runtime, shell if origin is self._agents else None)
                     await collect(runtime, self._task.collect)
                     await runtime.snapshot(self._paths, untouched)
             async with self._new_sandbox(layer=None) as runtime:  # without the agent's files
-                await probe(runtime, shell if place is self._graders else None)
+                await probe(runtime, shell if origin is self._graders else None)
                 if apart:
                     await runtime.restore(untouched, self._paths)
                 else:
@@ -448,26 +448,26 @@ class Grading:
         """Open the second sandbox that `Outcome.beside` describes. It starts without waiting for resources, and none
         are set aside for it, but its resource limits apply. It has no GPUs, because the graded sandbox uses the
         session's GPUs."""
-        place = self._graders
+        origin = self._graders
         if resources is not None:
-            place = msgspec.structs.replace(place, runtime=place.runtime.model_copy(update={"resources": resources}))
-        async with started(self._start(place)) as runtime:
+            origin = msgspec.structs.replace(origin, runtime=origin.runtime.model_copy(update={"resources": resources}))
+        async with started(self._start(origin)) as runtime:
             yield runtime
 
-    def _start(self, place: Origin, layer: Path | None = None, gpus: tuple[str, ...] = ()) -> GraderSandbox:
-        gpus = gpus[: place.runtime.resources.gpus]
+    def _start(self, origin: Origin, layer: Path | None = None, gpus: tuple[str, ...] = ()) -> GraderSandbox:
+        gpus = gpus[: origin.runtime.resources.gpus]
         session = self._attempt.session
         name = f"{session.id}-g{next(self._numbers)}"
 
         async def make() -> Sandbox:
             made = await self._sandboxes.make(
-                place.runtime,
+                origin.runtime,
                 name,
                 session.attempt,
-                mounts=place.mounts,
+                mounts=origin.mounts,
                 layer=layer,
                 gpus=gpus,
-                field=place.field,
+                field=origin.field,
             )
             self._doors += [made.door] if made.door is not None else []
             self._records += made.records

@@ -210,8 +210,8 @@ class HarborRemoteRun:
                     raise self._unclear(f"gave no run_id: {error}") from error
             if reply is not None and reply.status not in REFUSED_FOR_NOW:
                 if reply.status >= 500 or reply.status == 408:
-                    raise self._unclear(failure, log_tail=reply.said)
-                raise RemoteRunFailed(f"agent service {self._service.name!r} {failure}", log_tail=reply.said)
+                    raise self._unclear(failure, log_tail=reply.excerpt)
+                raise RemoteRunFailed(f"agent service {self._service.name!r} {failure}", log_tail=reply.excerpt)
             await self._calls.pause(tries, give_up_at, failure)
             tries += 1
 

@@ -123,7 +123,7 @@ class LocalNode:
                 gateway_socket=self.gateway_socket,
                 pull=(settings := self._config.sandboxes).pull,
                 network=NetworkRules(self._config, service_url=self._service_url),
-                connections=ConnectionPool(shares(available()).doors),
+                connections=ConnectionPool(shares(available()).network_proxies),
             )
             held.callback(sandboxes.pulls.cancel)
             warm = WarmLimits(each=settings.warm, memory_mb=settings.warm_memory_mb)

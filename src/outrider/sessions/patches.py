@@ -130,8 +130,8 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
 
 
 async def is_unchanged(runtime: Runtime, spec: DiffSpec, repository: str, base: str) -> bool:
-    """Return True if the repository in the agent's sandbox has exactly the files of the git tree `base`, so that the
-    agent's patch is empty. Returns False if the check fails or is uncertain.
+    """Return True if the repository in the agent's sandbox has the files of the git tree `base`, so that the agent's
+    patch is empty. Excluded paths may differ. Returns False if the check fails or is uncertain.
 
     The agent may have replaced programs in the sandbox. They can pretend that its patch is empty, but cannot fake
     another patch.

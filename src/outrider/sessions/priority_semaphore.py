@@ -126,8 +126,9 @@ class PrioritySemaphore:
         return [self._urgent, *self._owners.values()]
 
     def _rank(self, line: _Owner) -> tuple[bool, float, int]:
-        """Return the sort key of a line, which is one owner's queue or the urgent queue. The urgent queue comes first,
-        then the owner who holds the smallest fraction of any resource, then the owner who was served longest ago."""
+        """Return the sort key of a line, which is one owner's queue or the urgent queue. The urgent queue comes first.
+        Owners are sorted by the largest fraction that they hold of any resource, the smallest first, and then by how
+        long ago they were served."""
         parts = (has / most for has, most in zip(line.taken, self.capacity, strict=True) if most)
         return line is not self._urgent, max(parts, default=0.0), line.last
 

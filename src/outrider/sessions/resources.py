@@ -65,7 +65,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 def required(runtime: RuntimeSpec) -> ResourceAmount:
     """Return the resources to set aside for a task's sandbox: its limits, or 0 without a limit. Nothing is set aside
-    for a sandbox on another service, such as E2B."""
+    for a sandbox on other machines, such as E2B's or a Kubernetes cluster's."""
     if runtime.sandbox_kind in ELSEWHERE:
         return ResourceAmount()
     resources = runtime.resources

@@ -9,7 +9,7 @@ The steps of a task run one after another in the same sandbox. All except the la
 its run slot. An attempt that grades an earlier run again starts no agent, and takes only resources and an eval slot.
 
 A session is cancelled by cancelling this coroutine. Invariant: whatever happens, the sandbox is stopped exactly once,
-and then every slot and the resources are released.
+every slot is released, and the resources are released last.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.timelines import Timelines, noting_stored
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, SamplingSpec, runtimes_of, step_field, steps_of
-from outrider.store.artifacts import KEPT
+from outrider.store.artifacts import FOR_GRADERS
 from outrider.timeline import EntryKind, Timeline
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
@@ -246,7 +246,7 @@ class Rollout:
             seconds=StageSeconds(**self._stopwatch.seconds),
             artifact_bytes=sum(artifact.size for artifact in self._artifacts.artifacts),
             answer=None if self._graded is None else storable(self._graded.outcome.answer),
-            carried=any(artifact.path in KEPT for artifact in self._artifacts.artifacts),
+            carried=any(artifact.path in FOR_GRADERS for artifact in self._artifacts.artifacts),
             run_reason=ending.run_reason,
             regrades=self._attempt.regrades,
         )

@@ -34,10 +34,11 @@ PATCH = "outrider:patch.diff"
 GRADING_LOG = "outrider:grading.log"
 """Name of the artifact that holds the output of the graders."""
 NETWORK_RECORD = "outrider:network.jsonl"
-"""Name of the artifact that holds the recorded HTTP traffic of the sandbox, if the task asks for a recording."""
+"""Name of the artifact that holds the recorded HTTP requests and replies of the sandbox, if the task asks for a
+recording."""
 LOGGED = (GRADING_LOG, NETWORK_RECORD)
 """Names of the logs that Outrider itself writes."""
-KEPT = (CARRIED, PATCH)
+FOR_GRADERS = (CARRIED, PATCH)
 """Names of the artifacts that carry data from the agent's sandbox to the graders. An attempt has at most one of
 them."""
 
@@ -48,7 +49,7 @@ class KeepsArtifacts(Protocol):
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str: ...
     async def keep_index(self, listed: ArtifactList) -> None: ...
-    async def carried(self, session_id: str, attempt: int) -> bytes: ...
+    async def kept_for_graders(self, session_id: str, attempt: int) -> bytes: ...
 
 
 class ArtifactStore:
@@ -85,13 +86,13 @@ class ArtifactStore:
         """Run `index` in a thread."""
         await asyncio.to_thread(self.index, listed)
 
-    async def carried(self, session_id: str, attempt: int) -> bytes:
-        """Return the data that this attempt keeps for the graders (the artifact named in KEPT). A thread reads the
-        file. Raises NotFound if there is no such artifact, and OSError."""
+    async def kept_for_graders(self, session_id: str, attempt: int) -> bytes:
+        """Return the data that this attempt keeps for the graders (the artifact named in FOR_GRADERS). A thread reads
+        the file. Raises NotFound if there is no such artifact, and OSError."""
 
         def read() -> bytes:
             names = [artifact.path for artifact in self.listed(session_id, attempt).artifacts]
-            name = next((name for name in KEPT if name in names), CARRIED)
+            name = next((name for name in FOR_GRADERS if name in names), CARRIED)
             return self.file(session_id, name, attempt).read_bytes()
 
         return await asyncio.to_thread(read)

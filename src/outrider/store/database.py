@@ -44,7 +44,7 @@ class Database(Protocol):
 
     types: the database's own SQL for the column types `blob` and `serial`. `serial` is an integer primary key: its
         numbers rise and are never reused.
-    commits: how long the committed writes took, in seconds.
+    commits: the seconds of each committed transaction that writes, from its begin to the end of its commit.
     """
 
     types: Mapping[str, str]

@@ -1,7 +1,7 @@
 """Defines the database schema as a list of migrations, and applies the migrations that a database lacks. Never change a
 released migration: append a new one.
 
-The first migration creates all tables. Its number is FIRST instead of 1, because older migrations were deleted before
+The first migration creates most tables. Its number is FIRST instead of 1, because older migrations were deleted before
 the first release. `{blob}` and `{serial}` stand for column types that differ between databases (`Database.types`).
 Invariants: each migration is applied exactly once; the version in a database is the number of its newest migration.
 """

@@ -12,7 +12,7 @@ tenant. A client that names a new run for each group delays only sessions of its
 
 The functions run in the caller's transaction. Invariant: if a session of a bucket waits at a priority, the row in
 `queue_shares` for this bucket and priority has `waiting` = 1. If a reader finds `waiting` = 1 but no waiting session,
-it calls `close_shares`.
+it calls `close_empty_shares`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TENANTS = """WITH RECURSIVE found (tenant) AS (
 ABOVE_ALL = (1 << 31) - 1
 """Higher than every priority."""
 
-MOST_PASSED = 64
+MOST_SKIPPED_BUCKETS = 64
 """If this many buckets of a tenant must be skipped, a pass over the queue skips the tenant, but considers other
 tenants. This limits the cost of the pass."""
 
@@ -73,7 +73,8 @@ class QueueKind(IntEnum):
     EVALUATION = 1
     """Sessions of groups with EVALUATION_LABEL. They may also use the slots that are reserved for evaluations."""
     EXTERNAL = 2
-    """Sessions whose agents run outside Outrider. They need no slot, so they do not wait for one."""
+    """Sessions whose agents run outside Outrider. They need no slot, so they do not wait behind sessions that need
+    one."""
 
 
 def kind_of(labels: Mapping[str, str], *, external: bool) -> QueueKind:
@@ -120,7 +121,7 @@ async def note_served(tx: Connection, priority: int, bucket: str) -> None:
     )
 
 
-async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> None:
+async def close_empty_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> None:
     """For each pair (priority, bucket) in which no session waits, set `waiting` to 0."""
     await tx.execute_many(
         """UPDATE queue_shares SET waiting = 0 WHERE priority = ? AND bucket = ? AND NOT EXISTS (SELECT 1 FROM sessions
@@ -137,7 +138,7 @@ class QueuePass:
     latest: a session whose `due` is later than this is picked, too. Retries are never delayed for so long, so the
         system clock must have been set back.
     under_way: number of sessions in progress, by bucket.
-    skip: buckets to leave out. A tenant with MOST_PASSED of them is left out entirely.
+    skip: buckets to leave out. A tenant with MOST_SKIPPED_BUCKETS of them is left out entirely.
     kind: the kind of sessions to pick. None means every kind except EXTERNAL.
     """
 
@@ -181,10 +182,10 @@ class QueuePass:
         return picked
 
     async def _tenants(self) -> list[str]:
-        """Return the tenants with waiting sessions, least recently served first. A tenant is left out if MOST_PASSED or
-        more of its buckets are in `skip`."""
+        """Return the tenants with waiting sessions, least recently served first. A tenant is left out if
+        MOST_SKIPPED_BUCKETS or more of its buckets are in `skip`."""
         found = await self.tx.fetch(TENANTS.format(which=self.which), ())
-        return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
+        return [tenant for tenant, _ in found if self._passed[tenant] < MOST_SKIPPED_BUCKETS]
 
 
 class _Tenant:

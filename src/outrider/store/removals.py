@@ -46,7 +46,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int
 
     @property
-    def place(self) -> tuple[float, int]:
+    def sort_key(self) -> tuple[float, int]:
         """Sort key of the group in `Removals.candidates`."""
         return self.finished, self.cursor
 
@@ -79,7 +79,7 @@ class Removals:
 
     async def candidates(self, *, force: bool, after: tuple[float, int] = (-inf, 0), limit: int) -> list[Candidate]:
         """Return up to `limit` groups that may be removed, in the order in which they finished. For the next page, pass
-        the `place` of the last returned group as `after`."""
+        the `sort_key` of the last returned group as `after`."""
         sql = f"""SELECT id, n, bytes, finished, cursor FROM groups
             WHERE {_removable(force)} AND (finished, cursor) > (?, ?)
             ORDER BY finished, cursor LIMIT ?"""

@@ -1,7 +1,7 @@
 """Reads the store for the index of runs (`run_index/`): the changes after an event, or all groups in pages.
 
-Invariant: every change of a group or session has an event. Only removals have none: the caller of `Removals.hide`
-reports them to the index.
+Invariant: every change that the index shows has an event, with two exceptions. The caller of `Removals.hide` reports
+removals to the index. A label that `Store.add_label` sets is read with the next change of its group.
 """
 
 from __future__ import annotations

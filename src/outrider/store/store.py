@@ -49,7 +49,7 @@ from outrider.store.rows import (
     TokenRow,
 )
 from outrider.store.run_reader import RunReader
-from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
+from outrider.store.task_key import DIGEST_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.store.training_timings import TrainingTimings
 from outrider.timeline import TimelinePart
@@ -74,7 +74,7 @@ MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING,
 `finish`."""
 
 # A model call waits for this write, so one statement both checks the attempt and inserts the turn. `lease_until` is set
-# only while an attempt is in progress. If no row was inserted, a second statement finds out why.
+# exactly while an attempt is in progress. If no row was inserted, a second statement finds out why.
 ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
     SELECT id, attempt, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
@@ -213,7 +213,7 @@ class Store:
         """Store a group, its queued sessions and the event of its creation.
 
         spec: JSON of a GroupSpec.
-        expires: `expire` ends each session that has not started by this time.
+        expires: the method `expire` sets `ending` of each session that has not started by this time.
         quota: maximum number of sessions that the submitter may have queued or running.
         external: True if the group's agents run outside Outrider.
 
@@ -391,7 +391,7 @@ class Store:
 
         picked = await self._db.read(body)
         if picked.empty:
-            await self._db.write(lambda tx: queue.close_shares(tx, picked.empty), volatile=True)
+            await self._db.write(lambda tx: queue.close_empty_shares(tx, picked.empty), volatile=True)
         return picked.sessions
 
     async def expire(self, *, now: float) -> bool:
@@ -697,7 +697,8 @@ class Store:
 
     async def add_report(self, session_id: str, report: bytes, *, tenant: str | None = None) -> None:
         """Store the report (JSON) with which a client completes a session. An equal report may be sent again. Raises
-        Conflict if the session already has another report, or is done without one."""
+        Conflict if the session already has another report. Without one, raises Conflict if the session is over: it is
+        done, or has `ending` set."""
 
         async def body(tx: Connection) -> None:
             session = await _find_session(tx, session_id, tenant)
@@ -723,21 +724,21 @@ class Store:
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return bytes(found[0][0]) if found else None
 
-    def mark_of(self, text: str) -> str:
+    def digest_of(self, text: str) -> str:
         """Return a digest of a text: 16 hexadecimal digits. Without the store's key, nobody can test a guess of the
         text."""
-        return hashlib.sha256(self._key.mark(f"the text {text}").encode()).hexdigest()[:16]
+        return hashlib.sha256(self._key.keyed_digest(f"the text {text}").encode()).hexdigest()[:16]
 
     def credential_of(self, session_id: str) -> str:
         """Return the credential of a session whose agent runs outside Outrider. It is derived from the store's key
         instead of being stored, so it stays valid after a restart."""
-        return f"{EXTERNAL_KEY}{session_id}_{self._key.mark(_key_of(session_id))}"
+        return f"{EXTERNAL_KEY}{session_id}_{self._key.keyed_digest(_key_of(session_id))}"
 
     def session_of_credential(self, credential: str) -> str | None:
         """Return the id of the session with this credential, or None. Its agent runs outside Outrider."""
         if not credential.startswith(EXTERNAL_KEY):
             return None
-        session_id = credential[len(EXTERNAL_KEY) : -MARK_LENGTH - 1]
+        session_id = credential[len(EXTERNAL_KEY) : -DIGEST_LENGTH - 1]
         return session_id if compare_digest(self.credential_of(session_id).encode(), credential.encode()) else None
 
     async def began_before(self, version: int) -> list[str]:

@@ -23,8 +23,8 @@ from outrider.errors import InvalidField, ServiceError, UnreadableTask
 
 KEY_FILE = "task.key"
 KEY_BYTES, ID_BYTES, NONCE_BYTES = 32, 8, 12
-MARK_BYTES, MARK_LENGTH = 24, 32
-"""Length of a keyed digest (see `TaskKey.mark`), in bytes and in base64 characters."""
+DIGEST_BYTES, DIGEST_LENGTH = 24, 32
+"""Length of a keyed digest (see `TaskKey.keyed_digest`), in bytes and in base64 characters."""
 SEALED = b"\0sealed1"
 """Prefix of sealed (encrypted) bytes. No JSON begins like this. The key's id, the nonce and the output of AES-256-GCM
 follow."""
@@ -43,7 +43,7 @@ class KeySource(Protocol):
     """Loads the key that encrypts tasks, or makes a new key."""
 
     def load(self) -> TaskKey | None:
-        """Return the key, or None if none was ever made. Raises ServiceError if the key cannot be read."""
+        """Return the key, or None if it was not made yet or is lost. Raises ServiceError if the key cannot be read."""
         ...
 
     def make(self) -> TaskKey:
@@ -63,7 +63,7 @@ class TaskKey:
             raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
         self._cipher = AESGCM(key)
         self._id = hmac.digest(key, b"id of a task key", hashlib.sha256)[:ID_BYTES]
-        self._marks = hmac.digest(key, b"key of marks", hashlib.sha256)
+        self._digest_key = hmac.digest(key, b"key of marks", hashlib.sha256)
 
     @classmethod
     def new(cls) -> Self:
@@ -104,9 +104,9 @@ class TaskKey:
                 f"{place} is damaged, or was changed by somebody without the key", hint=hint
             ) from error
 
-    def mark(self, place: str) -> str:
-        """Return a digest of `place` with MARK_LENGTH characters. Nobody can compute it without the key."""
-        found = hmac.digest(self._marks, place.encode(), hashlib.sha256)[:MARK_BYTES]
+    def keyed_digest(self, place: str) -> str:
+        """Return a digest of `place` with DIGEST_LENGTH characters. Nobody can compute it without the key."""
+        found = hmac.digest(self._digest_key, place.encode(), hashlib.sha256)[:DIGEST_BYTES]
         return base64.urlsafe_b64encode(found).decode()
 
     def seal_url(self, url: str, receiver: str, place: str) -> str:

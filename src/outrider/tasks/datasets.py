@@ -156,8 +156,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON Lines file (also `.jsonl.gz`), a JSON file with a list, a Parquet file, or a Hugging
     Face dataset written by `save_to_disk`.
 
-    Raises InvalidField with the line that cannot be read, and if a Parquet file or a saved dataset needs pyarrow, but
-    it is not installed.
+    Raises InvalidField with the file and the line that cannot be read, and if a Parquet file or a saved dataset needs
+    pyarrow, but it is not installed.
     """
     _check_there(path)
     if path.is_dir() or path.suffix == ".parquet":
@@ -347,7 +347,7 @@ def _check_there(path: Path) -> None:
 
 def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
     """Return a copy of a template with its placeholders replaced. "{row.NAME}" becomes the row's column NAME, or a
-    field within a column (see `value_at`). "{row}" becomes the whole row.
+    field within a column (see `value_at`). A string that is just "{row}" becomes the whole row.
 
     If a string is just one placeholder, the value keeps its type. In a longer string, messages become their text.
     Raises InvalidField for a missing column. `where` names the row in the message."""
@@ -376,8 +376,8 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
 
 
 def said(value: Any, where: str) -> Any:
-    """Return the text of messages, and any other value unchanged. Raises InvalidField for messages with images or tool
-    calls."""
+    """Return the text of messages, and any other value unchanged. Raises InvalidField for messages that cannot be
+    written as text, such as images and tool calls."""
     if not is_conversation(value):
         return value
     try:

@@ -25,7 +25,7 @@ def recipe_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for each Harbor task folder below `root`, sorted by path. The ground truth is the task's id: the
     folder's path below `root`, with `__` in place of slashes. `task_metadata` is the table `metadata` of task.toml as
-    JSON. Raises InvalidField for a broken folder, and if there is none."""
+    JSON. Raises InvalidField for a broken folder, and if `root` has no task folder."""
     folders = harbor_folders(root)
     if not folders:
         raise InvalidField(f"no folder below {root} has {TASK_TOML} and instruction.md", field="source")

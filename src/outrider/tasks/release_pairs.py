@@ -235,7 +235,8 @@ def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: 
 
 
 def pip(*words: str, seconds: float = DOWNLOAD_SECONDS) -> None:
-    """Run pip. If it fails or exceeds `seconds`, raises InvalidField with the end of pip's error output."""
+    """Run pip. Raises InvalidField if it exceeds `seconds` or fails. If it fails, the message has the end of pip's
+    error output."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
     try:
         done = subprocess.run(

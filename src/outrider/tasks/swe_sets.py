@@ -205,7 +205,7 @@ def quoted(test: str) -> str:
 
 def r2e_gym(columns: Columns, given: Additions) -> Draft:
     """R2E-Gym: instead of a test patch and lists of tests, a row has the status that each test in the image must have.
-    The known solution is the content of the commit's files, except test files."""
+    The known solution is the content of the commit's Python files, except test files."""
     repo, commit = columns.text("repo_name"), columns.text("commit_hash")
     name = f"{repo}__{commit}"
     expected = expected_of(columns)
@@ -259,8 +259,8 @@ def expected_of(columns: Columns) -> dict[str, str]:
 
 
 def commit_of(columns: Columns) -> Gold | None:
-    """Return the changes of the commit in the column `parsed_commit_content` as the known solution, without changes of
-    test files. Returns None if nothing is left."""
+    """Return the changes of the commit in the column `parsed_commit_content` as the known solution: only those of
+    Python files that are not tests. Returns None if there are none."""
     diffs = columns.get("parsed_commit_content.file_diffs")
     files: list[dict[str, Any]] = []
     removed: list[str] = []

@@ -244,7 +244,7 @@ def _sample(
         ),
         metrics=verdict.metrics if verdict else {},
         mode=TokenMode.TOKENS if {turn.mode for turn in path} == {TokenMode.TOKENS} else TokenMode.CAPTURE,
-        # A row has only one kind of log-probability, so a row with several kinds is marked NONE.
+        # A row can name only one kind of log-probability, so a row with several kinds is marked NONE.
         logprob_kind=path[-1].logprob_kind if len(logprob_kinds) == 1 else LogprobKind.NONE,
         stop_reason=result.stop_reason,
         min_version=min(versions, default=-1),

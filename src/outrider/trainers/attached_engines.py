@@ -47,8 +47,8 @@ class AttachedEngines:
 
         Returns True if this call attached an engine. A new engine has policy version 0, unless its server reports a
         version. Waits while the service restarts. Raises the service's error, for example while a server still loads
-        its model. Raises Conflict if another training run has engines with this prefix, or if the service has other
-        engines for the policy.
+        its model. Raises Conflict if another training run still has engines with this prefix, or if the service has
+        other engines for the policy, at addresses that are not in `engines`.
         """
         if not engines:
             return False

@@ -163,7 +163,7 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
 
     async def _roll_out(self, prompt: dict[str, Any], sampling: dict[str, Any], validate: bool) -> None:
         """Run the group of a prompt, and store its rows. If more sessions fail than the setting `complete` allows,
-        stores no row and raises the first session's error."""
+        stores no row and raises the error of the first failed session."""
         settings = settings_of(self.config)
         rollout = self.config.actor_rollout_ref.rollout
         prompt.pop("agent_name", None)  # removed, because this worker uses no named agent loop

@@ -32,15 +32,15 @@ class ConnectionQuotas(msgspec.Struct, frozen=True):
 
     `sandboxes`: all sandboxes together, on the node's Unix socket.
     `control`: all other clients together.
-    `doors`: all sandboxes together, to the proxies of their networks. For each of these connections, a proxy may open
-        another one to a server.
+    `network_proxies`: all sandboxes together, to the proxies of their networks. For each of these connections, a proxy
+        may open another one to a server.
     `session`: concurrent model calls of one session.
     `token`: concurrent calls of the control API with one token.
     """
 
     sandboxes: int
     control: int
-    doors: int
+    network_proxies: int
     session: int
     token: int
 
@@ -68,7 +68,9 @@ def shares(descriptors: int) -> ConnectionQuotas:
     sandboxes, control = descriptors // 4, descriptors // 8
     session = min(EACH_MOST, max(EACH_LEAST, sandboxes // SESSIONS))
     token = max(EACH_LEAST, control // SESSIONS)
-    return ConnectionQuotas(sandboxes=sandboxes, control=control, doors=descriptors // 16, session=session, token=token)
+    return ConnectionQuotas(
+        sandboxes=sandboxes, control=control, network_proxies=descriptors // 16, session=session, token=token
+    )
 
 
 def available() -> int:

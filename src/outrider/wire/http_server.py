@@ -349,7 +349,7 @@ class _Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def handle_websocket_upgrade(self) -> None:
-        if self._busy:  # an earlier request on this connection has no reply yet
+        if self._busy:  # an earlier request on this connection has no complete reply yet
             self.transport.abort()
             return
         if self._timer is not None:

@@ -33,7 +33,7 @@ class Disconnected(Exception):
     - the WebSocket close code that the peer sent
     - a code of `Close`, if this side has ended the connection
     - the HTTP status with which the peer refused the connection
-    - 1006 otherwise"""
+    - 1006 or another WebSocket close code otherwise"""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(f"{reason or 'connection lost'} ({code})")

@@ -21,7 +21,8 @@ def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # If the key is encrypted and there is no password, OpenSSL asks for the password on the terminal.
+        # An empty password is given, because otherwise OpenSSL would ask on the terminal for the password of an
+        # encrypted key.
         context.load_cert_chain(certificate, key, password="")
     except OSError as error:  # includes SSLError
         raise InvalidField(

@@ -2,5 +2,6 @@
 
 A client of another system needs only a new URL. Harbor's run API belongs to `verl`, because verl's recipe uses it. The
 modules have no scheduler or store: they call `Service`. A request that cannot be translated is refused with an error
-that names the field. All systems use `routes.py`, `endings.py`, `waiting.py` and `gateway_call.py`.
+that names the field. `routes.py`, `endings.py`, `waiting.py` and `gateway_call.py` have the parts that several systems
+use.
 """

@@ -34,7 +34,7 @@ OPTIONS = frozenset(
 
 
 class PolarEvaluator(Spec):
-    """The evaluator in a request. With `refresh_runtime`, it grades in a new sandbox."""
+    """The evaluator in a request. `refresh_runtime` requests a sandbox that no agent has used."""
 
     strategy: Name
     config: Annotated[dict[str, Any], Field(max_length=256)] = Field(default_factory=dict)

@@ -66,7 +66,7 @@ SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
 """Maps HTTP statuses of Outrider's errors to the statuses of refused sessions that Polar's clients handle, such as 400
 and 503."""
 OPEN_SECONDS = 5.0
-"""How long `POST /sessions` waits until the new session accepts model calls, in seconds."""
+"""Maximum time that `POST /sessions` waits until the new session accepts model calls, in seconds."""
 PROXY_SESSION = "_proxy_session_id"
 """Field in the body of a model call that names the session."""
 KNOWN_SESSION_STATUSES = (*STATES.values(), *ENDINGS.values())

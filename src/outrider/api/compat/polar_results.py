@@ -143,7 +143,7 @@ class PolarReader:
         rows = await self._service.store.sessions(row.id) if sessions is None else sessions
         results = [each.result for each in rows if each.result is not None]
         build = partial(trajectory_of, request=request)
-        # A session without turns gets a trajectory, too. Its metadata says why it has no traces.
+        # A session without turns gets a trajectory, too, because its `error` says why it has no traces.
         trajectories = await self._service.reader.built(results, build)
         done = [each for each in rows if each.result]
         return [result_of(each, trajectory, request) for each, trajectory in zip(done, trajectories, strict=True)]
@@ -334,8 +334,8 @@ def _about(kind: str, label: str, depth: int, path: Sequence[Turn]) -> PolarObje
 
 
 def messages_before(path: Sequence[Turn]) -> list[PolarObject]:
-    """Return the messages that were sent with the last turn of `path`. `path` leads from the first turn to this
-    turn."""
+    """Return all messages that the model got in the request of the last turn of `path`. `path` leads from the first
+    turn of a conversation to this turn."""
     found = []
     for turn in path:
         found += [chat_message(message) for message in turn.messages]

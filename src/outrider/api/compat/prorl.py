@@ -84,8 +84,9 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class ProrlServer:
-    """Handlers of ProRL's routes. Each tenant has its own "server", which can be started and stopped. It only decides
-    whether the tenant's new jobs are accepted. Engines are shared by all tenants."""
+    """Handlers of ProRL's routes. Each tenant has its own "server", which can be started and stopped. While it is
+    stopped, the tenant's new jobs and its calls of `/stop`, `/cancel` and `/status` are refused. Engines are shared by
+    all tenants."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -186,7 +187,7 @@ class ProrlServer:
     async def clear_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
         """Detach the engines that `/add_llm_server` attached, after their generations have ended. Clients call this
         before they change the weights, so later tokens get the policy's next version. If no other engine is left, the
-        policy is paused until an engine is attached."""
+        policy is paused until `/add_llm_server` attaches one."""
         async with self._clearing:
             policy = self._service.pool.policy
             names = [engine.name for engine in self._engines() if engine.name.startswith(ENGINE_PREFIX)]

@@ -225,8 +225,8 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 def _read_tool_choice(wire: _Body, tools: tuple[ToolSpec, ...], notes: list[str]) -> ToolChoice | None:
     """Return the choice of tools that restricts the reply; None for `auto` and `none`. Raises RequestError for an
-    unknown choice. `parallel_tool_calls: false` is enforced only if the choice forces a call. Otherwise it is added to
-    `notes`."""
+    unknown choice. `parallel_tool_calls: false` is enforced only if such a choice is returned. Otherwise it is added
+    to `notes`."""
     choice, single = wire.tool_choice, wire.parallel_tool_calls is False
     chosen = None
     if choice == "required":

@@ -184,8 +184,8 @@ def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Messa
         at = f"{where}.parts[{index}]"
         if part.function_call is not None:
             refuse(f"{at}.functionCall", "only a content of role 'model' has function calls")
-        # `history.py` searches the content's bytes for tool results and makes each a separate message. The search
-        # misses a tool result only if its key is written with escapes.
+        # `history.py` searches the content's bytes for tool results and makes each a separate message. This check is a
+        # safeguard, in case the search misses a key that is written with escapes.
         if part.function_response is not None:
             refuse(f"{at}.functionResponse", "has a key that is written with escapes: write it in plain letters")
         if part.hosted:

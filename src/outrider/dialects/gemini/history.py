@@ -67,7 +67,7 @@ digest = xxhash.xxh3_128_digest
 
 
 class _Call(msgspec.Struct, frozen=True, gc=False):
-    """A call in the history. `signed` is the id in the call's thought signature. `_one_spelling` has normalized
+    """A call in the history. `signed` is the id in the call's thought signature. `_one_spelling` has normalised
     `arguments`."""
 
     name: str
@@ -135,7 +135,7 @@ class _Span(msgspec.Struct, frozen=True, gc=False):
 class GeminiHistory:
     """Implements `WireMessages` for a system instruction (b"" for none) and contents. `hosted` has the names of the
     fields that tools on Google's servers wrote; the model does not see them. Raises RequestError for errors in new
-    contents. A user's content without tool results is checked only by `parse`."""
+    contents. The parts of a user's content without tool results are checked only by `parse`."""
 
     __slots__ = ("_contents", "_decoded", "_memory", "_place", "_spans", "_system", "hosted")
 

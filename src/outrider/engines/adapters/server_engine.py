@@ -85,7 +85,7 @@ class ServerReply(Generic[EventT]):
     def finished(self) -> bool:
         return self._last is not None
 
-    def ask(self) -> str:
+    def begin_attempt(self) -> str:
         """Record the version with which the request is sent, and return its cache salt. Called right before each
         attempt to send it."""
         self._asked = self._current_versions()
@@ -227,7 +227,7 @@ class ServerEngine(Generic[ReplyT]):
             reply = self.reply(self.name, lambda: self.versions)
             cut, closings = Cut(), self._gate.closings
             headers = {self.session_header: request.session_key}
-            body = partial(self.body, request, route, reply.ask)
+            body = partial(self.body, request, route, reply.begin_attempt)
             try:
                 async with (
                     self._gate.passage(cut.now),
@@ -271,8 +271,8 @@ class ServerEngine(Generic[ReplyT]):
         raise NotImplementedError
 
     def aborted(self, error: Exception, reply: ReplyT, *, paused: bool) -> bool:
-        """Return True if the error shows that a pause has aborted the generation. `paused` is True if this adapter was
-        paused while the request was in flight."""
+        """Return True if the error shows that a pause has aborted the generation. `paused` is True if this adapter has
+        begun to hold back requests while this one was in flight."""
         raise NotImplementedError
 
     def other_route(self, route: str, error: Exception, reply: ReplyT) -> str | None:

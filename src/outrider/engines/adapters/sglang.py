@@ -157,8 +157,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     """A `ServerEngine` that also implements `LoadsWeights`.
 
     The server computes log-probabilities after temperature and before truncation, so their kind is SAMPLING. SGLang has
-    no pause mode "finish". For this mode, `pause` holds back new generations, waits until all running ones have ended,
-    and then pauses the server.
+    no pause mode "finish". For this mode, `pause` holds back new generations, waits until this adapter's running ones
+    have ended, and then pauses the server.
     """
 
     reply = _SGLangReply
@@ -168,9 +168,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     label_route = "/model_info"
     session_header = "X-SMG-Routing-Key"  # a header, because routers drop the field `routing_key` of the body
     pause_modes: ClassVar[dict[PauseMode, str]] = {"finish": "abort", "abort": "abort", "keep": "retract"}
-    """The server's name for each pause mode. "finish" can use `abort`, because all generations have ended by then.
-    "keep" does not use `in_place`: with it, the server would exit if its cache is flushed during any generation, even a
-    health check's."""
+    """The server's name for each pause mode. "finish" can use `abort`, because this adapter's generations have ended by
+    then. "keep" does not use `in_place`: with it, the server would exit if its cache is flushed during any generation,
+    even a health check's."""
     gated = frozenset({"finish", "abort"})
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:

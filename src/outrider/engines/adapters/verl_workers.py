@@ -62,8 +62,8 @@ worker, too, so it is not sent again."""
 
 
 class VerlWorkersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of the engine for verl's workers. `call_seconds` is the maximum length of a call, `logprobs` the kind
-    of the workers' log-probabilities."""
+    """The options of the engine for verl's workers. `call_seconds` is the maximum length of a call in seconds,
+    `logprobs` the kind of the workers' log-probabilities."""
 
     call_seconds: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     logprobs: LogprobKind = LogprobKind.SAMPLING
@@ -272,7 +272,8 @@ class VerlWorkersEngine:
 
 
 def check_sampling(request: ChatRequest) -> None:
-    """Raise EngineRejected for a sampling parameter that the workers' protocol cannot express."""
+    """Raise EngineRejected for a sampling parameter that the workers' protocol cannot express, or if the request
+    switches the model's reasoning."""
     sampling: SamplingParams = request.sampling
     for name, usual in REFUSED.items():
         if getattr(sampling, name) != usual:

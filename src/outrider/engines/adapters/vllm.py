@@ -187,7 +187,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
     async def _check_pixel_form(self) -> None:
         """Check that the servers take pixels in the form that `RequestImage.item` has, by letting them prepare a small
         image. Pixels in another form would be read as a different image, without an error. Raises EngineRejected if a
-        server takes another form."""
+        server takes another form, or does not show which form it takes."""
         part = {"type": "image_url", "image_url": {"url": PROBE_IMAGE}}
         body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
         if self._model is not None:
@@ -304,9 +304,9 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         values.
 
         The adapter calls `reload_weights`, a method of vLLM's workers, through `/collective_rpc`, because vLLM's routes
-        for weights do not read from disk. Raises EngineRejected if the server is not in development mode, or if this
-        process sees that the folder has no weights, with which vLLM would exit. Raises EngineUnavailable if the server
-        has exited or has not dropped its cache.
+        for weights do not read from disk. Raises EngineRejected if the option `control` is False, if the server is not
+        in development mode, or if this process sees that the folder has no weights, with which vLLM would exit. Raises
+        EngineUnavailable if the server has exited or has not dropped its cache.
         """
         self._check_control()
         if (trouble := await asyncio.to_thread(unreadable_weights, self._servers.urls, weights)) is not None:

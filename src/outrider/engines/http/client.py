@@ -35,7 +35,8 @@ that time instead, but at most `longest` seconds."""
 
 
 class WasCut(Exception):
-    """A `Cut` has ended the request before the response began."""
+    """A generation was cut off before its first token: by a `Cut`, or because the policy version has changed since the
+    request was sent."""
 
 
 class Cut:

@@ -268,7 +268,8 @@ class PoolReply(Generic[T]):
     def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
         """Handle the last chunk of an engine's reply. Returns True if the engine has cut the reply off and it continues
         as a new request."""
-        # `ours` is True if this pool was paused during the generation. The chunk's version may then be old.
+        # `ours` is True if a pause of this pool has cut generations off since this one began. The chunk's version may
+        # then be old.
         ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
             # If something other than this pool has aborted the generation, it starts again, but only if it has no token

@@ -54,8 +54,8 @@ MESSAGE_TOKENS = 64
 
 def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
     """Check that a prompt has ids, and that all token ids of a request are in the vocabulary. Raises InvalidField for a
-    wrong id in `logit_bias` or `stop_token_ids`, which may come from an agent. Raises EngineRejected for a wrong id in
-    the prompt, which comes from the renderer or an engine."""
+    wrong id in `logit_bias` or `stop_token_ids`, which may come from an agent. Raises EngineRejected for an empty
+    prompt or a wrong id in it, because the prompt comes from the renderer and the engines."""
     sampling, end = request.sampling, vocabulary.end
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
         for token in ids:
@@ -87,7 +87,7 @@ def overflow_fault(
 
     `context` is the model's context in tokens, from the settings or else from the engine's report, or None if unknown.
     The check assumes that a message has at most as many tokens as bytes. For images there is no such maximum, so a
-    refusal of a request with images is always accepted.
+    refusal of messages with images is always accepted.
     """
     if isinstance(request, GenerateRequest):
         most = len(request.input_ids)

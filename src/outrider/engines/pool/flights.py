@@ -125,7 +125,7 @@ class Flight:
         if self.error is not None:  # the engine's code has suppressed the cancellation
             self._raise_if_cut()
         member = self.member
-        member.last_sign = wait.last = now
+        member.last_chunk_at = wait.last = now
         tokens = (
             len(chunk.ids)
             if member.takes_tokens

@@ -41,7 +41,7 @@ log = logging.getLogger("outrider.engine")
 GOOD_REPLIES = 3
 """A suspect engine must pass this number of trials in a row before it is trusted again."""
 HEALTH_SECONDS = 60.0
-"""Maximum seconds for an engine's health report and the pool's `check` of the engine together."""
+"""Maximum seconds for an engine's health report. The pool's `check` of the engine is not included."""
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
 """Maximum number of tokens in the reply of a trial."""
@@ -242,8 +242,8 @@ class HealthChecks:
 
     async def _run_trials(self, member: EngineRecord, request: AnyRequest) -> None:
         """Run trials of a suspect engine until it has passed GOOD_REPLIES in a row; then it is no longer suspect. The
-        engine passes a trial if it is healthy, replies correctly to a short version of the request that made it
-        suspect, and misbehaves in no session meanwhile."""
+        engine passes a trial if it is healthy, sends a valid short reply to the request that made it suspect, and
+        misbehaves in no session meanwhile."""
         good = failed = 0
         while good < GOOD_REPLIES:
             before = member.misbehaved

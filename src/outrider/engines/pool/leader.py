@@ -1,7 +1,7 @@
 """The code of the leading pool. If several processes have pools, the service's pool leads and the other pools follow.
 
 The leading pool manages the list of engines, probes the engines and changes their weights. The following pools
-(`follower.py`) only generate.
+(`follower.py`) generate.
 """
 
 from __future__ import annotations

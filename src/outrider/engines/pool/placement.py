@@ -166,7 +166,7 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class EngineRecord:
-    """The pool's record of one engine. `EngineStatus` explains the fields that have no text here."""
+    """The pool's record of one engine. `EngineStatus` explains most of the fields that have no text here."""
 
     engine: AnyEngine
     health: EngineHealth
@@ -208,7 +208,7 @@ class EngineRecord:
     newest_answered: float = 0.0
     """When the newest call began that has received a chunk."""
     pace: Pace = field(default_factory=Pace)
-    last_sign: float = field(default_factory=loop_time)
+    last_chunk_at: float = field(default_factory=loop_time)
     """When the engine last sent a chunk to any call of this process (`loop_time`)."""
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)

@@ -221,7 +221,7 @@ class Policy:
             return version
 
     async def leave(self, members: Sequence[EngineRecord]) -> None:
-        """Resume the paused engines among `members`, which leave the pool. Each has FAREWELL_SECONDS. Errors are
+        """Resume the paused engines among `members`, because they leave the pool. Each has FAREWELL_SECONDS. Errors are
         ignored."""
 
         async def go_on(member: EngineRecord) -> None:

@@ -45,7 +45,7 @@ class SilenceWatch:
         self._gate = health.policy.gate
         self._deaf_until = 0.0
         """Silence before this time is not counted, because the policy was paused or the event loop was blocked."""
-        self._questions: dict[EngineRecord, TokenProbe] = {}
+        self._token_probes: dict[EngineRecord, TokenProbe] = {}
         """The token probes in progress, by engine."""
 
     def _note_given_up(self, flight: Flight) -> None:
@@ -56,18 +56,20 @@ class SilenceWatch:
         given_up = given_up_wait(flight)
         if overdue is None or given_up.waited < UNANSWERED_SECONDS:
             return
-        question: TokenProbe | None = None
-        if member.last_sign <= given_up.began and not member.removed:
-            question = self._questions.get(member)
-            if question is None and member.serves:
-                question = self._questions[member] = TokenProbe(member, loop_time())
-                asking = self._request_token(question, member, probe_request(flight.request))
-                question.task = self._health.run(member, "question", asking)
-                question.task.add_done_callback(lambda _: self._questions.pop(member, None))
-            elif question is None:
-                question = TokenProbe(member, loop_time())
-                question.error = EngineUnavailable(f"engine {member.name!r} failed during a call: {member.detail}")
-        overdue.pending_checks.append(partial(_vouch, member.name, given_up, question, overdue.given_up_seconds))
+        token_probe: TokenProbe | None = None
+        if member.last_chunk_at <= given_up.began and not member.removed:
+            token_probe = self._token_probes.get(member)
+            if token_probe is None and member.serves:
+                token_probe = self._token_probes[member] = TokenProbe(member, loop_time())
+                asking = self._request_token(token_probe, member, probe_request(flight.request))
+                token_probe.task = self._health.run(member, "question", asking)
+                token_probe.task.add_done_callback(lambda _: self._token_probes.pop(member, None))
+            elif token_probe is None:
+                token_probe = TokenProbe(member, loop_time())
+                token_probe.error = EngineUnavailable(f"engine {member.name!r} failed during a call: {member.detail}")
+        overdue.pending_checks.append(
+            partial(_raise_if_engine_to_blame, member.name, given_up, token_probe, overdue.given_up_seconds)
+        )
         if given_up.usual is None or given_up.waited >= SLOWER * given_up.usual:
             overdue.given_up_seconds += given_up.waited
 
@@ -81,8 +83,8 @@ class SilenceWatch:
             self._deaf_until = now
         for flight in list(self.flights.all):
             self._look(flight, now)
-        for question in self._questions.values():
-            question.note_sign()
+        for token_probe in self._token_probes.values():
+            token_probe.note_sign()
         if not self.flights.all:
             self.flights.some.clear()
 
@@ -103,7 +105,7 @@ class SilenceWatch:
         # lost then, because a repeated call would have to queue again.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
-        if member.last_sign <= since or (lost and not overtaken and not member.awaits_workers):
+        if member.last_chunk_at <= since or (lost and not overtaken and not member.awaits_workers):
             if not member.serves:
                 flight.cut(EngineSilent(f"engine {member.name!r} has failed during a call: {member.detail}"))
             elif not member.runs("check"):
@@ -127,7 +129,7 @@ class SilenceWatch:
         try:
             proof = await self._health.prove(member, request, self._check_seconds(member))
         except EngineError as error:
-            if member.last_sign > since:
+            if member.last_chunk_at > since:
                 return
             silent = loop_time() - since
             failure = EngineSilent(
@@ -141,7 +143,7 @@ class SilenceWatch:
                     flight.cut(failure)
         else:
             if proof is not None:
-                member.last_sign = loop_time()
+                member.last_chunk_at = loop_time()
                 if not member.awaits_workers:
                     member.newest_answered = max(member.newest_answered, requested_at)
 
@@ -155,19 +157,19 @@ class SilenceWatch:
         due = member.pace.first_due(self.limits, 0, 1) if member.pace.known else self.limits.unknown
         return max(seconds, reading, due)
 
-    async def _request_token(self, question: TokenProbe, member: EngineRecord, request: AnyRequest) -> None:
-        """Request one token from an engine that had sent nothing when a client gave up its call. Record in `question`
-        how long the token takes, or the error."""
+    async def _request_token(self, token_probe: TokenProbe, member: EngineRecord, request: AnyRequest) -> None:
+        """Request one token from an engine that had sent nothing when a client gave up its call. Record in
+        `token_probe` how long the token takes, or the error."""
         try:
             while await self._health.prove(member, request, self._check_seconds(member), by_token=True) is None:
                 await self._gate.opened()
-                question.requested_at = loop_time()
+                token_probe.requested_at = loop_time()
             now = loop_time()
-            question.answered = now - question.requested_at
-            member.last_sign = now
+            token_probe.answered = now - token_probe.requested_at
+            member.last_chunk_at = now
         except EngineError as error:
-            question.note_sign()
-            question.error = error
+            token_probe.note_sign()
+            token_probe.error = error
 
 
 class TokenProbe:
@@ -190,8 +192,8 @@ class TokenProbe:
         self._member = member
 
     def note_sign(self) -> None:
-        if self.sign is None and self._member.last_sign > self.requested_at:
-            self.sign = self._member.last_sign - self.requested_at
+        if self.sign is None and self._member.last_chunk_at > self.requested_at:
+            self.sign = self._member.last_chunk_at - self.requested_at
 
 
 class GivenUp(msgspec.Struct, frozen=True):
@@ -229,19 +231,21 @@ def given_up_wait(flight: Flight) -> GivenUp:
     return GivenUp(began, stretch, token)
 
 
-async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, before: float) -> None:
+async def _raise_if_engine_to_blame(
+    engine: str, given_up: GivenUp, token_probe: TokenProbe | None, before: float
+) -> None:
     """Raise EngineUnavailable if the engine is to blame for a call that a client gave up. `before` is the total length,
     in seconds, of the calls that the session gave up directly before."""
     silent = given_up.waited
-    if question is not None:
-        if question.task is not None:
-            await asyncio.wait([question.task])  # unlike `await`, this does not raise the task's error
-        if question.sign is not None:
-            silent += question.sign
-        elif question.answered is not None:
-            silent += question.answered
+    if token_probe is not None:
+        if token_probe.task is not None:
+            await asyncio.wait([token_probe.task])  # unlike `await`, this does not raise the task's error
+        if token_probe.sign is not None:
+            silent += token_probe.sign
+        elif token_probe.answered is not None:
+            silent += token_probe.answered
         else:
-            raise question.error or EngineUnavailable(f"engine {engine!r} sent nothing more after a call")
+            raise token_probe.error or EngineUnavailable(f"engine {engine!r} sent nothing more after a call")
     if too_long(silent, given_up.usual, before):
         others = f", and for {before:.1f} s during the calls given up before" if before else ""
         raise EngineSilent(

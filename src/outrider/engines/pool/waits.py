@@ -44,7 +44,7 @@ MUCH_SLOWER = 8.0
 make an engine a few times slower within a minute."""
 PREFILL_TOKENS_PER_SECOND = 2000
 """Number of prompt tokens that any GPU computes in a second. At this rate, the time for the whole prompt is added to
-the usual seconds, which were measured on prompts that were mostly cached."""
+the usual seconds, because those were measured on prompts that were mostly cached."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
 """Number of prompt tokens that a slow engine computes in a second, for example without a GPU. Time limits allow for
 this rate, so that such an engine is not considered as failed."""
@@ -64,7 +64,7 @@ class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
     - `least`: an overdue wait has at least this length.
     - `unknown`: additional seconds before an engine of unknown pace is checked because of a call that has no token. The
       engine may have to compile or load a model first.
-    - `unknown_token`: for a call that has tokens, additional seconds for each of them.
+    - `unknown_token`: like `unknown`, for each token that the call has received already.
     - `check`: a silent engine must send one token in this time to pass a check.
     - `first_check`: the same for an engine that has sent nothing yet.
     - `longest_check`: maximum time for a check that takes longer because of a long prompt.
@@ -381,7 +381,7 @@ class Overdue:
             self._longest, self._what = overdue, wait.what
 
     def remove(self, wait: SessionWait) -> None:
-        """Stop counting a wait that is over."""
+        """Stop counting a wait that is over. A second call has no effect."""
         if wait in self._open:
             self.before_end(wait, self._clock())
             if len(self._open) > 1:

@@ -128,7 +128,8 @@ class AttachedWorker:
 
     @property
     def _scarce(self) -> int:
-        """When this number of messages are unacknowledged, every chunk is acknowledged as soon as it is consumed."""
+        """While at least this number of messages are unacknowledged, every chunk is acknowledged as soon as it is
+        consumed."""
         return max(1, self._options.total_window // 2)
 
     @property

@@ -45,7 +45,7 @@ CALCULATION = {
     ),
 }
 """By machine architecture: the numbers of the system calls that Python needs to calculate and to import. aarch64 has
-the same calls, if they exist there. All other calls fail."""
+the same calls, if they exist there. Files may also be opened for reading (see OPENS). All other calls fail."""
 SETITIMER = {"x86_64": 38, "aarch64": 103}
 """By machine architecture: the number of the system call `setitimer`. CALCULATION does not contain it, because a check
 could extend its own limit of processor time."""
@@ -82,8 +82,8 @@ def confine_check(seconds: float, memory: int) -> None:
 
 
 def calculation(machine: str, *more: int) -> bytes:
-    """Return the seccomp filter of a check. It permits the system calls in CALCULATION and in `more`. Raises KeyError
-    for a machine that is not in CALCULATION."""
+    """Return the seccomp filter of a check. It permits the system calls in CALCULATION and in `more`, and opening files
+    for reading. Raises KeyError for a machine that is not in CALCULATION."""
     steps = [
         step(LOAD, seccomp.AT_MACHINE),
         step(EQUAL, seccomp.MACHINES[machine], 1, 0),

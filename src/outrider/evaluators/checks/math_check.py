@@ -77,9 +77,9 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     - `relative_tolerance`: the greatest relative difference of equal numbers, or None.
 
     With `answer`, the result has `found`, the text of the answer, and `equal`, the equal gold answer or None.
-    `calculates` is true if only the answer, and no gold answer, is an unevaluated calculation, such as the integral in
-    the question. Without `answer`, the result has `unusable`, the index of the first unusable gold answer or None, and
-    `why`, the reason."""
+    `calculates` is true if only the answer, and no gold answer, is an unevaluated calculation. `equal` is then None,
+    because the answer may just repeat the integral in the question. Without `answer`, the result has `unusable`, the
+    index of the first unusable gold answer or None, and `why`, the reason."""
     golds = [(gold, read(gold)) for gold in request["golds"]]
     tolerance = request.get("relative_tolerance")
     if "answer" not in request:

@@ -363,7 +363,7 @@ class _Reader:
         return Several(tuple(items))
 
     def item(self, text: str, depth: int) -> Value:
-        """Read one of several answers."""
+        """Read a single answer, or one item of a list or a set."""
         self._parts += 1
         text = text.strip()
         if depth > MAX_DEPTH or self._parts > MAX_PARTS or not text:
@@ -776,7 +776,7 @@ def _total(parts: list[Value]) -> Quantity | None:
 
 
 def _decimals(value: Expr) -> int | None:
-    """Return the number of decimal places of a number, but at least 2. Returns None if the decimals never end."""
+    """Return the number of decimal places of a number, but at least 2. Returns None if it has more than 29."""
     if not isinstance(value, sympy.Rational):
         return None
     return next((digits for digits in range(2, 30) if 10**digits % value.q == 0), None)
@@ -838,7 +838,7 @@ as_region = _as_region
 
 
 def _tails(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each split of the text into a number and a unit after it. The longest unit comes first."""
+    """Yield each split of the text into a value and what may be its unit. The longest unit comes first."""
     for found in re.finditer(
         r"""(?<=[\d)}!\]"])(?=\s*["a-zA-Z°%€£¢Ω\\µ])|(?<=[a-zA-Z])(?=\s+["a-zA-Z°%]|["°%])""", text
     ):

@@ -39,7 +39,8 @@ QUICK_SECONDS = 0.2
 """Seconds of processor time after which a check is stopped and starts over in the slow queue. Most checks need a tenth
 of this time."""
 SLOW_NICER = 5
-"""Niceness added to slow checks, so that quick checks and the service run first."""
+"""Niceness added to slow checks and to checks of tasks that are being submitted, so that other checks and the service
+run first."""
 SUBMITTED_AT_ONCE = 2
 """Maximum concurrent checks of tasks that are being submitted, in each queue. With a maximum of 1, one long check would
 block all others."""
@@ -130,8 +131,9 @@ async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks
 
 
 class Checks:
-    """Runs the checks of one library, once per node: `await host.part(partial(Checks, library=...))`. The first check
-    starts the zygote, the process from which checks are forked. If it exits, the next check starts another one."""
+    """Runs the checks of one library, as a shared part of a host: `await host.part(partial(Checks, library=...))`. The
+    first check starts the zygote, the process from which checks are forked. If it exits, the next check starts another
+    one."""
 
     def __init__(self, host: Host, *, library: Library) -> None:
         self._mark = f"{host.folder.name}/"

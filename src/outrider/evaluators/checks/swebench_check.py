@@ -44,6 +44,7 @@ LINE_BY_LINE = {
     **dict.fromkeys(OF_PYTEST, ""),
     **dict.fromkeys(("parse_log_cargo", "parse_log_gotest", "parse_log_googletest"), ""),
     **dict.fromkeys(("parse_log_jest_json", "parse_log_vitest"), ""),
+    # These parsers list the results of whole test files in Jest's output.
     **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
     **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
     # Names that do not match are first lines of docstrings, which several Django tests may share.
@@ -211,8 +212,8 @@ def passing(report: dict[str, Any]) -> dict[str, set[str]]:
 
 
 def check_marks(log: str) -> None:
-    """Raise NotBelieved if a test has printed a mark that delimits the output of the tests. swebench reads only the
-    text between the first two marks, so a test could hide results with its own marks."""
+    """Raise NotBelieved if a test has printed a mark of the output of the tests, or of their exit code. swebench reads
+    only the text between the first two marks, so a test could hide results with its own marks."""
     ends = log.split(END)
     # A script that prints the end mark under `set -x` prints it twice, with only a quote and a newline in between.
     if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):
@@ -256,7 +257,7 @@ def log_of(records: str, key: str) -> str:
     """Convert the report of the pytest plugin to a log that swebench can parse. Raises NotBelieved in these cases:
 
     - The report has a line that the plugin did not write.
-    - pytest started but did not end.
+    - pytest did not start, or did not come to its normal end.
     - One of Outrider's tests that always fail did not fail.
     - The code under test has changed pytest or the tests."""
     lines: list[tuple[str, str]] = []

@@ -1,8 +1,8 @@
 """The zygote: the process from which the checks of one library are forked.
 
-It has imported and warmed up the library, so a fork takes milliseconds. Each check runs in its own fork, sees no data
-of other checks, and can be killed without affecting them. The zygote is started by `python -I -S -c`, with one end of a
-control socket as standard input.
+It has imported and warmed up the library, so a fork takes milliseconds, and has confined itself (`confinement.py`).
+Each check runs in its own fork, sees no data of other checks, and can be killed without affecting them. The zygote is
+started by `python -I -S -c`, with one end of a control socket as standard input.
 
 A request is one message in the format LIMITS on the control socket, with one file descriptor: the connection of the new
 check. The check reads a JSON object from its connection until the end of input, and writes one. Then the zygote adds a

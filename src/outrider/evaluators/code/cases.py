@@ -1,6 +1,6 @@
 """The cases of a `code` task: inputs of a program and its expected outputs. The module is pure.
 
-Invariant: expected outputs never leave the service. They are compared there as text or as values of built-in types.
+Invariant: expected outputs never enter a sandbox. The node compares them as text or as values of built-in types.
 """
 
 from __future__ import annotations

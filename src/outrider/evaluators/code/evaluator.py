@@ -1,11 +1,11 @@
-"""The evaluator `code`: runs a program, the candidate, in a sandbox and compares its results in the service.
+"""The evaluator `code`: runs a program, the candidate, in a sandbox and compares its results on the node.
 
 A program from the agent's last reply runs in a new sandbox with small limits, a program in a file in the sandbox that
 has the file.
 
-The candidate may have changed everything in its sandbox, including the interpreter. So the service sends only inputs to
+The candidate may have changed everything in its sandbox, including the interpreter. So the node sends only inputs to
 this sandbox, never expected results. A hidden `check(candidate)` is Python code of the task's author, and runs in a
-second, untouched sandbox. When it calls the candidate, the service passes the arguments and the result on as values of
+second, untouched sandbox. When it calls the candidate, the node passes the arguments and the result on as values of
 built-in types.
 
 Invariants:
@@ -263,7 +263,8 @@ async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
 
 
 def small(resources: Resources) -> Resources:
-    """Return the limits of a sandbox for one program. Each limit is the lower one of SMALL and `resources`."""
+    """Return the limits of a sandbox for one program. The limits of memory, disk and processes are the lower ones of
+    SMALL and `resources`. The processors are those of `resources`."""
     return Resources(
         cpus=resources.cpus,
         memory_mb=min(resources.most_memory_mb, SMALL.most_memory_mb),

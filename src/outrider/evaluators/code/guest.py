@@ -1,10 +1,10 @@
 """The code that runs in sandboxes: `run_call` calls a candidate's function in one sandbox, and `Checker` runs a hidden
 check in another. The candidate is the program to be graded.
 
-The code needs only Python 3.8 or newer. It is one file, because the service sends its text, with a last line that
-starts one of the two parts. Values leave a process only as JSON of built-in types (`encode`, `decode`), so an object
-that claims to equal everything stays in its own process. Invariant: the candidate affects the check only through return
-values and exceptions.
+The code needs only Python 3.8 or newer. It is one file, because the node sends its text, with a last line that starts
+one of the two parts. Values leave a process only as JSON of built-in types (`encode`, `decode`), so an object that
+claims to equal everything stays in its own process. The candidate may have forged the output of `run_call`, so the node
+only compares it or passes it on. Invariant: the candidate affects the check only through return values and exceptions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def encode(value: Any) -> Any:
 
 def decode(coded: Any) -> Any:
     """Decode a value that `encode` returned. Forged input can raise any exception and take any time, so this function
-    runs only in sandboxes, never in the service."""
+    runs only in sandboxes, never on the node."""
     if isinstance(coded, list):
         return [decode(one) for one in coded]
     if not isinstance(coded, dict):
@@ -108,10 +108,10 @@ def run_call() -> None:
 
 
 class Checker:
-    """Runs `check(candidate)` of a test in a thread, and passes each call of the candidate to the service.
+    """Runs `check(candidate)` of a test in a thread, and passes each call of the candidate to the node.
 
     `step` prints the next event as one line: MARK, then JSON. The event is a `call`, or the end of the check: `passed`,
-    `failed`, or `broken` if the test itself is the cause. The service passes the result of the call, in the format of
+    `failed`, or `broken` if the test itself is the cause. The node passes the result of the call, in the format of
     `run_call`, to the next `step`.
     """
 

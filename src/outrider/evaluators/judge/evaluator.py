@@ -1,5 +1,6 @@
 """The evaluator `judge`: a language model, the judge, compares the agent's answer with a reference, with criteria, or
-with another answer. The judge sees only the agent's last reply, up to `answer_chars` characters.
+with another answer. Of the agent's work, the judge sees only the last reply. A reply of more than `answer_chars`
+characters gets reward 0.
 
 The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
 service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; the verdict counts

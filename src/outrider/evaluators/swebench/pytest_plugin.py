@@ -151,8 +151,8 @@ class Guard:
     def _added(self, config: Any, items: Any) -> Any:
         """Yield objects that the code under test may have added after pytest imported the tests, each with a name for
         the report."""
-        # A test module that mentions `pytest_plugins` may load new plugins. This file is not searched for the word,
-        # although pytest collects the canaries from it.
+        # A test module that mentions `pytest_plugins` may load new plugins. This file, from which pytest collects the
+        # canaries, is not searched, because it contains the word itself.
         texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
         if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:

@@ -101,7 +101,7 @@ class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """The records of a row's session.
 
     - `streams`: True if the harness requests streamed replies.
-    - `in_time`: True if the first word of a reply reached the harness before the rest of the reply was sampled.
+    - `in_time`: True if the first word of a reply was sent to the harness before the rest of the reply was sampled.
     - `tried`: for the row `sub-agent`, the outcomes of the `SubagentTrial`, by tool.
     """
 

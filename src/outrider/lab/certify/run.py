@@ -47,7 +47,8 @@ async def certify(
     agent_seconds: float,
     watch: Callable[[RowVerdict], None] = lambda _: None,
 ) -> Certificate:
-    """Run and judge every row. Calls `watch` with each verdict as soon as it is known.
+    """Run and judge every row. Calls `watch` with each verdict as soon as the row's session has ended. The verdicts of
+    rows that are not tried follow at the end.
 
     Raises the service's error if it refuses a session, for example because the harness is not installed or the runtime
     does not work on this machine.

@@ -66,7 +66,7 @@ class SubagentTrial:
 
     @property
     def unfinished(self) -> bool:
-        """True if no tool has started a sub-agent yet and not all tools have been called."""
+        """True if no tool has started a sub-agent yet and a tool is left to call."""
         return self.starter is None and NOT_REACHED in self.outcomes.values()
 
     async def next_call(

@@ -39,7 +39,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolRole(msgspec.Struct, frozen=True, kw_only=True):
-    """A purpose that a tool can have (`what`), and the words by which such a tool is recognized.
+    """A purpose that a tool can have (`what`), and the words by which such a tool is recognised.
 
     - `certain`: words that decide the role, the likeliest first. They are in the tool's name or in a parameter's
       choices.
@@ -129,7 +129,7 @@ CERTAIN = 30
 NAMED = 6
 """Minimum score of a parameter with a likely name."""
 DESCRIBED = 1
-"""Score of a parameter that is recognized only by its description."""
+"""Score of a parameter that is recognised only by its description."""
 NOTE_TOOL = str(TOOL["name"])
 SHELL_LINE = ("bash", "-c")
 SHELLS = ("bash", "sh", "shell", "zsh", "terminal")
@@ -336,7 +336,7 @@ def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool
 
 def _fit(name: str, schema: Any, parameter: Parameter) -> int:
     """Return a score for how well a tool's parameter fits a role's parameter. The score is 0 for a parameter of a wrong
-    type or with fixed choices."""
+    type or with fixed choices, and if neither its name nor its description fits."""
     kind = _kind(schema)
     if (kind != "string" and not (parameter.may_be_list and kind == "array")) or _choices(schema):
         return 0

@@ -23,7 +23,7 @@ POLICY = Path(__file__).parent / "policy"
 
 RENDERER = "template:qwen3"
 """Qwen3's format, rendered with the policy's own chat template. The renderer must be named, because the service chooses
-a renderer by the names of public models, and the demo's policy is not public."""
+a renderer by the names of public models, and the demo's policy is not one of them."""
 
 END = "<|im_end|>"
 

@@ -47,7 +47,7 @@ def plain(address: Address) -> Address:
     return address.ipv4_mapped or IPv6Address(int(address))
 
 
-def meanings(address: Address) -> tuple[Address, ...]:
+def embedded_addresses(address: Address) -> tuple[Address, ...]:
     """Return the address itself and all IPv4 addresses that it contains. A packet to `address` may reach any of
     them."""
     if isinstance(address, IPv4Address):
@@ -65,14 +65,14 @@ def is_sensitive(address: Address) -> bool:
     notation. Such an address may give out credentials or reach several machines."""
     return any(
         one.is_link_local or one.is_multicast or one.is_unspecified or one in METADATA
-        for one in meanings(plain(address))
+        for one in embedded_addresses(plain(address))
     )
 
 
 def is_public(address: Address) -> bool:
     """Return True for an address on the public Internet, unless it belongs to this machine. Returns False for a private
     address in any notation."""
-    found = meanings(plain(address))
+    found = embedded_addresses(plain(address))
     return not is_sensitive(address) and all(one.is_global for one in found) and not any(map(is_own, found))
 
 

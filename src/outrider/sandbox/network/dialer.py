@@ -20,7 +20,7 @@ import msgspec
 
 from outrider.destinations import is_address
 from outrider.environment import variables
-from outrider.sandbox.network.addresses import Address, is_own, is_public, is_sensitive, meanings, plain
+from outrider.sandbox.network.addresses import Address, embedded_addresses, is_own, is_public, is_sensitive, plain
 from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, Unreachable, place_of
 
 CONNECT_SECONDS = 30.0
@@ -138,8 +138,8 @@ class Dialer:
         """Return whether the proxy may connect to this address of the server. A host name resolves to whatever its
         owner wants. So a sensitive address is allowed only if the operator lists the address itself."""
         at = plain(address)
-        if any(place_of(str(one), server.port) in self._own for one in meanings(at)) or (
-            f"*:{server.port}" in self._own and any(map(is_own, meanings(at)))
+        if any(place_of(str(one), server.port) in self._own for one in embedded_addresses(at)) or (
+            f"*:{server.port}" in self._own and any(map(is_own, embedded_addresses(at)))
         ):
             return False
         if server.internal:

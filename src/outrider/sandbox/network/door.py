@@ -367,7 +367,7 @@ class DoorPassage:
         self.use = use
         self._door = door
         self._number = use.requests
-        self._waits: ServerWait | None = None
+        self._wait: ServerWait | None = None
 
     def sent(self, number: int) -> None:
         self._door.count(self.use, "sent", number)
@@ -387,12 +387,12 @@ class DoorPassage:
     def reached(self) -> None:
         self.use.last_reached = max(self.use.last_reached, self._number)
 
-    def waits(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
-        self._waits = None if reason is None else ServerWait(reason, blameless, time.monotonic() + patience)
+    def set_wait(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
+        self._wait = None if reason is None else ServerWait(reason, blameless, time.monotonic() + patience)
 
     def judge(self) -> None:
-        if (wait := self._waits) is not None and time.monotonic() >= wait.until:
-            self._waits = None
+        if (wait := self._wait) is not None and time.monotonic() >= wait.until:
+            self._wait = None
             self.failed(wait.reason, blameless=wait.blameless)
 
     def close(self) -> None:

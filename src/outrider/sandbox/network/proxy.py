@@ -96,7 +96,7 @@ class Passage(Protocol):
         ...
 
     def reached(self) -> None: ...
-    def waits(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
+    def set_wait(self, reason: str | None, *, blameless: bool = False, patience: float = 0.0) -> None:
         """Record that the request now waits for the server. With None, the wait is over. If the connection ends after a
         wait of more than `patience` seconds, the server has failed, and `reason` says why."""
         ...
@@ -159,7 +159,7 @@ class Proxy:
             request = read_request(head)
             passage = self._gate.admit(request)
         except NotPassedOn as error:
-            await say(reader, writer, error, name=self._name)
+            await reply_with_error(reader, writer, error, name=self._name)
             return
         try:
             await self._carry(request, passage, reader, writer)
@@ -178,7 +178,7 @@ class Proxy:
                 await put(writer, recorded)
                 return
             late = f"{request.place} was not reached before the network of the phase ended"
-            passage.waits(late, blameless=True, patience=CONNECT_PATIENCE)
+            passage.set_wait(late, blameless=True, patience=CONNECT_PATIENCE)
             try:
                 connection = await self._dialer.connect(route.server, tunnel=request.tunnel)
             except NotAllowed as error:
@@ -187,19 +187,19 @@ class Proxy:
                 # Only a package index has `methods`. Its address comes from the operator's settings, so an address that
                 # is not allowed is a mistake in the settings.
                 raise Unreachable(f"{error}: the operator may name {route.server.place} in network.internal") from error
-            passage.waits(None)
+            passage.set_wait(None)
         except NotAllowed as error:
-            passage.waits(None)
+            passage.set_wait(None)
             self._gate.refuse(request, str(error))
-            await say(reader, writer, error, name=self._name)
+            await reply_with_error(reader, writer, error, name=self._name)
             return
         except LimitExceeded:
             writer.transport.abort()
             return
         except NotPassedOn as error:
-            passage.waits(None)
+            passage.set_wait(None)
             passage.failed(str(error), blameless=True)
-            await say(reader, writer, error, name=self._name)
+            await reply_with_error(reader, writer, error, name=self._name)
             return
         flow = Flow(passage, None if request.tunnel else Awaited(request.place, is_plain_read(request, route)))
         try:
@@ -217,7 +217,7 @@ class Proxy:
             blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
             flow.end_wait()
             passage.failed(str(error), blameless=blameless)
-            await say(reader, writer, error, name=self._name)
+            await reply_with_error(reader, writer, error, name=self._name)
         except (TimeoutError, LimitExceeded, OSError) as error:
             if flow.exceeded:
                 flow.end_wait()
@@ -226,7 +226,7 @@ class Proxy:
             passage.judge()  # records a failure before the client learns of it
             if isinstance(error, TimeoutError) and not (request.tunnel or flow.answered or flow.exceeded):
                 text = f"{request.place} did not answer"
-                await say(reader, writer, NotPassedOn("504 Gateway Timeout", text), name=self._name)
+                await reply_with_error(reader, writer, NotPassedOn("504 Gateway Timeout", text), name=self._name)
             writer.transport.abort()  # after a normal close, an incomplete reply would look complete
         finally:
             connection.writer.close()
@@ -318,7 +318,9 @@ class Proxy:
         kept.store()
 
 
-async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: NotPassedOn, *, name: str) -> None:
+async def reply_with_error(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: NotPassedOn, *, name: str
+) -> None:
     """Reply to a request with an error, and discard the rest of the request for up to LINGER_SECONDS."""
     body = f"{name}: {error}\n".encode()
     lines = [f"HTTP/1.1 {error.status}", "Content-Type: text/plain; charset=utf-8", f"Content-Length: {len(body)}"]
@@ -469,10 +471,10 @@ class Flow:
         if self._awaited is not None:
             what = "stopped in the middle of its reply" if self.answered else "did not answer"
             text = f"{self._awaited.place} {what}"
-            self.passage.waits(text, blameless=self._awaited.blameless, patience=ANSWER_PATIENCE)
+            self.passage.set_wait(text, blameless=self._awaited.blameless, patience=ANSWER_PATIENCE)
 
     def end_wait(self) -> None:
-        self.passage.waits(None)
+        self.passage.set_wait(None)
 
     def cut_short(self) -> CutShort:
         """Return the exception for a reply that has ended too early."""
@@ -710,7 +712,7 @@ class ProxyServer:
                 return await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             error = NotPassedOn("431 Request Header Fields Too Large", f"the head has more than {MAX_HEAD >> 10} KiB")
-            await say(reader, writer, error, name=self._name)
+            await reply_with_error(reader, writer, error, name=self._name)
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             pass
         return None

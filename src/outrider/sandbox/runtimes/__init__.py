@@ -1,5 +1,5 @@
-"""The kinds of sandbox, such as `docker` and `namespace`. All kinds implement the interface in `base`.
+"""The kinds of sandbox, such as `docker` and `namespace`. Each kind implements the interface in `base`.
 
-`guest` is the code that runs inside a sandbox. `tool_server` is the host's end of the connection to that code. A
-runtime in memory, for tests, is in `lab/fakes`.
+The folder `guest` has the code that runs inside a sandbox. `tool_server` has the code on the host that talks to it.
+`lab/fakes` has a runtime in memory for tests.
 """

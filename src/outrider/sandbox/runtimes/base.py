@@ -1,8 +1,8 @@
-"""The interface of a runtime. A runtime is one sandbox, started once and stopped exactly once.
+"""The interface of a runtime. A runtime is one sandbox. It is started once and stopped exactly once.
 
-The interface involves neither models nor rewards. Paths inside the sandbox are POSIX paths, absolute or relative to the
-working directory. Invariant: after `stop` returns, no process of the sandbox is alive and no file of the sandbox is
-left on the host.
+Models and rewards play no part here. Paths inside a sandbox are POSIX paths, absolute or relative to the working
+directory. Invariant: after `stop` returns, no process of the sandbox is alive, and none of its files is left on the
+host.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from outrider.sandbox.runtimes.node_host import Host
 
 MAX_OUTPUT = 10 << 20
-"""Maximum bytes kept of one output stream. The middle of a longer stream is replaced by a note with the number of bytes
-cut."""
+"""Maximum bytes that are kept of one output stream. In a longer stream, a note with the number of missing bytes
+replaces the middle."""
 
 MAX_PATHS = 10_000
 """Maximum number of paths that `glob` returns by default."""
@@ -42,7 +42,7 @@ GIT_ENVIRONMENT = {
 
 
 class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters that a node passes to a new sandbox.
+    """What a node passes to a new sandbox.
 
     - `session_id` and `attempt` identify the sandbox.
     - `directory` is a private, empty directory on the host. The node removes it after `stop`.
@@ -69,9 +69,9 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Exit code and outputs of a command. `exit_code` is None if the command reached its time limit and was killed
-    (`timed_out`), and 128 + N if signal N killed the command. Outputs are raw bytes. The middle of an output longer
-    than MAX_OUTPUT is cut out."""
+    """The result of a command. `exit_code` is 128 + N if signal N killed the command. It is None if the command was
+    killed at its time limit (`timed_out`). The outputs are raw bytes. The middle of an output longer than MAX_OUTPUT is
+    cut out."""
 
     exit_code: int | None
     stdout: bytes
@@ -80,8 +80,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
     def log_tail(self, *, limit: int = LOG_TAIL) -> str:
-        """Return the last `limit` bytes of stdout and stderr, stdout first. Each stream gets half of the limit, plus
-        what the other stream leaves free."""
+        """Return the end of stdout and then of stderr, at most `limit` bytes together. Each stream gets half of the
+        limit, plus what the other does not need."""
         out, err = self.stdout.rstrip(), self.stderr.rstrip()
         err = err[-max(limit // 2, limit - len(out)) :]
         room = limit - len(err)
@@ -90,8 +90,11 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process in a sandbox. `pid` and `parent` are process ids as seen inside the sandbox. Times are seconds since
-    the epoch; `end` is None while the process lives. `exit_code` is known only for children of the tool server."""
+    """A process in a sandbox.
+
+    - `pid` and `parent` are process ids inside the sandbox.
+    - `start` and `end` are seconds since the epoch. `end` is None while the process lives.
+    - `exit_code` is known only for children of the tool server."""
 
     pid: int
     parent: int
@@ -102,15 +105,16 @@ class SandboxProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Display(msgspec.Struct, frozen=True):
-    """A rich result of interpreter input, such as a plot. `data` holds the result in one or more formats, by MIME type:
-    images as bytes, all other formats (JSON too) as text. A `text/plain` format is also part of the output."""
+    """A rich result of code that an interpreter ran, such as a plot. `data` has the result in one or more formats, by
+    MIME type. Images are bytes, and all other formats are text, also JSON. A `text/plain` format is also part of the
+    output."""
 
     data: dict[str, str | bytes]
 
 
 class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of one shell or interpreter input, stdout and stderr merged in order. `displays` are IPython's rich
-    results, at most 8 MiB together. Data that does not fit is replaced by a note."""
+    """The output of one input to a live shell or interpreter. stdout and stderr are merged in order. `displays` are
+    IPython's rich results, at most 8 MiB together. A note replaces data that does not fit."""
 
     output: str
     exit_code: int | None
@@ -119,14 +123,15 @@ class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ShellKind = Literal["bash", "python", "ipython"]
-"""Kinds of live shells: bash (sh in a sandbox without bash), Python as at its prompt, or IPython as in a notebook."""
+"""Kinds of live shells: `bash` (or sh if the sandbox has no bash), `python` as at Python's prompt, and `ipython` as in
+a notebook."""
 
 
 class Shell(Protocol):
     """A live bash, Python or IPython that keeps its state between calls.
 
-    `run` raises RuntimeFailure when the shell is gone. When `run` reaches its time limit, the running job is killed and
-    the shell stays usable.
+    `run` raises RuntimeFailure if the shell has ended. At its time limit, `run` kills the running job, and the shell
+    stays usable.
     """
 
     async def run(self, text: str, *, seconds: float) -> ShellResult: ...
@@ -134,7 +139,8 @@ class Shell(Protocol):
 
 
 class NoShell(RuntimeFailure):
-    """Raised when the sandbox has no interpreter of that `kind`, or when an agent has made the interpreter unusable."""
+    """Raised if the sandbox has no interpreter of the given `kind`, or if an agent has made that interpreter
+    unusable."""
 
     def __init__(self, kind: ShellKind, *, hint: str, log_tail: str | None) -> None:
         name = "IPython" if kind == "ipython" else "Python"
@@ -143,11 +149,12 @@ class NoShell(RuntimeFailure):
 
 
 class PatchConflict(ValueError):
-    """Raised when a patch does not apply. No file was changed. The message is the output of git."""
+    """Raised if a patch does not apply. No file has changed. The error message is the output of git."""
 
 
 class Availability(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a check of this machine. `detail` describes the feature, or the missing part if `ok` is False."""
+    """Whether this machine supports a feature. `detail` describes the feature. If `ok` is False, it describes what is
+    missing."""
 
     ok: bool
     detail: str
@@ -155,8 +162,8 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def found(cls, describe: Callable[[], str]) -> Availability:
-        """Return an availability whose detail is the text that `describe` returns. If `describe` raises
-        RuntimeUnavailable, the availability is not `ok`, and has the error's message and hint."""
+        """Return an availability with the text that `describe` returns. If `describe` raises RuntimeUnavailable, the
+        result is not `ok`, and has the message and hint of this error."""
         try:
             return cls(ok=True, detail=describe())
         except RuntimeUnavailable as error:
@@ -164,18 +171,18 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuntimeKind(Protocol):
-    """A kind of sandbox, as named by `task.runtime.kind`. Any object with these methods is a kind. A class whose
-    methods are class methods can be both the kind and its `Runtime`.
+    """A kind of sandbox, which `task.runtime.kind` names. Any object with these methods is a kind. A class can be both
+    a kind and its `Runtime`, if the methods of the kind are class methods.
 
     A kind may have these attributes:
 
-    - `shows_mounts` is False if programs in the sandbox cannot see the folders of `SandboxContext.mounts`.
+    - `shows_mounts` is False if programs in the sandbox cannot see the folders in `SandboxContext.mounts`.
     - `saves_layers` is True if the sandboxes implement `SavesLayers`.
-    - `gives_gpus` is True if programs can use exactly the GPUs of `SandboxContext.gpus`.
-    - `uses_image_store` is True if the images are those of `outrider image`.
-    - `filters_network` is True if programs reach nothing but `SandboxContext.gateway_socket`, at BRIDGE_URL.
-    - `part` is the class whose object all sandboxes of a node share (see `Host.part`). A kind has this attribute if its
-      sandboxes run on other machines.
+    - `gives_gpus` is True if programs can use exactly the GPUs in `SandboxContext.gpus`.
+    - `uses_image_store` is True if the sandboxes start from images of `outrider image`.
+    - `filters_network` is True if programs can reach only `SandboxContext.gateway_socket`, at the address BRIDGE_URL.
+    - `part` is a class. All sandboxes of a node share one object of it (see `Host.part`). A kind has this attribute if
+      its sandboxes run on other machines.
     """
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:
@@ -183,21 +190,21 @@ class RuntimeKind(Protocol):
         ...
 
     def available(self) -> Availability:
-        """Return whether this machine can run sandboxes of this kind. The first call may block for seconds."""
+        """Return whether sandboxes of this kind can run on this machine. The first call may block for seconds."""
         ...
 
     def check_spec(self, spec: RuntimeSpec) -> None:
-        """Check a spec before the task is stored. Raises InvalidField, naming the field, if this kind cannot fulfil the
-        spec. Blocks briefly, because a few files are checked."""
+        """Check a spec before its task is stored. Raises InvalidField, which names the field, if this kind cannot
+        fulfil the spec. The call blocks briefly, because it checks a few files."""
         ...
 
 
 class Runtime(Protocol):
-    """One sandbox. Every method raises RuntimeFailure when the sandbox is broken or stopped.
+    """One sandbox. Every method raises RuntimeFailure if the sandbox is broken or stopped.
 
-    `endpoint` is the base URL (no trailing slash) of the model gateway for programs inside, valid after `start`.
-    `scratch` is a folder in the sandbox for files that do not belong to the task. If `start` raises, it leaves nothing
-    behind. `stop` is idempotent, never raises, and makes a concurrent `start` fail.
+    `endpoint` is the base URL of the model gateway for programs inside, without a final slash. It is valid after
+    `start`. `scratch` is a folder in the sandbox for files that do not belong to the task. If `start` raises, it leaves
+    nothing behind. `stop` may be called twice, never raises, and makes a concurrent `start` fail.
     """
 
     endpoint: str
@@ -215,20 +222,21 @@ class Runtime(Protocol):
         merged: bool = False,
         seconds: float,
     ) -> ExecResult:
-        """Run a command to its end. A string is run by `bash -c`, or by `sh -c` in a sandbox without bash. A sequence
-        is executed directly. With `merged`, stderr is in `stdout`, in the order of writing. When the command exceeds
-        `seconds`, or the caller is cancelled, the command and all its descendants are killed."""
+        """Run a command to its end. `bash -c` runs a string, or `sh -c` in a sandbox without bash. A sequence of words
+        is executed directly. With `merged`, `stdout` also has the output of stderr, in the order of writing. After
+        `seconds`, or if the caller is cancelled, the command and all its descendants are killed."""
         ...
 
     async def open_shell(self, kind: ShellKind = "bash") -> Shell:
-        """Open a live shell. Raises NoShell, with a hint, when the sandbox has no interpreter of that kind."""
+        """Open a live shell. Raises NoShell, with a hint, if the sandbox has no interpreter of the given kind."""
         ...
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
-        """Return a file's bytes.
+        """Return the content of a file.
 
-        Raises FileNotFoundError (also if a parent of the path is a file) and IsADirectoryError. Raises RuntimeFailure
-        for a file of more than `limit` bytes. If `follow` is false, raises RuntimeFailure for a symbolic link."""
+        Raises FileNotFoundError, also if a parent of the path is a file. Raises IsADirectoryError for a folder. Raises
+        RuntimeFailure for a file of more than `limit` bytes. If `follow` is false, a symbolic link also raises
+        RuntimeFailure."""
         ...
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
@@ -236,15 +244,16 @@ class Runtime(Protocol):
         ...
 
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
-        """Return the matching paths, sorted, as Python's `glob.glob(pattern, recursive=True)` does. A relative pattern
-        gives relative paths. A hidden name matches only if that part of the pattern begins with a dot too. Unlike in
-        Python, `**` does not follow symbolic links. Raises RuntimeFailure for more than `limit` paths."""
+        """Return the paths that match a pattern, sorted. The rules are those of Python's `glob.glob(pattern,
+        recursive=True)`, but `**` does not follow symbolic links. A relative pattern gives relative paths. A name that
+        begins with a dot only matches a part of the pattern that also begins with a dot. Raises RuntimeFailure for more
+        than `limit` paths."""
         ...
 
     async def patch(self, text: str | bytes, *, cwd: str | None = None) -> None:
         """Apply a unified diff to the files below `cwd` with `git apply`, completely or not at all. Raises
-        PatchConflict if the patch does not apply or is too large. Raises RuntimeFailure if git fails, with a hint if
-        the sandbox has no git."""
+        PatchConflict if the patch does not apply or is too large. Raises RuntimeFailure if git fails. This error has a
+        hint if the sandbox has no git."""
         ...
 
     async def upload(self, source: Path, target: str) -> None:
@@ -254,18 +263,19 @@ class Runtime(Protocol):
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
         """Write a tar archive of the given paths into the new host file `target`.
 
-        Files that are missing, unreadable or deleted during the call are left out. With `alone`, every other process of
-        the sandbox is killed first, live shells too, so that no process changes the files during the copy. If a file
-        cannot be read for lack of a resource, or the archive exceeds the maximum size, the call raises RuntimeFailure
-        and leaves no file."""
+        Files are left out if they are missing, unreadable, or deleted during the call. With `alone`, the call first
+        kills all other processes of the sandbox, also live shells, so that no process changes the files during the
+        copy. The call raises RuntimeFailure, and leaves no file, if a resource for reading a file is lacking or the
+        archive is too large."""
         ...
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
-        """Make `paths` as they were in another sandbox, of which `snapshot` wrote the host file `archive`.
+        """Give the files at `paths` the state that they had in another sandbox. `snapshot` of that sandbox wrote the
+        host file `archive`.
 
-        Files that exist at `paths` are removed first. Nothing is written outside `paths`. An agent may have crafted the
-        archive. Therefore devices, sockets, pipes and links that lead out of `paths` are skipped, except links to the
-        system's folders."""
+        Existing files at `paths` are removed first. Nothing is written outside `paths`. An agent may have crafted the
+        archive. So devices, sockets and pipes are skipped, and also links that lead out of `paths`. Links to system
+        folders are kept."""
         ...
 
     async def stop(self) -> None: ...
@@ -276,8 +286,8 @@ class TellsCause(Protocol):
     """A runtime that can detect whether a sandbox was broken from inside."""
 
     async def broken_inside(self) -> bool:
-        """Return whether programs inside broke the sandbox. Returns False for a working, unstarted or stopped sandbox.
-        Also returns False if the host's own part failed, and if the cause cannot be determined."""
+        """Return True if programs inside broke the sandbox. Returns False for a working, unstarted or stopped sandbox.
+        Also returns False if the host's side failed, or if the cause cannot be determined."""
         ...
 
 
@@ -293,26 +303,27 @@ class ListsProcesses(Protocol):
     """A runtime that lists the processes that its programs have started."""
 
     async def processes(self) -> list[SandboxProcess]:
-        """Return the processes that began, ended or changed their command line since the last call, each with its
+        """Return the processes that have begun, ended or changed their command line since the last call, in their
         latest state. Short-lived processes may be missing. Raises RuntimeFailure."""
         ...
 
 
 @runtime_checkable
 class TellsImage(Protocol):
-    """A runtime that can detect whether its image's name now refers to a different image."""
+    """A runtime that can tell whether the name of its image now refers to another image."""
 
     async def image_is_current(self) -> bool:
-        """Return whether a sandbox started now would have the same image. Raises RuntimeFailure."""
+        """Return whether a sandbox that starts now would get the same image. Raises RuntimeFailure."""
         ...
 
 
 @runtime_checkable
 class QueuesStarts(Protocol):
-    """A runtime whose `start` may wait in a queue, or until the service that runs its sandboxes has room."""
+    """A runtime whose `start` may have to wait, in a queue of the node or until a service on other machines has
+    room."""
 
     def queued_seconds(self) -> float:
-        """Return how many seconds the start has waited so far. No time limit includes these seconds."""
+        """Return how many seconds `start` has waited so far. Time limits do not count these seconds."""
         ...
 
 

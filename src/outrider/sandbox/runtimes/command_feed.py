@@ -1,6 +1,6 @@
 """Announces the commands that a sandbox runs.
 
-Invariant: each command is published once when it begins and once when it ends, also if it fails or is cancelled.
+Invariant: each command is announced once when it begins and once when it ends, even if it fails or is cancelled.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ MOST_CHARACTERS = 1000
 
 
 class CommandRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A command that a sandbox runs, or an input of a live shell. `number` is unique in the sandbox. Times are seconds
-    since the epoch; `end` is None while the command runs. `exit_code` is None while the command runs, when the command
-    was killed for its time limit, and when its caller was cancelled."""
+    """A command that a sandbox runs, or one input of a live shell.
+
+    - `number` is unique within the sandbox.
+    - `start` and `end` are seconds since the epoch. `end` is None while the command runs.
+    - `exit_code` is None while the command runs. It stays None if the command was killed at its time limit or its
+      caller was cancelled."""
 
     number: int
     text: str
@@ -38,7 +41,7 @@ class CommandFeed(Feed[CommandRun]):
 
     @contextmanager
     def running(self, text: str) -> Iterator[Callable[[int | None], None]]:
-        """Publish that a command begins when the block is entered, and that it ends when the block is left. The block
+        """Announce a command's beginning when the block is entered, and its end when the block is left. The block
         passes the command's exit code to the yielded function."""
         self._begun += 1
         command = CommandRun(number=self._begun, text=text[:MOST_CHARACTERS], start=time.time())

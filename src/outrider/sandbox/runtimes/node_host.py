@@ -1,8 +1,8 @@
-"""`Host` holds the parts that all sandboxes and evaluators of one node share, such as a daemon's client and the folder
-of control groups.
+"""`Host` manages objects that all sandboxes and evaluators of one node share, called parts. Examples are a daemon's
+client, and the folder of control groups.
 
-This module manages only the parts' lifetimes. Invariant: a part is opened on first use. All parts are closed after the
-last sandbox has been stopped, in the reverse order of opening.
+This module only opens and closes the parts. Invariant: a part is opened when it is first used. After the last sandbox
+has been stopped, all parts are closed, in the reverse order of opening.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ PREFIX = "outrider-"
 
 
 SWEEP_SECONDS = 60.0
-"""Time limit for the sweep of one part (see `Host.sweep`)."""
+"""Seconds that the sweep of one part may take (see `Host.sweep`)."""
 
 
 class Host:
-    """A node's identity and its shared parts.
+    """The identity of a node, and the objects that its sandboxes share (parts).
 
-    `folder` is the node's private folder. `name` is globally unique and contains the node's process id and start time,
-    which `lives` checks. `starts_per_second` is the setting `sandboxes.starts_per_second`. `pods` are the settings
-    `sandboxes.kubernetes`."""
+    - `folder` is the node's private folder.
+    - `name` is unique to this node for all time. It contains its process id and start time, which `lives` checks.
+    - `starts_per_second` is the setting `sandboxes.starts_per_second`.
+    - `pods` are the settings `sandboxes.kubernetes`."""
 
     def __init__(self, folder: Path, *, starts_per_second: float = 5.0, pods: PodsConfig | None = None) -> None:
         self.folder = folder
@@ -59,8 +60,8 @@ class Host:
         return await self._stack.__aexit__(*error)
 
     async def part(self, kind: Callable[[Host], AbstractAsyncContextManager[P]]) -> P:
-        """Return the node's only part of this kind. The first call makes and enters the part. If entering the part
-        raises, this method raises the same exception, and the next call tries again."""
+        """Return the node's only part of this kind. The first call makes the part and enters its context. If this
+        raises an error, the next call tries again."""
         if kind not in self._parts:
             async with self._opening[kind]:
                 if kind not in self._parts:
@@ -68,8 +69,8 @@ class Host:
         return cast(P, self._parts[kind])
 
     async def sweep(self, failures: Failures, *, seconds: float = SWEEP_SECONDS) -> dict[str, int]:
-        """Call `sweep()` of every part that has this method, to remove what dead nodes left behind. Each call may take
-        `seconds`. Returns the number of things removed, by the part's class. See `swept`."""
+        """Remove what dead nodes left behind: call `sweep()` of every part that has this method. Each call may take
+        `seconds`. Returns how many things were removed, by the name of the part's class."""
         parts = [(type(part).__name__, part.sweep) for part in self._parts.values() if hasattr(part, "sweep")]
         return await swept(parts, failures, seconds=seconds)
 
@@ -77,8 +78,8 @@ class Host:
 async def swept(
     sweeps: Iterable[tuple[str, Callable[[], Awaitable[int]]]], failures: Failures, *, seconds: float | None = None
 ) -> dict[str, int]:
-    """Call the given functions one after another, each for at most `seconds`. `sweeps` are pairs (name, function).
-    Returns the number of things ended, by name. If a function fails, the failure is recorded and the other functions
+    """Call functions one after another, each for at most `seconds`. `sweeps` are pairs (name, function). Returns how
+    many things each function removed, by name. If a function fails, the failure is recorded, and the other functions
     still run."""
     ended = Counter[str]()
     for name, sweep in sweeps:
@@ -89,14 +90,14 @@ async def swept(
             failures.note(f"sweep of {name}", error)
         else:
             failures.note_success(f"sweep of {name}")
-    return dict(+ended)  # `+` drops the zero counts
+    return dict(+ended)  # `+` removes counts of zero
 
 
 def lives(name: str) -> bool:
     """Return whether the process of the node with this name still runs.
 
-    Returns True if this cannot be determined: if the name is not a node's, or if the node is in another pid namespace
-    (a container's, for example), whose process ids have no meaning here."""
+    Returns True if this cannot be determined. This is the case for a name that is not a node's, and for a node in
+    another pid namespace, such as a container's. Its process ids have no meaning here."""
     try:
         namespace, pid, since, _ = name.removeprefix(PREFIX).split("-")
         return namespace != _pid_namespace() or started(int(pid)) == since

@@ -1,9 +1,9 @@
-"""The NVIDIA GPUs of this machine, and the device files and libraries to show in a sandbox made without a container
-engine.
+"""The NVIDIA GPUs of this machine, and the files that a sandbox needs to use them. This is for sandboxes that are made
+without a container engine.
 
-The driver's state is read from files only: no library of the driver is loaded, and no GPU is opened. The file formats
-are taken from other programs that parse them, and were not tried on a machine with a GPU. Invariant: a sandbox is shown
-only the GPUs that were given to it.
+The driver's state is read only from files. No library of the driver is loaded, and no GPU is opened. The formats of
+these files are taken from other programs that parse them, and were not tried on a machine with a GPU. Invariant: a
+sandbox sees only the GPUs that it was given.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from outrider.environment import environment
 from outrider.errors import RuntimeUnavailable
 
 CDI_KIND = "nvidia.com/gpu="
-"""Prefix of an NVIDIA GPU's name in the Container Device Interface of container engines."""
+"""Beginning of an NVIDIA GPU's name in the Container Device Interface (CDI) of container engines."""
 CONTROL = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
 """Device files that are shown together with any GPU. Every CUDA program opens the first two. Profilers also open the
 last."""
 LIBRARIES_AT = "/run/outrider-nvidia"
-"""Folder of the driver's libraries in a sandbox. An image cannot contain these libraries, because their version must
-match the kernel module."""
+"""Folder with the driver's libraries in a sandbox. They cannot be part of an image, because their version must match
+the kernel module."""
 LIBRARY = re.compile(r"(?:libcuda|libcudadebugger|libnvcuvid|libnvoptix|libnvidia-[\w-]+)\.so\.[\w.]+")
 LISTED = re.compile(r"\s*(\S+) \(([^)]*)\) => (/\S+)")
 MACHINES = {"x86_64": "x86-64", "aarch64": "AArch64"}
-"""Names of processor architectures in the output of `ldconfig -p`. Keys are the names that `uname -m` prints."""
+"""Names of processor architectures in the output of `ldconfig -p`, by the names that `uname -m` prints."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU. `index` is its position in PCI bus order, as in nvidia-smi; `minor` is the minor number of its device
-    file."""
+    """One GPU. `index` is its position in PCI bus order, which nvidia-smi also shows. `minor` is the minor number of
+    its device file."""
 
     index: int
     minor: int
@@ -54,7 +54,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class GpuFiles(msgspec.Struct, frozen=True):
-    """Device files and the driver's libraries, as pairs (path on this machine, path in the sandbox)."""
+    """The device files and libraries that a sandbox needs for GPUs, as pairs (path on this machine, path in the
+    sandbox)."""
 
     devices: tuple[tuple[str, str], ...] = ()
     libraries: tuple[tuple[str, str], ...] = ()
@@ -75,7 +76,7 @@ class NvidiaDriver:
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Return the GPUs that this process may open. A batch job may have only some of the machine's GPUs, because a
-        control group denies the others. `access` detects the denial without opening a GPU."""
+        control group denies it the others. `access` detects this without opening a GPU."""
         known = [_gpu(at, _text(file)) for at, file in enumerate(sorted(self.proc.glob("gpus/*/information")))]
         if not known:  # in a container, /proc may lack these files
             minors = sorted(int(path.name[6:]) for path in self.dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())
@@ -83,8 +84,8 @@ class NvidiaDriver:
         return tuple(gpu for gpu in known if os.access(self.dev / f"nvidia{gpu.minor}", os.R_OK | os.W_OK))
 
     def visible(self) -> tuple[Gpu, ...]:
-        """Return the GPUs that a CUDA program started by this process would use. If CUDA_VISIBLE_DEVICES is set, these
-        are the GPUs in that list, up to the first name that is repeated or matches no GPU. Numbers are in PCI bus
+        """Return the GPUs that a CUDA program would use if this process started it. If CUDA_VISIBLE_DEVICES is set, it
+        lists these GPUs. The list ends before the first name that is repeated or matches no GPU. Numbers are in PCI bus
         order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
         here = self.gpus()
         if (wanted := environment("CUDA_VISIBLE_DEVICES")) is None:
@@ -101,11 +102,12 @@ class NvidiaDriver:
         return tuple(chosen)
 
     def shown(self, names: Sequence[str]) -> GpuFiles:
-        """Return the files that a sandbox needs for the GPUs of these names. Blocks. Raises RuntimeUnavailable."""
+        """Return the files that a sandbox needs for the GPUs with these names. The call blocks. Raises
+        RuntimeUnavailable."""
         return GpuFiles(self._devices(names), self._libraries()) if names else GpuFiles()
 
     def _devices(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Return the device files of these GPUs, and those listed in CONTROL."""
+        """Return the device files of these GPUs, and the device files in CONTROL."""
         here = self.gpus()
         files = []
         for name in names:
@@ -138,8 +140,8 @@ NVIDIA = NvidiaDriver()
 
 
 def driver_libraries(listing: str, machine: str) -> dict[str, str]:
-    """Return the paths of the driver's libraries from the output of `ldconfig -p`. Keys are the libraries' names. If a
-    library is listed several times, the first path is kept, because programs load that file."""
+    """Return the paths of the driver's libraries, by name. `listing` is the output of `ldconfig -p`. If it lists a
+    library several times, the first path is returned, because programs load that file."""
     found: dict[str, str] = {}
     for line in listing.splitlines():
         if (match := LISTED.match(line)) and LIBRARY.fullmatch(match[1]) and machine in match[2].split(","):
@@ -148,8 +150,8 @@ def driver_libraries(listing: str, machine: str) -> dict[str, str]:
 
 
 def variables(names: Sequence[str]) -> Mapping[str, str]:
-    """Return the environment variables that tell programs inside a sandbox which GPUs they have. The mapping is empty
-    unless all GPUs are NVIDIA's. CUDA numbers the visible GPUs from 0."""
+    """Return environment variables that tell programs in a sandbox which GPUs they have. Returns no variables unless
+    all GPUs are from NVIDIA. CUDA numbers the visible GPUs from 0."""
     if not names or not all(is_nvidia(name) for name in names):
         return {}
     return {

@@ -1,7 +1,7 @@
-"""A cache for the result of a runtime's probe of this machine.
+"""A cache for the result of a probe, by which a runtime checks whether this machine supports it.
 
 Invariant: a successful result is kept forever, because installed programs do not change under a running service. After
-a failure the probe runs again, but at most once in RETRY_SECONDS, so a repair is noticed without a restart.
+a failure, the probe runs again, but at most once in RETRY_SECONDS. So a repair is noticed without a restart.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 class ProbeCache(Generic[T]):
-    """The cached result of `probe`. The probe returns a value or raises RuntimeUnavailable. It may block; concurrent
-    callers in other threads wait for the result."""
+    """The cached result of `probe`. The probe returns a value, or raises RuntimeUnavailable. It may block. Other
+    threads that call `get` meanwhile wait for its result."""
 
     def __init__(self, probe: Callable[[], T]) -> None:
         self._probe = probe
@@ -30,11 +30,12 @@ class ProbeCache(Generic[T]):
         self._probing = threading.Lock()
 
     def get(self) -> T:
-        """Return the probe's result. Raises RuntimeUnavailable with a hint for the repair. Blocks."""
+        """Return the probe's result. Raises RuntimeUnavailable with a hint on how to repair the installation. The call
+        may block."""
         with self._probing:
             if not self._found:
                 if self._failure is not None and time.monotonic() - self._failed_at < RETRY_SECONDS:
-                    # A new exception: re-raising the same object would grow its traceback each time.
+                    # A new object is raised each time, because the traceback of a single one would grow.
                     raise RuntimeUnavailable(self._failure.message, hint=self._failure.hint)
                 try:
                     self._found.append(self._probe())

@@ -1,10 +1,10 @@
-"""The common parts of runtimes whose sandboxes run on other machines: the labels of sandboxes, the pace of starts, and
+"""What the runtimes with sandboxes on other machines have in common: the labels of sandboxes, the pace of starts, and
 the tunnel to the model gateway.
 
-Nothing here depends on a particular service that runs sandboxes. Invariants:
+The module does not depend on a particular service that runs sandboxes. Invariants:
 
 - A sandbox is an orphan only if the process of its node has certainly ended.
-- The time that a start waits in the queue is not charged to the session.
+- The session's time limits do not count the time that a start waits in the queue.
 - Through the tunnel, programs in a sandbox reach the gateway of their node and nothing else.
 """
 
@@ -34,20 +34,20 @@ from outrider.spec import RuntimeSpec
 NODE_LABEL = "outrider.node"
 SESSION_LABEL = "outrider.session"
 ATTEMPT_LABEL = "outrider.attempt"
-"""Keys of the labels that every sandbox has: the node that started the sandbox, its session, and the attempt."""
+"""Names of the labels of every sandbox. They hold the node that started it, its session, and the attempt."""
 
 MACHINE_CHARACTERS = 8
 HEAD = 5
 """Number of bytes before the data of a message in the tunnel: one byte for the message's kind, four for the client's
 number."""
 MOST_WAITING = 64 << 20
-"""Maximum bytes that wait in one buffer, to be sent to the gateway or to the tool server."""
+"""Maximum bytes that may wait in one buffer until they are sent to the gateway or the tool server."""
 UNBOUNDED = 1 << 62
 
 
 def node_label(host: Host) -> str:
-    """Return the value of NODE_LABEL for the sandboxes of a node: at most 63 letters, digits, dashes and underscores.
-    The last character is a letter or a digit, as Kubernetes requires."""
+    """Return the value of NODE_LABEL for the sandboxes of a node. It has at most 63 letters, digits, dashes and
+    underscores. The last character is a letter or digit, as Kubernetes requires."""
     label = f"{_machine()}-{host.name}"
     return label if label[-1].isalnum() else f"{label}0"
 
@@ -72,15 +72,15 @@ def is_orphan(label: str) -> bool:
 
 
 def _machine() -> str:
-    """Return a name for this machine that changes with each boot. Other machines that use the same service have other
+    """Return a name for this machine, which changes with each boot. Other machines that use the same service have other
     names, even if their process ids and namespaces are the same."""
     boot = host_id().partition(" ")[0]
     return hashlib.sha256(boot.encode()).hexdigest()[:MACHINE_CHARACTERS]
 
 
 class StartQueue:
-    """The queue in which the sandbox starts of a node wait for one service. It is first in, first out, and lets at most
-    `per_second` starts through in each second."""
+    """The queue in which starts of a node's sandboxes wait for one service. The first start that came is the first that
+    goes on. At most `per_second` starts go on in each second."""
 
     def __init__(self, per_second: float) -> None:
         self._pause = 1 / per_second
@@ -88,7 +88,7 @@ class StartQueue:
         self._turns = asyncio.Lock()
 
     async def turn(self) -> None:
-        """Wait until the next start may be requested. A cancelled wait takes no turn."""
+        """Wait until the next start may be requested. A cancelled wait does not use up a turn."""
         clock = asyncio.get_running_loop().time
         async with self._turns:
             while (wait := self._next - clock()) > 0:  # noqa: ASYNC110  # `hold` may move `_next` meanwhile
@@ -96,12 +96,12 @@ class StartQueue:
             self._next = clock() + self._pause
 
     def hold(self, seconds: float) -> None:
-        """Delay all starts by `seconds`, because the service has no room."""
+        """Let no start go on for `seconds`, because the service has no room."""
         self._next = max(self._next, asyncio.get_running_loop().time() + seconds)
 
 
 class QueueClock:
-    """A stopwatch for the time that the start of one sandbox waits in the queue or for room at the service."""
+    """A stopwatch for one start. It measures how long the start waits in the queue, or until the service has room."""
 
     def __init__(self) -> None:
         self._waited = 0.0
@@ -124,8 +124,8 @@ RemoteLaunch = Callable[[RuntimeSpec, SandboxContext, QueueClock], AbstractAsync
 
 
 class RemoteSandbox(ToolServerSandbox):
-    """A sandbox on another machine, with a tool server. The function `launch` gets a `QueueClock`, which measures how
-    long the start waits in a queue."""
+    """A sandbox on another machine, with a tool server. The function `launch` also gets a `QueueClock`, to measure how
+    long the start waits."""
 
     def __init__(self, launch: RemoteLaunch, spec: RuntimeSpec, context: SandboxContext, **options: Any) -> None:
         self._queued = QueueClock()
@@ -140,9 +140,9 @@ class RemoteSandbox(ToolServerSandbox):
 async def gateway_tunnel(
     tools: ToolClient, gateway: Path, chores: Chores, *, port: int = BRIDGE_PORT, seconds: float
 ) -> AsyncIterator[None]:
-    """Within the block, forward connections to 127.0.0.1:port in the sandbox to the Unix socket `gateway` of this
-    machine, for at most `seconds`. The tunnel's tasks belong to `chores`. Raises RuntimeFailure when the tunnel cannot
-    be opened.
+    """While the block runs, forward connections to 127.0.0.1:port in the sandbox to `gateway`, a Unix socket of this
+    machine. This ends after `seconds` at the latest. The tunnel's tasks belong to `chores`. Raises RuntimeFailure if
+    the tunnel cannot be opened.
 
     The tunnel uses the connection to the tool server. So the sandbox needs no network, and the node needs no address
     that other machines can reach."""
@@ -163,8 +163,8 @@ async def gateway_tunnel(
 
 
 class _GatewayTunnel:
-    """The host's end of a tunnel; the sandbox's end is guest/tunnel.py. `opened` is set when the sandbox's end listens
-    or has failed to listen."""
+    """The host's end of a tunnel. guest/tunnel.py has the sandbox's end. `opened` is set when the sandbox's end
+    listens, or has failed to listen."""
 
     def __init__(self, tools: ToolClient, gateway: Path, chores: Chores) -> None:
         self.opened = asyncio.Event()
@@ -177,7 +177,7 @@ class _GatewayTunnel:
     async def serve(self, port: int, seconds: float) -> None:
         try:
             await self._tools.call("tunnel", {"port": port}, Done, seconds=seconds, on_part=self._take, room=UNBOUNDED)
-        except (RuntimeFailure, OSError) as error:  # the sandbox is gone, or its port is taken
+        except (RuntimeFailure, OSError) as error:  # the sandbox no longer exists, or its port is in use
             self.failure = error
         finally:
             self.opened.set()
@@ -187,8 +187,9 @@ class _GatewayTunnel:
             stream.abort()
 
     def _take(self, part: bytes) -> None:
-        """Handle a message from the sandbox's end, which any program in the sandbox may have forged. Raises ValueError
-        for a message that the tool server never sends. The client of the tool server then drops the connection."""
+        """Handle a message from the sandbox's end of the tunnel. Any program in the sandbox may have forged it. Raises
+        ValueError for a message that the tool server never sends. The client of the tool server then drops the
+        connection."""
         if len(part) < HEAD:
             raise ValueError("a part of the tunnel without a number")
         # each message may cause a reply, so a flood of messages would fill memory
@@ -213,8 +214,8 @@ class _GatewayTunnel:
 
 
 class _GatewayStream(asyncio.Protocol):
-    """A connection to the gateway for one client in the sandbox. `closed` is called with the client's number when the
-    connection is lost. Bytes from the client are kept until the connection is open."""
+    """A connection to the gateway, for one client in the sandbox. Bytes from the client are kept until the connection
+    is open. When it is lost, `closed` is called with the client's number."""
 
     def __init__(self, tools: ToolClient, number: int, closed: Callable[[int, None], object]) -> None:
         self._tools = tools
@@ -228,7 +229,7 @@ class _GatewayStream(asyncio.Protocol):
     async def connect(self, gateway: Path) -> None:
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: self, str(gateway))
-        except OSError:  # the gateway is closed
+        except OSError:  # the gateway no longer listens
             self.connection_lost(None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

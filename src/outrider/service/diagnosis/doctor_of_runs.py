@@ -59,7 +59,7 @@ class DoctorOfRuns:
         """Diagnose the groups whose ids are in `groups`, or all groups if `groups` is empty. Groups that lack one of
         `labels` or were created before `since` (seconds since the epoch) are left out.
 
-        Raises NotFound for an unknown id in `groups`, or for a group of a tenant other than `tenant`."""
+        Raises NotFound for an unknown id in `groups` and, if `tenant` is given, for a group of another tenant."""
         async with self._one:
             evidence = RunEvidence()
             truncated = False

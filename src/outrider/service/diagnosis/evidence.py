@@ -37,7 +37,7 @@ TREND_GROUPS = 4096
 SAMPLED_GROUPS = 100
 """Maximum number of groups from which sessions are sampled."""
 SAMPLED_SESSIONS = 400
-"""Maximum number of sessions whose turns are read, unless LEAST_SIBLINGS of each group are more."""
+"""Maximum number of sessions whose turns are read."""
 LEAST_SIBLINGS = 4
 """Number of sessions that are sampled from each group, or more if there are few groups."""
 LEAST_SPREAD = 1e-9
@@ -260,15 +260,15 @@ class RunEvidence:
         group, self._group = self._group, None
         assert group is not None
         row = group.row
-        mark = int.from_bytes(blake2b(row.id.encode(), digest_size=8).digest(), "big")
+        digest = int.from_bytes(blake2b(row.id.encode(), digest_size=8).digest(), "big")
         if group.sampled.sessions:
-            _keep_lowest(self._sampled, (-mark, row.id, group.sampled), SAMPLED_GROUPS)
+            _keep_lowest(self._sampled, (-digest, row.id, group.sampled), SAMPLED_GROUPS)
         if EVALUATION_LABEL in row.labels:
             return  # evaluations repeat the same tasks, and their rewards are not used for training
         if row.state is GroupState.DONE and not row.cancelled and group.rewards.count >= 2:
             self.equal_rewards.add(group.highest - group.lowest <= LEAST_SPREAD, 1, group.first)
         if group.rewards.count and row.state is GroupState.DONE:
-            _keep_lowest(self._points, (-mark, row.id, group.point()), TREND_GROUPS)
+            _keep_lowest(self._points, (-digest, row.id, group.point()), TREND_GROUPS)
 
     @property
     def points(self) -> list[GroupPoint]:

@@ -1,10 +1,11 @@
 """Limits of a session's model calls: on the size of each request body, and on the tokens that the session may still
 sample.
 
-A body with too many bytes or JSON values is refused before it is parsed. The checks work for the request format of
-every API, because they count only JSON's separators. Invariant: the bytes held for calls are limited for each session
-and, for LARGE bodies, over all sessions. A body's bytes count from their arrival to the end of the call. The number of
-a session's calls is limited in `api/gateway.py`.
+A body with too many bytes or JSON values is refused before it is parsed, so a body that cannot fit the model's context
+costs at most a count. The checks work for the request format of every API, because JSON's separators are always the
+same. Invariant: the bytes held for calls are limited for each session and, for LARGE bodies, over all sessions. A
+body's bytes count from their arrival to the end of the call. The number of a session's calls is limited in
+`api/gateway.py`.
 
 Concurrent calls of a session share the session's tokens (`Allowance`). Before a call begins, some tokens are promised
 to it, and other calls cannot use them. If too few tokens are free, a new call waits while other calls run, because they
@@ -203,17 +204,20 @@ class FileBytes:
 class BodyCapacity(msgspec.Struct, frozen=True):
     """The size limits of one request body. `context` is the model's context length in tokens, or None if unknown.
 
-    If `images` is True, as for engines that take messages, the whole body may have MAX_BODY bytes. Otherwise the text
+    `takes_messages` is True for engines that take messages: the whole body may have MAX_BODY bytes. Otherwise the text
     has a lower limit, and files count only towards MAX_BODY."""
 
     context: int | None
-    images: bool
+    takes_messages: bool
 
     @property
     def size(self) -> int:
-        """Maximum size of the body in bytes. If `images` is False, the files in the body are not counted."""
-        most = MAX_BODY if self.images else MAX_TEXT_BODY
-        return most if self.images or self.context is None else min(most, FREE_SIZE + BYTES_PER_TOKEN * self.context)
+        """Maximum size of the body in bytes. If `takes_messages` is False, the files in the body are not counted."""
+        if self.takes_messages:
+            return MAX_BODY
+        if self.context is None:
+            return MAX_TEXT_BODY
+        return min(MAX_TEXT_BODY, FREE_SIZE + BYTES_PER_TOKEN * self.context)
 
     @property
     def values(self) -> int:
@@ -226,7 +230,7 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         to files."""
         if size > MAX_BODY:
             raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
-        if self.images or (text := size - files) <= self.size:
+        if self.takes_messages or (text := size - files) <= self.size:
             return
         if self.context is not None and text > FREE_SIZE + BYTES_PER_TOKEN * self.context:
             raise self._overflow(1 + (text - FREE_SIZE) // BYTES_PER_TOKEN)
@@ -248,7 +252,7 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         for start in range(0, len(body), _PIECE):
             yield _PIECE
             piece = body[start : start + _PIECE]
-            if not self.images:
+            if not self.takes_messages:
                 files.add(piece)
             escapes += piece.count(b"\\")
             separators += len(piece) - len(piece.translate(None, _SEPARATORS))

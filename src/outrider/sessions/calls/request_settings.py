@@ -114,8 +114,8 @@ def constrained(request: ModelRequest, assigned: ServingEngine, family: str) -> 
     """Return the request with a constraint that enforces its `tool_choice`. A request without `tool_choice` is returned
     unchanged. `family` is the renderer's model family.
 
-    Raises RequestError if the engine does not support the constraint or the tool choice, or if the request has both. An
-    engine that takes token ids also refuses a constraint together with tools.
+    Raises RequestError if the engine does not support the constraint or the tool choice, or if the request has both. If
+    the engine takes token ids, also raises RequestError for a constraint together with tools.
     """
     choice = request.tool_choice
     if choice is None:

@@ -39,7 +39,7 @@ CATCH_UP_SECONDS = 20.0
 longer."""
 READ_SECONDS = 10.0
 """Maximum seconds of one read by the service itself."""
-STEPS_BETWEEN_LOOKS = 10_000
+STEPS_BETWEEN_CLOCK_CHECKS = 10_000
 """A read checks its time limit after this many steps of SQLite's virtual machine."""
 TASK_LABEL = "task"
 """Label that names the task of a group. Groups without this label have the same task if their instructions are
@@ -119,7 +119,7 @@ class RunIndex:
         def run() -> T:
             db, _ = self._read.connection()
             until = loop.time() + READ_SECONDS
-            db.set_progress_handler(lambda: loop.time() > until, STEPS_BETWEEN_LOOKS)
+            db.set_progress_handler(lambda: loop.time() > until, STEPS_BETWEEN_CLOCK_CHECKS)
             return work(db)
 
         async with self._failures():
@@ -177,14 +177,14 @@ class RunIndex:
         tasks: dict[str, str | None] = {}
         for group in changes.groups:
             if group.id in new:
-                tasks[group.id] = group.labels.get(TASK_LABEL) or await self._mark_of_task(group.id)
+                tasks[group.id] = group.labels.get(TASK_LABEL) or await self._digest_of_task(group.id)
         return tasks
 
-    async def _mark_of_task(self, group_id: str) -> str | None:
+    async def _digest_of_task(self, group_id: str) -> str | None:
         """Return a digest of the group's instruction, or None if the spec cannot be read."""
         with suppress(OutriderError):  # the key that encrypted the spec is missing, or the group was just removed
             instruction = rows_of_runs.instruction_of(await self._store.spec(group_id))
-            return None if instruction is None else self._store.mark_of(instruction)
+            return None if instruction is None else self._store.digest_of(instruction)
         return None
 
     def _write(

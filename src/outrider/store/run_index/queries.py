@@ -29,7 +29,7 @@ AT_ONCE = 2
 MAX_WAITING = 16
 """Maximum number of waiting queries. A further query gets Busy."""
 START_SECONDS = 5.0
-"""Time in which the query's process must start and write its reply, in addition to MAX_SECONDS."""
+"""Seconds in which the query's process must start and write its reply, in addition to MAX_SECONDS."""
 PROGRAM = Path(__file__).with_name("query_program.py")
 
 
@@ -52,7 +52,8 @@ class Queries:
 
     async def run(self, sql: str, tenant: str | None) -> bytes:
         """Run a query, and return the JSON of a `schemas.QueryReply`. The query sees the rows of the tenant, or all
-        rows if `tenant` is None. They include every change that was stored before this call."""
+        rows if `tenant` is None. They include every event that was stored before this call, and the turns of all
+        sessions that were done by then."""
         if not sql.strip():
             raise InvalidField("the query is empty", field="sql", hint="such as SELECT * FROM sessions LIMIT 10")
         if len(sql) > MAX_SQL or "\0" in sql:

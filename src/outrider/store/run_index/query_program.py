@@ -123,7 +123,7 @@ FUNCTIONS = frozenset(
     ]
 )
 TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
-STEPS_BETWEEN_LOOKS = 2000
+STEPS_BETWEEN_CLOCK_CHECKS = 2000
 """A query checks its time limit after this many steps of SQLite's virtual machine."""
 MAX_TEXT = 1_000_000
 """Maximum size of one value, and of the query, in bytes."""
@@ -233,7 +233,7 @@ def answer(job: dict[str, Any]) -> str:
     db.set_authorizer(guard)
     check_confinement(db, job["tables"], next(iter(job["views"])))
     until = began + limits["seconds"]
-    db.set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN_LOOKS)
+    db.set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN_CLOCK_CHECKS)
     guard.refusal = None
     try:
         cursor = db.execute(job["sql"])

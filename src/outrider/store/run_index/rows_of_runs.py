@@ -65,7 +65,7 @@ def write_group(db: sqlite3.Connection, group: GroupRow, task: str | None) -> No
         "task": storable_text(task),
         "submitted_by": group.submitted_by,
     }
-    no = _upsert(db, "kept_groups", values, keep=("task",))
+    no = _upsert(db, "kept_groups", values, keep_if_none=("task",))
     pairs = [(storable_text(name), storable_text(value), no) for name, value in group.labels.items()]
     db.executemany("INSERT OR IGNORE INTO kept_labels (name, value, group_no) VALUES (?, ?, ?)", pairs)
 
@@ -112,7 +112,7 @@ def write_session(db: sqlite3.Connection, session: SessionRow) -> bool:
             "exit_code": result.harness_exit.code if result.harness_exit else None,
             "artifact_bytes": result.artifact_bytes,
         }
-    no = _upsert(db, "kept_sessions", values, keep=())
+    no = _upsert(db, "kept_sessions", values, keep_if_none=())
     if result is None or session.state is not SessionState.DONE:
         return True
     rewards = []
@@ -222,12 +222,12 @@ def _write_error(db: sqlite3.Connection, no: int, attempt: int, final: bool, at:
     )
 
 
-def _upsert(db: sqlite3.Connection, table: str, values: dict[str, object], *, keep: Sequence[str]) -> int:
-    """Insert a row, or update the row with the same `id`. Returns the row's number `no`. Columns in `keep` keep their
-    value if the new value is None."""
+def _upsert(db: sqlite3.Connection, table: str, values: dict[str, object], *, keep_if_none: Sequence[str]) -> int:
+    """Insert a row, or update the row with the same `id`. Returns the row's number `no`. Columns in `keep_if_none` keep
+    their value if the new value is None."""
     names = list(values)
     changes = ", ".join(
-        f"{name} = COALESCE(excluded.{name}, {name})" if name in keep else f"{name} = excluded.{name}"
+        f"{name} = COALESCE(excluded.{name}, {name})" if name in keep_if_none else f"{name} = excluded.{name}"
         for name in names
         if name != "id"
     )

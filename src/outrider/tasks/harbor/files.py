@@ -23,7 +23,7 @@ MAX_FILES = 16 << 20
 MAX_NUMBER = 1024
 HIDDEN = ("tests", "solution", "steps/*/tests", "steps/*/solution")
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-"""Matches a canary: a line at the beginning of an instruction that makes a data set recognizable in training data. It
+"""Matches a canary: a line at the beginning of an instruction that makes a data set recognisable in training data. It
 is removed."""
 IGNORED_BY = ".harborignore"
 

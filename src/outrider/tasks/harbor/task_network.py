@@ -44,7 +44,7 @@ def destinations(network: Network, public: Sequence[str]) -> list[str]:
 def network_of(
     environment: Network, public: Sequence[str], *, agent: Network | None = None, verifier: Network | None = None
 ) -> dict[str, Any] | None:
-    """Return the field `runtime.network` of a sandbox, or None if it needs no network. Raises NoDestination."""
+    """Return the field `runtime.network` of a sandbox, or None if it has no destination. Raises NoDestination."""
     found: dict[str, Any] = {"allow": destinations(environment, public)}
     for name, own in (("agent", agent), ("verifier", verifier)):
         if own is not None and own.network_mode is not None and (listed := destinations(own, public)) != found["allow"]:

@@ -103,7 +103,8 @@ def harbor_examples(
 
     tasks: the tasks to return, as paths below `root`.
     image: the image for tasks that name no image. Their Dockerfiles are ignored.
-    environ: the values that replace `${NAME}` in tasks. The default is this process's environment.
+    environ: the values that replace `${NAME}` in tasks, and so become part of them. The default is this process's
+        environment.
     offline: true to give tasks no network, even if they request one.
     network: the destinations for a task that requests a public network.
     """
@@ -467,7 +468,7 @@ class HarborFolder:
         )
 
     def _resolved(self, env: Mapping[str, str], field: str) -> dict[str, str]:
-        """Return the variables `env`, with `${NAME}` and `${NAME:-DEFAULT}` replaced by their values. Raises
+        """Return the variables `env`. A value of the form `${NAME}` or `${NAME:-DEFAULT}` is replaced. Raises
         InvalidField if NAME has neither a value nor a default."""
         found = {}
         for name, value in env.items():

@@ -24,7 +24,7 @@ class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
     environment: all settings except the image.
     field: the path of the table with these settings.
     context: None if the sandbox has the same image as the agent's. Otherwise, the folder with the tests.
-    image: the name of the image with the tests. None means that it is built from `context`."""
+    image: the name of the image with the tests. None means that it is built from `context`, if that is given."""
 
     environment: Environment
     field: str

@@ -134,18 +134,18 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     Summaries are searched first, from the newest to the oldest. Returns None if there is no such history."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
-    kin = []
+    related = []
     for other in recent:
-        # Segments of the same conversation or agent are related (`kin`). Equal tools or an equal system prompt indicate
-        # the same agent.
+        # Segments of the same conversation or agent are related. Equal tools or an equal system prompt indicate the
+        # same agent.
         same_tools, same_system = other.first.tools == first.tools, other.system == segment.system
         if (
             other.first.conversation == first.conversation
             or (same_tools and (same_system or first.tools))
             or (same_system and segment.system)
         ):
-            kin.append(other)
-    candidates = [other for other in kin if other.first.tools == first.tools] or kin
+            related.append(other)
+    candidates = [other for other in related if other.first.tools == first.tools] or related
     if not candidates:
         return None
     begins_anew = segment.starts_conversation and history_source(first) is None
@@ -167,7 +167,7 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
         taken_over = session.source(first)
         if taken_over is not None and session.turns[taken_over].conversation != other.first.conversation:
             continue  # the request takes over the history of another conversation
-        if old is not None and old.reply is not None and session.request_shows(first, session.body(old.reply)):
+        if old is not None and old.reply is not None and session.request_shows(first, session.reply_digest(old.reply)):
             return Continuation(old, None) if session.lacks_beginning(first, old) else None
     return None
 
@@ -201,9 +201,9 @@ def _is_quoted(
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
         above = first.messages[: next(at for at, other in enumerate(first.messages) if other is message)]
-        replies = (session.body(other) for other in above if other.role is Role.ASSISTANT)
+        replies = (session.reply_digest(other) for other in above if other.role is Role.ASSISTANT)
         asked_above = above[-1:] == source.messages[-1:]
-        if not asked_above and not any(session.request_shows(source, body) for body in replies):
+        if not asked_above and not any(session.request_shows(source, digest) for digest in replies):
             return True
     return False
 
@@ -234,7 +234,7 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
     read = session.replies_read(source)
     ranked = []
     for segment in candidates:
-        replies = sum(session.reply_given_by(segment.last, body) for body in read)
+        replies = sum(session.reply_given_by(segment.last, digest) for digest in read)
         is_written_out = _is_written_out(segment, begin, asked)
         if segment is not own and (replies or is_written_out):
             ranked.append((replies, is_written_out, segment.number))

@@ -34,8 +34,8 @@ together: its prompt has the words of a side call, and nothing uses its answer.
 
 The evidence is the content of the requests and the later course of the conversations. The names that the client sends
 (`Turn.agent_id`, `purpose`) are only hints. docs/branches.md shows both tables of rules. The module is pure and
-deterministic, and does not depend on rewards. Invariant: the parent of a segment is a turn before the segment's first
-turn.
+deterministic, and does not depend on rewards or on the policy for each kind. Invariant: the parent of a segment is a
+turn before the segment's first turn.
 """
 
 from __future__ import annotations
@@ -142,13 +142,13 @@ class Signals:
         return any(turn.index in self._quoted_in for turn in segment.turns)
 
     def _is_passed_on(self, segment: Segment) -> bool:
-        """Return True if a later request quotes a reply of the segment, and is not itself a side call."""
+        """Return True if a later request quotes a reply of the segment, and does not have the words of a side call."""
         quoting = (self._quoted_in.get(turn.index) for turn in segment.turns)
         return any(at is not None and not self.label(self.session.segment_of(at)) for at in quoting)
 
     def _joins_answers(self, segment: Segment) -> bool:
         """Return True if the segment is the session's last call and its request quotes the last replies of several
-        conversations. A side call never qualifies, unless it is for a summary."""
+        conversations. A request with the words of a side call never qualifies, unless they ask for a summary."""
         if self.label(segment) not in ("", SUMMARY):
             return False
         last = self.session.turns[-1]

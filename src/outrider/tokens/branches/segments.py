@@ -73,9 +73,9 @@ class SegmentedSession:
 
     continued: the turns that a later turn continues (`_continued_turns`).
     taken_over: for each turn index, the segments that take over the turn's history (`source`).
-    handed_over: the numbers of the segments to which another conversation passed its work on (`_find_hand_overs`).
+    handed_over: the numbers of the segments to which another conversation passed its work on (`_find_handed_over`).
 
-    Replies are compared by a digest that is called the *body* of a reply. It does not depend on call ids and reasoning.
+    Replies are compared by a digest (`reply_digest`). It does not depend on call ids and reasoning.
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
@@ -86,7 +86,7 @@ class SegmentedSession:
         self.taken_over: dict[int, list[Segment]] = {}
         self._segment_of: list[Segment] = []
         self._conversations: dict[int, list[Segment]] = {}
-        self._bodies: dict[Message, bytes] = {}
+        self._reply_digests: dict[Message, bytes] = {}
         self._first_seen: dict[Message, int] = {}
         self._answers: dict[int, list[str]] = {}
         self._replies_added: dict[int, set[bytes]] = {}
@@ -120,12 +120,12 @@ class SegmentedSession:
                     self._sources[turn.index] = source
                     self.taken_over.setdefault(source, []).append(segment)
             if turn.reply is not None and (turn.reply.content or turn.reply.tool_calls):
-                sampled[self.body(turn.reply)] = turn.index
+                sampled[self.reply_digest(turn.reply)] = turn.index
             requests[request_key(turn)] = segment
             segment.turns.append(turn)
             self._segment_of.append(segment)
         self._sampled = sampled
-        self._find_hand_overs()
+        self._find_handed_over()
         self.continued = self._continued_turns()
         self._replies = [
             self.replies_among([*turn.messages, turn.reply] if turn.reply is not None else turn.messages)
@@ -140,13 +140,13 @@ class SegmentedSession:
         If the segment continues a history with other tools or another system prompt, this is its `history_source`. If
         the segment starts a conversation for another reason, the client may have rewritten the beginning of a history.
         The result is then the turn that sampled the last known reply in the segment's first request. `sampled` maps the
-        bodies of earlier replies to their turns."""
+        digests of earlier replies to their turns."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
-        return next((sampled[body] for body in map(self.body, shown) if body in sampled), None)
+        return next((sampled[digest] for digest in map(self.reply_digest, shown) if digest in sampled), None)
 
-    def _find_hand_overs(self) -> None:
+    def _find_handed_over(self) -> None:
         """Find the conversations to which an earlier conversation passes its work on without repeating its replies as
         messages (`handed_over`). No turn continues the last reply of the earlier conversation, and one of these
         conditions holds:
@@ -215,38 +215,38 @@ class SegmentedSession:
     def segments_in(self, conversation: int) -> list[Segment]:
         return self._conversations[conversation]
 
-    def body(self, message: Message) -> bytes:
-        found = self._bodies.get(message)
+    def reply_digest(self, message: Message) -> bytes:
+        found = self._reply_digests.get(message)
         if found is None:
-            found = self._bodies[message] = message_key(message, _WITHOUT_IDS_AND_NAMES).body
+            found = self._reply_digests[message] = message_key(message, _WITHOUT_IDS_AND_NAMES).body
         return found
 
     def replies_among(self, messages: Sequence[Message]) -> set[bytes]:
-        """Return the digests (`body`) of the assistant messages. Empty messages are left out, because they appear in
-        any conversation."""
+        """Return the digests (`reply_digest`) of the assistant messages. Empty messages are left out, because they
+        appear in any conversation."""
         return {
-            self.body(message)
+            self.reply_digest(message)
             for message in messages
             if message.role is Role.ASSISTANT and (message.content or message.tool_calls)
         }
 
     def replies_added(self, turn: Turn) -> set[bytes]:
-        """Return the digests (`body`) of the assistant messages that the turn's request added."""
+        """Return the digests (`reply_digest`) of the assistant messages that the turn's request added."""
         found = self._replies_added.get(turn.index)
         if found is None:
             found = self._replies_added[turn.index] = self.replies_among(turn.messages)
         return found
 
-    def request_shows(self, turn: Turn, body: bytes) -> bool:
-        """Return True if the turn's request contains the reply with the digest `body`."""
-        return body in self.replies_added(turn) or (
-            turn.parent is not None and self._ancestry.reply_given_by(turn.parent, body)
+    def request_shows(self, turn: Turn, digest: bytes) -> bool:
+        """Return True if the turn's request contains the reply with the digest `digest`."""
+        return digest in self.replies_added(turn) or (
+            turn.parent is not None and self._ancestry.reply_given_by(turn.parent, digest)
         )
 
-    def reply_given_by(self, turn: Turn, body: bytes) -> bool:
-        """Return True if the turn's request contains the reply with the digest `body`, or the turn itself sampled
+    def reply_given_by(self, turn: Turn, digest: bytes) -> bool:
+        """Return True if the turn's request contains the reply with the digest `digest`, or the turn itself sampled
         it."""
-        return self._ancestry.reply_given_by(turn.index, body)
+        return self._ancestry.reply_given_by(turn.index, digest)
 
     def lacks_replies(self, turn: Turn, old: Turn) -> bool:
         """Return True if the turn's request lacks a reply of the history that ends with turn `old`. Returns False if
@@ -256,7 +256,7 @@ class SegmentedSession:
             self._steps_left -= 1
             if self._steps_left < 0:
                 return False
-            if any(not self.request_shows(turn, body) for body in self._replies[at]):
+            if any(not self.request_shows(turn, digest) for digest in self._replies[at]):
                 return True
             at = self.turns[at].parent
         return False
@@ -280,7 +280,7 @@ class SegmentedSession:
             if message is not None and message.role is not Role.SYSTEM
         ]
         replies = [message for message in messages if self.replies_among([message])][:2]
-        lacking = [reply for reply in replies if not self.request_shows(turn, self.body(reply))]
+        lacking = [reply for reply in replies if not self.request_shows(turn, self.reply_digest(reply))]
         if replies[:1] != lacking[:1] or not lacking:
             return False
         return len(lacking) > 1 or (turn.parent is None and messages[0] not in turn.messages)
@@ -294,8 +294,8 @@ class SegmentedSession:
         return at is not None
 
     def replies_read(self, turn: Turn) -> set[bytes]:
-        """Return the digests (`body`) of the replies in the turn's request. At most STEPS_PER_TURN earlier turns are
-        searched."""
+        """Return the digests (`reply_digest`) of the replies in the turn's request. At most STEPS_PER_TURN earlier
+        turns are searched."""
         found, parent = set(self.replies_added(turn)), turn.parent
         for _ in range(STEPS_PER_TURN):
             if parent is None:
@@ -325,7 +325,7 @@ class SegmentedSession:
 
     def was_sampled(self, message: Message) -> bool:
         """Return True if the message is a reply that the model sampled in this session."""
-        return message.role is Role.ASSISTANT and self.body(message) in self._sampled
+        return message.role is Role.ASSISTANT and self.reply_digest(message) in self._sampled
 
     def is_followed_up(self, conversation: int) -> bool:
         """Return True if the conversation continued after any of its replies, in one of these ways:
@@ -405,7 +405,7 @@ def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
     used: dict[RequestKey, int] = {}
     for request, turns in several.items():
         continued = [turn for turn in turns if turn.index in session.continued][:1]
-        echoed = [turn for turn in turns if turn.reply is not None and session.body(turn.reply) in quoted][-1:]
+        echoed = [turn for turn in turns if turn.reply is not None and session.reply_digest(turn.reply) in quoted][-1:]
         last_sent = max(turn.timings.received for turn in turns)
         side_by_side = all(turn.timings.finished > last_sent for turn in turns)
         if continued or echoed or not side_by_side:
@@ -440,9 +440,9 @@ class _Ancestry:
             last = children[index][-1] if children[index] else None
             self._left[index] = self._entered[index] + 1 if last is None else self._left[last]
         for index in order:
-            for body in said[index]:
-                if not self.reply_given_by(index, body):
-                    entered, left = self._first_replies.setdefault(body, ([], []))
+            for digest in said[index]:
+                if not self.reply_given_by(index, digest):
+                    entered, left = self._first_replies.setdefault(digest, ([], []))
                     entered.append(self._entered[index])
                     left.append(self._left[index])
 
@@ -450,13 +450,13 @@ class _Ancestry:
         """Return True if `one` is on the path from the root to `other`, or is `other` itself."""
         return self._entered[one] <= self._entered[other] < self._left[one]
 
-    def reply_given_by(self, index: int, body: bytes) -> bool:
-        """Return True if the turn `index`, or a turn on the path to it, has the reply `body` as a message or as its own
-        reply.
+    def reply_given_by(self, index: int, digest: bytes) -> bool:
+        """Return True if the turn `index`, or a turn on the path to it, has the reply with the digest `digest` as a
+        message or as its own reply.
 
         For each reply, `_first_replies` lists subtrees as ranges of turn numbers. The root of a subtree is the first
         turn on its path that has the reply. The subtrees do not overlap, so only the last one that begins at or before
         the turn is tested."""
-        entered, left = self._first_replies.get(body, ((), ()))
+        entered, left = self._first_replies.get(digest, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]

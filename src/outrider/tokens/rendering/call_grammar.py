@@ -196,7 +196,8 @@ def _tag(form: CallForm, name: str, function: Mapping[str, Any], field: str) -> 
 
 def _arguments_schema(name: str, parameters: Any, field: str) -> dict[str, Any]:
     """Return the schema of a tool's arguments without annotations. For a tool without parameters, this is the schema of
-    an empty object. Raises RequestError if the schema may allow a value that is not an object."""
+    an empty object. Raises RequestError if the schema may allow a value that is not an object, because arguments are
+    always an object."""
     schema = parameters or {"type": "object", "properties": {}}
     if isinstance(schema, dict) and "type" not in schema and not _NOT_OBJECTS & schema.keys():
         schema = {"type": "object", **schema}

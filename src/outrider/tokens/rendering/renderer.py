@@ -495,8 +495,8 @@ def make_renderer(tokenizer: Tokenizer, name: str | None, *, image_tokens: int =
     An image may have at most `image_tokens` tokens. If this is 0, or if the folder has no image processor, images are
     refused.
 
-    Raises InvalidField if the family is unknown or does not match the tokenizer, if the template is missing or cannot
-    be read, or if the image processor is not supported."""
+    Raises InvalidField if the family is unknown, cannot be told from the model's name, or does not match the tokenizer,
+    if the template is missing or cannot be read, or if the image processor is not supported."""
     folder = Path(tokenizer.name_or_path)
     if name is None:
         table = renderers.base.MODEL_RENDERER_MAP

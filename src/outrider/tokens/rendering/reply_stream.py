@@ -258,7 +258,7 @@ class ReplyStream:
 
     def _emit(self, state: _State, shown: str, *, final: bool) -> ReplyPart:
         """Append to the text or the reasoning, and return what was appended. White space at the beginning is dropped.
-        White space at the end is held back until more text follows, and is dropped at the end of the reply."""
+        White space at the end is held back until more text follows, and is dropped if none follows."""
         channel = self._reasoning if state is _State.REASONING else self._text
         if not channel:
             shown = shown.lstrip()

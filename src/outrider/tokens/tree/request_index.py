@@ -57,7 +57,7 @@ class PromptNode:
     matched: the turn whose conversation the request extends, even if the prompt does not use this turn's ids.
     rendered_replies: the assistant messages whose ids were rendered and not sampled, each as its position and the
         digest of its reasoning, or None.
-    splice: set if the history was recorded after other tools or system messages.
+    splice: set if the ids of the history were recorded after other tools or system messages, and are used here.
     thinking: True or False if the end of the prompt turns the model's reasoning on or off; None for the family's
         default.
     conversation: the number of the conversation. 0 is the session's first. The others began independently, or with
@@ -207,15 +207,16 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
     return found
 
 
-def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: PromptNode | None) -> bool:
+def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked_to: PromptNode | None) -> bool:
     """Return True if the request repeats or drops the recorded reasoning (`may_echo_reasoning`) for every reply on the
-    path to `turn`. An earlier comparison has already checked the replies in the prompt `checked`."""
+    path to `turn`. The replies in the prompt `checked_to` are not compared, because an earlier comparison found that
+    they agree."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
         if not keys[prompt.message_count].may_echo_reasoning(node.reasoning):
             return False
-        if prompt is checked:
+        if prompt is checked_to:
             return True
         if prompt.rendered_replies and not rendered_replies_agree(prompt, keys):
             return False
@@ -260,8 +261,8 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
     recalled: the number of first messages whose digests come from a stored prefix.
     parsed: the messages parsed so far, by position.
     sizes: the number of bytes of all recalled messages together, then of each other message.
-    checked: up to this prompt, the request's reasoning is known to agree with the recorded reasoning; None if it was
-        not compared.
+    reasoning_checked_to: up to this prompt, the request's reasoning is known to agree with the recorded reasoning; None
+        if it was not compared.
     matched: the turn whose conversation is the longest recorded prefix of the request.
     covered: the number of messages in this prefix.
     switch: the ids that turn thinking on or off at the end of the prompt; None for the family's default.
@@ -274,7 +275,7 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
     recalled: int
     parsed: dict[int, Message]
     sizes: list[int]
-    checked: PromptNode | None
+    reasoning_checked_to: PromptNode | None
     matched: TurnNode | None = None
     covered: int = 0
     switch: ThinkingSwitch | None = None
@@ -377,13 +378,13 @@ def _extend_all(prefix: bytes, keys: Sequence[MessageKey]) -> bytes:
 
 class _RememberedPrefix(msgspec.Struct, frozen=True):
     """Stored digests of the first messages of an earlier request. `head` is the digest of all bytes of these messages,
-    and `size` is their number. `last` is the digest of the last message's bytes."""
+    and `size` is the number of bytes. `last` is the digest of the last message's bytes."""
 
     last: bytes
     head: bytes
     prefixes: list[bytes]
     keys: list[MessageKey]
-    checked: PromptNode | None
+    reasoning_checked_to: PromptNode | None
     size: int
 
     def begins(self, messages: WireMessages) -> bool:
@@ -461,7 +462,7 @@ class RequestIndexer:
             recalled=recalled,
             parsed=parsed,
             sizes=sizes,
-            checked=before.checked if before else None,
+            reasoning_checked_to=before.reasoning_checked_to if before else None,
         )
 
     def remember(self, request: IndexedRequest, prompt: PromptNode) -> None:
@@ -470,16 +471,16 @@ class RequestIndexer:
         count = len(request.keys) - UNSTABLE_TAIL
         if count < max(MIN_REMEMBERED, request.recalled + REMEMBER_EVERY):
             return
-        checked: PromptNode | None = prompt
-        while checked is not None and checked.message_count > count:
-            checked = checked.parent.prompt if checked.parent else None
+        checked_to: PromptNode | None = prompt
+        while checked_to is not None and checked_to.message_count > count:
+            checked_to = checked_to.parent.prompt if checked_to.parent else None
         messages = request.messages
         prefix = _RememberedPrefix(
             last=digest(messages.raw(count - 1)),
             head=digest(messages.head(count)),
             prefixes=request.prefixes[: count + 1],
             keys=request.keys[:count],
-            checked=checked,
+            reasoning_checked_to=checked_to,
             size=sum(request.sizes[: count - request.recalled + 1]),
         )
         others = [one for one in self._remembered if one.prefixes[-1] not in request.prefixes]

@@ -51,9 +51,9 @@ from outrider.tokens.tree.request_index import (
 from outrider.trajectory import HEAD_CHANGES, ForkCause, Ids, JoinKind, Turn, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
-"""Texts longer than this number of characters are first encoded in parts of this size, to count their tokens. Most of
-them do not fit into the model's context. Encoding many megabytes at once takes seconds and a hundred times the text's
-memory."""
+"""Texts longer than this number of characters are first encoded in parts of this size, to count their tokens. Encoding
+many megabytes at once would take seconds and a hundred times the text's memory, and the prompt would be too long for
+the context anyway."""
 SEAM_TOKENS = 16
 """Encoding two adjacent parts of a text separately adds at most this number of tokens."""
 BYTES_OF_A_KEY = 100
@@ -138,7 +138,7 @@ class TokenTree:
         None keeps the family's default. If one of these errors is raised, the tree is unchanged:
 
         - RequestError: a message cannot be read or rendered, or thinking cannot be turned on or off here.
-        - TooLarge: a text is too long to encode, or there are too many tools.
+        - TooLarge: a text is too long to encode, or the new messages or the tools are too large.
         - ContextOverflow: with this prompt, a context of `context` tokens has no room for a reply.
         """
         request = yield from self._index(messages, tools, tools_raw, thinking)
@@ -249,9 +249,10 @@ class TokenTree:
         """Index the request. Find the turn whose conversation is the longest recorded prefix of the request."""
         request = yield from self._indexer.index(messages, tools, tools_raw)
         request.switch = self._renderer.thinking_switch(thinking)
+        checked_to = request.reasoning_checked_to
         for covered in range(len(request.keys), 0, -1):
             turns = self._turns.get(request.prefixes[covered])
-            if turns is not None and (turn := _newest_agreeing(turns, request, request.checked)) is not None:
+            if turns is not None and (turn := _newest_agreeing(turns, request, checked_to)) is not None:
                 request.matched, request.covered = turn, covered
                 break
         return request
@@ -455,10 +456,12 @@ class _HistoryIndex:
         return None
 
 
-def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
+def _newest_agreeing(
+    turns: Sequence[TurnNode], request: IndexedRequest, checked_to: PromptNode | None
+) -> TurnNode | None:
     """Return one of several turns with equal conversations, or None. The request must repeat or drop the turn's
-    recorded reasoning (`reasoning_agrees`). Among such turns, one whose call ids are in the request wins, then the
-    newest. Clients may replace call ids."""
+    recorded reasoning (`reasoning_agrees`). Among such turns, the newest whose call ids are in the request wins. If
+    there is none, because clients may replace call ids, the newest wins."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
@@ -466,7 +469,7 @@ def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked
             # The turn has a different number of system messages, so the keys are shifted to their positions in the
             # turn. The keys of the system messages are not compared.
             keys = [*(keys[:1] * system_count), *keys[request.system_count :]]
-        if reasoning_agrees(turn, keys, checked):
+        if reasoning_agrees(turn, keys, checked_to):
             agreeing.append((turn, keys))
     if len(agreeing) > 1:
         for turn, keys in agreeing:

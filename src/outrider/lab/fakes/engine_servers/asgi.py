@@ -60,7 +60,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     - `incremental`: each event of a stream has only new content, as with `--incremental-streaming-output`.
     - `spans`: reports `weight_versions`, as since 0.5.19.
     - `images`: the image processor's settings, for a model that reads images. Needs Pillow and `tokenizer`.
-    - `keeps_ids`: False tokenizes the text of a prompt with images again, as before 0.5.15 and with
+    - `keeps_ids`: False tokenises the text of a prompt with images again, as before 0.5.15 and with
       SGLANG_MM_AVOID_RETOKENIZE=0.
     - `reports_prompts`: False ignores `return_prompt_token_ids`, as in earlier versions.
     """

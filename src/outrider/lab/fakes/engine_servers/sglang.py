@@ -1,6 +1,6 @@
 """An engine behind SGLang's HTTP protocol: `/generate` with token ids, and the control routes.
 
-The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), including its bugs:
+The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), including its bugs. In particular:
 
 - A request that makes the real server exit also ends this server.
 - Requests that arrive during a pause wait for its end. If the pause had the mode `abort`, they then get status 499.

@@ -18,7 +18,7 @@ from outrider.sandbox.runtimes.base import GIT_APPLY, GIT_ENVIRONMENT, PatchConf
 
 
 class MemoryFiles:
-    """Files and folders by absolute, normalized path. A method raises the same OSErrors as the system call that it
+    """Files and folders by absolute, normalised path. A method raises the same OSErrors as the system call that it
     imitates."""
 
     def __init__(self) -> None:

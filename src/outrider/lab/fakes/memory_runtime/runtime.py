@@ -1,8 +1,9 @@
 """The runtime `memory`: files in memory, a very small shell, and failures on demand.
 
-The runtime starts no process except git for patches. So tests and benchmarks can run thousands of sessions. It passes
-the contract tests of the real runtimes, except those that need Python or IPython. Invariant: if there is a
-MemoryLedger, it counts one start and one stop for each sandbox that has started.
+The runtime starts no process except git for patches, and uses the disk only for uploads, patches and archives. So tests
+and benchmarks can run thousands of sessions. It passes the contract tests of the real runtimes, except those that need
+Python or IPython. Invariant: if there is a MemoryLedger, it counts one start and one stop for each sandbox that has
+started.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class MemoryLedger:
 
 
 class MemoryRuntime:
-    """A sandbox in memory. The ledger counts only the first stop of a sandbox."""
+    """A sandbox in memory. The ledger counts only the first stop of a sandbox that has started."""
 
     ledger: ClassVar[MemoryLedger | None] = None
     shows_mounts: ClassVar[bool] = False

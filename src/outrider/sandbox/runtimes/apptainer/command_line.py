@@ -1,8 +1,7 @@
-"""Apptainer on the command line: the path of the program, a check that it works for this user, and the command of one
-sandbox.
+"""Finds Apptainer, checks that it works for this user, and builds the command that runs one sandbox.
 
-Only `find_apptainer` starts programs. Invariant: a container is shown only the host paths named by the caller, and gets
-no variable of the service's environment.
+Only `find_apptainer` starts programs. Invariant: a container sees only the host paths that the caller names, and gets
+no environment variable of the service.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ ISOLATION = (
 ROOT_OF_OWN = ("--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command")
 """Options for an ordinary user, who becomes uid 0 in a new user namespace with no other user."""
 ROOT_AS_ROOT = ("--userns",)
-"""Options for root, who also becomes uid 0 of a new user namespace. `--fakeroot` is not used, because it fails for root
-without an entry in /etc/subuid."""
+"""Options if the service runs as root. Root also becomes uid 0 of a new user namespace. `--fakeroot` is left out,
+because it fails for root without an entry in /etc/subuid."""
 ENTER_GROUPS = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CONFINEMENT = (
@@ -58,9 +57,9 @@ class Apptainer(msgspec.Struct, frozen=True):
 
 
 class Bind(msgspec.Struct, frozen=True):
-    """A folder, file or socket of the host, shown read-only at `target`. With `device`, it is a device file that
-    programs may use. A file system mounted below `source` is read-only only if it has its own bind (see
-    kernel/mounts.py)."""
+    """A file, folder or socket of the host, which the container sees read-only at `target`. If `device` is true, it is
+    a device file that programs may use. A file system mounted below `source` is read-only only if it has its own bind
+    (see kernel/mounts.py)."""
 
     source: str
     target: str
@@ -72,11 +71,11 @@ class Bind(msgspec.Struct, frozen=True):
 
 
 def find_apptainer() -> Apptainer:
-    """Return a working Apptainer. Raises RuntimeUnavailable, with a hint for the repair, if this machine has none.
-    Blocks."""
+    """Return a working Apptainer. Raises RuntimeUnavailable, with a hint on how to repair the installation, if there is
+    none. The call blocks."""
     path = apptainer_program()
     found = Apptainer(path, _version(path))
-    # The check: Apptainer works if the portable interpreter starts in an empty root.
+    # Apptainer works if it can start the portable Python interpreter in an empty root folder.
     with tempfile.TemporaryDirectory(prefix="outrider-probe-") as folder:
         root = Path(folder, "root")
         for name in EMPTY_FOLDERS:
@@ -118,8 +117,8 @@ def _version(path: str) -> str:
 
 
 def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mapping[str, str]) -> list[str]:
-    """Return the start of a command line, to which the caller appends a program with its arguments. `env` is the
-    program's environment in the container."""
+    """Return the first words of a command line. The caller appends the program to run in the container, and its
+    arguments. `env` is this program's environment."""
     return [
         *(found.path, "--quiet", "exec"),
         *ISOLATION,
@@ -131,8 +130,8 @@ def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mappi
 
 
 def program_environment(folder: Path) -> dict[str, str]:
-    """Return the environment of Apptainer itself. Apptainer finds its helper programs in PATH, and writes its files
-    below `folder`."""
+    """Return the environment for Apptainer itself. PATH leads to its helper programs. Apptainer writes its files below
+    `folder`."""
     cache = environment("APPTAINER_CACHEDIR")
     return {
         "PATH": environment("PATH") or PATH,
@@ -145,13 +144,13 @@ def program_environment(folder: Path) -> dict[str, str]:
 
 
 def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Return a command that enters the control groups and then runs `command`. All processes of `command` are then in
-    the groups."""
+    """Return a command that enters control groups and then runs `command`, so that all its processes are in these
+    groups."""
     return ["/bin/sh", "-c", ENTER_GROUPS, "sh", *entrances, "--", *command] if entrances else list(command)
 
 
 def server_command(size: int, files: int, memory: int, limits: Mapping[str, int]) -> list[str]:
-    """Return the command of the tool server. The words after BOOT are arguments for
+    """Return the command that starts the tool server. The words after BOOT are the arguments of
     guest/isolation/container_entry.py."""
     options = {"bytes": size, "files": files, "memory": memory, **limits}
     return [*portable_command(), *FLAGS, "-c", BOOT, *(f"{name}={value}" for name, value in options.items())]

@@ -1,8 +1,9 @@
-"""The apptainer runtime: rootless containers on HPC machines, without a daemon, from a SIF file or a root folder.
+"""The runtime `apptainer`: rootless containers for HPC machines. It needs no daemon. A container starts from a SIF file
+or a root folder.
 
-A sandbox is one `apptainer exec` that runs for the sandbox's whole life, with our tool server as its program.
-Invariant: the tool server is the first process of the container's pid namespace, so its exit kills all processes
-inside. When `stop` returns, Apptainer's processes outside the container are dead too.
+For each sandbox, one `apptainer exec` runs our tool server as long as the sandbox lives. Invariant: the tool server is
+the first process of the container's pid namespace, so its exit kills all processes inside. When `stop` returns,
+Apptainer's processes outside the container have also ended.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ OWN_PROCESSES = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
 NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "USER", "_"))
-"""PREFIXES and NAMES match the variables that Apptainer sets in every container."""
+"""PREFIXES and NAMES describe the variables that Apptainer itself sets in every container."""
 
 
 class ApptainerRuntime:
@@ -95,8 +96,8 @@ def _found() -> str:
 
 
 def named_image(spec: RuntimeSpec) -> str:
-    """Return the image that the spec names: the path of a SIF file or root folder, or a name in the image store. Raises
-    InvalidField if the spec names none."""
+    """Return the image that the spec names. It is the path of a SIF file or a root folder, or a name in the image
+    store. Raises InvalidField if the spec names no image."""
     if (named := spec.image or spec.rootfs) is None:
         raise InvalidField(
             "an apptainer sandbox needs an image",
@@ -112,7 +113,7 @@ async def launch(
 ) -> AsyncIterator[RunningServer]:
     """Run `apptainer exec`. See tool_server/launch.py.
 
-    The option `--nv` is not used, because it shows a container all GPUs of the machine."""
+    The option `--nv` is not used, because it would show the container all GPUs of the machine."""
     name = context.directory.name
     image, stored_env = await asyncio.to_thread(_image, spec)
     found = await asyncio.to_thread(APPTAINER.get)
@@ -151,17 +152,17 @@ async def launch(
         undo.push_async_callback(undone, name, tools.close)
         await tools.open()
         tools.send_raw(delivery(confined(CONFINEMENT, server_code)))
-        # If `memory` is set, the tool server starts a memory watch. Only the second `configure` below sets it, so that
-        # there is one watch.
+        # A `memory` limit makes the tool server watch its memory. Only the second `configure` below sets the limit, so
+        # that only one watch starts.
         await configure(tools, msgspec.structs.replace(first, memory=0))
         descendants.hold()
-        # The variables set by the image can only be read from the running server.
+        # Only the running server can tell which variables the image sets.
         image_env = of_image(await environment_of(tools))
         await configure(tools, msgspec.structs.replace(setup({**image_env, **stored_env}), bridge_port=0))
 
         async def ended_inside() -> bool:
-            """Return whether programs inside ended the tool server. This is the case if the sandbox's control group
-            reached its memory limit. The server's log is no evidence, because Apptainer writes to the same log."""
+            """Return whether programs inside the sandbox ended the tool server. They did if the sandbox's control group
+            reached its memory limit. The server's log proves nothing, because Apptainer also writes to it."""
             return group.ran_out()
 
         yield RunningServer(tools=tools, group=group, ended_inside=ended_inside)
@@ -178,8 +179,8 @@ def check_owners(spec: RuntimeSpec, image: RootImage) -> None:
 
 
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
-    """Return the image's path, and the environment variables that our image store lists for it (none if the spec names
-    a path). Blocks. Raises InvalidField, RuntimeUnavailable."""
+    """Return the image's path and its environment variables. For an image in our store, the store lists the variables.
+    For a path, there are none. The call blocks. Raises InvalidField and RuntimeUnavailable."""
     named = named_image(spec)
     if not named.startswith("/"):
         image = known_image(named)
@@ -191,7 +192,7 @@ def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
 
 
 def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path, gpus: GpuFiles) -> list[Bind]:
-    """Return the files and folders to mount in the sandbox. Blocks, because it reads the list of this machine's
+    """Return the files and folders to mount in the sandbox. The call blocks, because it reads this machine's list of
     mounts."""
     shown = [
         (python, PORTABLE_AT),
@@ -201,8 +202,8 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path
         *((Path(mount.source), mount.target or mount.source) for mount in spec.mounts),
         *((Path(source), target) for source, target in gpus.libraries),
     ]
-    # Each folder is followed immediately by the mounts inside it. If a later folder has the same target, it then covers
-    # both the earlier folder and its mounts.
+    # The mounts inside a folder directly follow the folder. So a later folder with the same target covers the earlier
+    # folder together with its mounts.
     binds = [Bind(str(path), target) for one in shown for path, target in (one, *inner_mounts([one]))]
     return [*binds, *(Bind(source, target, device=True) for source, target in gpus.devices)]
 
@@ -215,8 +216,9 @@ def with_apptainer(resources: Resources) -> Resources:
 
 
 async def _end(child: Child, descendants: Descendants, mark: str) -> None:
-    """Kill the processes inside and wait until every process started for the sandbox has exited. `hold` may miss a
-    server that is still starting. That server exits by itself, because its connection is already closed."""
+    """Kill the processes inside the sandbox, and wait until every process that was started for it has exited. `hold`
+    may miss a tool server that is still starting. This server exits by itself, because its connection is already
+    closed."""
     descendants.hold()
     descendants.kill_first_inside()
     if not await child.end(STOP_SECONDS):
@@ -225,7 +227,7 @@ async def _end(child: Child, descendants: Descendants, mark: str) -> None:
 
 
 def of_image(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the image has set, from the environment of a container. LANG=C is left out, because
-    Apptainer sets this value."""
+    """Return the variables that the image has set. `env` is the environment of a container. LANG=C is left out, because
+    Apptainer itself sets it."""
     own = {name: value for name, value in env.items() if name not in NAMES and not name.startswith(PREFIXES)}
     return {name: value for name, value in own.items() if (name, value) != ("LANG", "C")}

@@ -1,9 +1,9 @@
-"""The request that creates a container, in the form of the Docker Engine API. Only `ulimit` reads state of this
-process; everything else is pure.
+"""Builds the request of the Docker Engine API that creates a container. Only `ulimit` reads the state of this process.
+All other functions are pure.
 
-Invariant: a container has no network, has only the privileges that it needs for its own files, and cannot gain more. It
-is shown only the host paths mounted here, all read-only. File systems mounted below those paths must be listed
-separately (see kernel/mounts.py).
+Invariant: a container has no network, and only the privileges that it needs for its own files. It cannot gain more. It
+sees only the host paths that are mounted here, all of them read-only. File systems mounted below these paths must be
+listed separately (see kernel/mounts.py).
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from outrider.spec import MEBIBYTE, Resources
 
 MAX_FILES = 1 << 16
 MAX_PROCESSES = 1 << 15
-"""Maximum number of processes of the container's user. Podman has the same limit."""
+"""Maximum number of processes of the container's user. Podman uses the same limit."""
 MIN_NANO_CPUS = 10_000_000
 """The smallest CPU limit that daemons accept, in billionths of a processor."""
 NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": "", "NVIDIA_VISIBLE_DEVICES": "void"}
-"""Variables that override those of an image. An image must not load code into the tool server's interpreter. It must
-not give the container GPUs either: CUDA images set NVIDIA_VISIBLE_DEVICES=all, which takes effect where NVIDIA's
-runtime is the daemon's default."""
+"""Variables that override the variables of an image. An image must not load code into the tool server's interpreter. It
+also must not give the container GPUs. CUDA images try this with NVIDIA_VISIBLE_DEVICES=all, which takes effect if
+NVIDIA's runtime is the daemon's default."""
 
 ROOT = ("DAC_OVERRIDE",)
-"""The only capability of root in a container with one user. Images may contain files of other users, and folders whose
-mode denies writing even to their owner."""
+"""The only capability that root has in a container with one user. Root needs it, because an image may contain files of
+other users, and folders that even their owner may not write."""
 MANY_USERS = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID"),
     "SYS_CHROOT",
 )
-"""Capabilities for `apt`, `su`, `chown` and similar programs. This is a subset of the capabilities that container
-engines give by default. For example, the ones for devices and raw sockets are left out."""
+"""Capabilities for programs such as `apt`, `su` and `chown`. Container engines give more by default: the ones for
+devices and raw sockets, for example, are left out here."""
 
 
 class HostMount(msgspec.Struct, frozen=True):
-    """A folder, file or socket of the host, and its path inside."""
+    """A file, folder or socket of the host, and the path at which the container sees it."""
 
     source: Path
     target: str
@@ -61,10 +61,11 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Sequence[str] = ()
 
     def body(self, sized: bool) -> dict[str, Any]:
-        """Return the JSON body. `sized` is true if the daemon can limit the size of a container's file system."""
+        """Return the request's JSON body. `sized` is true if the daemon can limit the size of a container's file
+        system."""
         env = {**NEUTRAL, **self.env}
-        # Docker appends its own value of this variable, which does not override `void` from NEUTRAL. So the names of
-        # the GPUs must replace `void` here.
+        # Docker also adds this variable, but its value does not override the `void` in NEUTRAL. So the names of the
+        # GPUs must replace `void` here.
         if plain := [name for name in self.gpus if "/" not in name]:
             env["NVIDIA_VISIBLE_DEVICES"] = ",".join(plain)
         host: dict[str, Any] = {
@@ -78,8 +79,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
                 {"Type": "bind", "Source": str(one.source), "Target": one.target, "ReadOnly": True}
                 for one in self.shown
             ],
-            # These limits are always set. Otherwise the daemon's default applies, which may exceed the daemon's own
-            # hard limit; then no container starts.
+            # Without these limits, the daemon's default applies. If the default is above the daemon's own hard limit,
+            # no container starts.
             "Ulimits": [
                 ulimit("nofile", resource.RLIMIT_NOFILE, MAX_FILES),
                 ulimit("nproc", resource.RLIMIT_NPROC, MAX_PROCESSES),
@@ -113,9 +114,10 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def device_requests(gpus: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the GPU requests in docker's form. A plain name, such as `0`, is a GPU of docker's own NVIDIA driver,
-    which needs no description of the machine's devices. `vendor/class=device` is a device of the Container Device
-    Interface (CDI)."""
+    """Return the requests for GPUs in docker's form.
+
+    A plain name, such as `0`, is a GPU of docker's own NVIDIA driver, which needs no description of the machine's
+    devices. A name such as `vendor/class=device` is a device of the Container Device Interface (CDI)."""
     requests: list[dict[str, Any]] = []
     if plain := [name for name in gpus if "/" not in name]:
         requests.append({"Driver": "nvidia", "DeviceIDs": plain, "Capabilities": [["gpu"]]})

@@ -1,8 +1,8 @@
-"""The container engines docker and podman, and the client of their daemon, which all sandboxes of a node share.
+"""The container engines docker and podman, and a client of their daemon. All sandboxes of a node share the client.
 
-This module handles names and labels of containers, not the programs inside. Invariant: a container of this node is in
-`_ours` from before it is requested until `remove` has ended. `sweep` removes the other containers of this node, and all
-containers of dead nodes. It finds them by their label.
+This module handles containers by name and label, and ignores the programs inside. Invariant: from before its creation
+is requested until `remove` has ended, a container of this node is in `_ours`. `sweep` finds containers by their label.
+It removes this node's containers that are not in `_ours`, and all containers of dead nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider.sandbox.runtimes.containers.create_request import ContainerRequest
 from outrider.sandbox.runtimes.containers.libpod_request import libpod_body
 from outrider.sandbox.runtimes.node_host import Host, lives
 
-if TYPE_CHECKING:  # the module needs aiodocker, which is optional
+if TYPE_CHECKING:  # imported only for types, because the module needs aiodocker, which is optional
     from outrider.sandbox.runtimes.containers.docker_api import LocalImage
 
 NODE_LABEL = "outrider.node"
@@ -38,33 +38,33 @@ REMOVE_SECONDS = 60.0
 PAUSE_SECONDS = 0.02
 PROBE_SECONDS = 3.0
 NO_GPU = ("device driver", "CDI device", "unknown device")
-"""Parts of the error messages with which daemons refuse a GPU."""
+"""Texts in the error messages of a daemon that refuses to give a container a GPU."""
 SIZE_REFUSED = ("storage-opt", "storage opt", "overlay.size", "pquota", "quota")
-"""Parts of the error messages with which daemons refuse a bound on the size of a container's file system."""
+"""Texts in the error messages of a daemon that cannot limit the size of a container's file system."""
 
 log = logging.getLogger("outrider.runtime")
 
 
 @dataclass(frozen=True)
 class ContainerEngine:
-    """A container engine.
+    """A container engine, such as docker.
 
     - `name` is the engine's name.
     - `variable` is the environment variable with the address of the daemon's socket.
     - `hint` is for a machine without a daemon, `gpu_hint` for a daemon that cannot give a GPU.
-    - `places` returns the usual paths of the socket, most likely first.
+    - `socket_paths` returns the usual paths of the socket, most likely first.
     - `libpod` is true if the daemon has Podman's own API besides Docker's."""
 
     name: str
     variable: str
     hint: str
     gpu_hint: str
-    places: Callable[[], Sequence[Path]]
+    socket_paths: Callable[[], Sequence[Path]]
     libpod: bool = False
 
     def daemon(self, host: Host) -> ContainerDaemon:
-        """Make the part of a node's host (see node_host.py) that runs this engine's containers. `await
-        host.part(engine.daemon)` calls this method and enters the part."""
+        """Make the object that runs this engine's containers for a node. `await host.part(engine.daemon)` calls this
+        method and opens the object (see node_host.py)."""
         return ContainerDaemon(self, host)
 
     def find(self) -> Path:
@@ -79,11 +79,11 @@ class ContainerEngine:
                     hint="sandboxes share folders with the service: name a Unix socket, unix:///path",
                 )
             return Path(place)
-        for path in self.places():
+        for path in self.socket_paths():
             with contextlib.suppress(OSError):  # after `su`, XDG_RUNTIME_DIR may be another user's
                 if path.is_socket():
                     return path
-        looked = ", ".join(map(str, self.places()))
+        looked = ", ".join(map(str, self.socket_paths()))
         raise RuntimeUnavailable(f"no {self.name} daemon at {looked}", hint=self.hint)
 
     def available(self) -> Availability:
@@ -101,19 +101,19 @@ class ContainerEngine:
         return Availability(ok=True, detail=f"{version} at {path}{limits}")
 
     def oci_runtimes(self) -> frozenset[str]:
-        """Return the names of the OCI runtimes that the daemon can start containers with. The set is empty when the
-        daemon does not respond. Blocks."""
+        """Return the names of the OCI runtimes with which the daemon can start containers. The set is empty if the
+        daemon does not respond. The call blocks."""
         try:
             return frozenset(msgspec.json.decode(get(self.find(), "/info").body, type=Info).runtimes)
         except (RuntimeUnavailable, OSError, HTTPException, msgspec.MsgspecError):
             return frozenset()
 
 
-def docker_places() -> Sequence[Path]:
+def docker_sockets() -> Sequence[Path]:
     return (Path("/var/run/docker.sock"), _run_folder() / "docker.sock")
 
 
-def podman_places() -> Sequence[Path]:
+def podman_sockets() -> Sequence[Path]:
     places = (_run_folder() / "podman/podman.sock", Path("/run/podman/podman.sock"))
     return places if os.getuid() else places[::-1]
 
@@ -128,7 +128,7 @@ DOCKER_ENGINE = ContainerEngine(
     hint="start dockerd and join the group docker, or set DOCKER_HOST=unix:///path/to/docker.sock",
     gpu_hint="install the NVIDIA Container Toolkit and restart dockerd; for a GPU that is named vendor/class=device in "
     "sandboxes.gpus, Docker 25 or newer with the feature cdi, and a description of it in /etc/cdi",
-    places=docker_places,
+    socket_paths=docker_sockets,
 )
 PODMAN_ENGINE = ContainerEngine(
     name="podman",
@@ -137,15 +137,15 @@ PODMAN_ENGINE = ContainerEngine(
     gpu_hint="this needs Podman 4.1 or newer and a description of the machine's GPUs: "
     "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
     libpod=True,
-    places=podman_places,
+    socket_paths=podman_sockets,
 )
 
 
 class ContainerDaemon:
-    """The part of a node's host (see node_host.py) that runs containers.
+    """Runs the containers of a node. All sandboxes of the node share this object (see node_host.py).
 
-    `limits` is true if the daemon can limit a container's resources. `sized` is true while requests limit the size of a
-    container's file system. It is false for a rootless daemon, and becomes false when the daemon refuses such a
+    `limits` is true if the daemon can limit a container's resources. `sized` is true if requests should limit the size
+    of a container's file system. It is false for a rootless daemon, and becomes false when the daemon refuses such a
     request."""
 
     def __init__(self, engine: ContainerEngine, host: Host) -> None:
@@ -154,15 +154,15 @@ class ContainerDaemon:
         self._ours: set[str] = set()
 
     async def __aenter__(self) -> Self:
-        """Connect to the daemon and remove leftover containers (see `sweep`). Raises RuntimeUnavailable,
-        RuntimeFailure."""
+        """Connect to the daemon, and remove containers that dead nodes left (see `sweep`). Raises RuntimeUnavailable
+        and RuntimeFailure."""
         from outrider.sandbox.runtimes.containers.docker_api import DockerApi, DockerApiError  # needs aiodocker
 
         self._error = DockerApiError
         self.socket = await asyncio.to_thread(self.engine.find)
         try:
             self.limits = await asyncio.to_thread(limits_hold, self.socket)
-            # if True, stays so until the daemon refuses a size
+            # may become False later, when the daemon refuses to limit a size
             self.sized = not await asyncio.to_thread(rootless, self.socket)
         except OSError as error:
             raise RuntimeFailure(
@@ -185,8 +185,8 @@ class ContainerDaemon:
             await self._api.close()
 
     async def image(self, name: str) -> LocalImage:
-        """Return an image of the daemon. Raises RuntimeUnavailable if the daemon does not have the image, because
-        images are not pulled for a task."""
+        """Return an image of the daemon. Raises RuntimeUnavailable if the daemon does not have it. It is not pulled,
+        because images are never pulled for a task."""
         try:
             return await self._api.image(name)
         except self._error as error:
@@ -198,9 +198,11 @@ class ContainerDaemon:
             raise self._failure("find the image", error) from error
 
     async def run(self, name: str, plan: ContainerRequest) -> None:
-        """Create and start a container. The caller must then call `remove`, even if this method raises or is cancelled.
-        A sent request is always awaited, because only the response shows whether there is a container to remove. Raises
-        RuntimeFailure, or RuntimeUnavailable if the daemon cannot give the container its GPUs."""
+        """Create and start a container. The caller must then call `remove`, even if this method raises an error or is
+        cancelled.
+
+        A request that was sent is always awaited, because only the response shows whether there is a container to
+        remove. Raises RuntimeFailure. Raises RuntimeUnavailable if the daemon cannot give the container its GPUs."""
         self._ours.add(name)
         sized = self.sized
         try:
@@ -235,16 +237,16 @@ class ContainerDaemon:
             raise self._failure("inspect a container", error) from error
 
     async def out_of_memory(self, name: str) -> bool | None:
-        """Return whether a process in the container was killed because the container reached its memory limit. Returns
-        None if the daemon does not respond, or if somebody has already removed the container."""
+        """Return whether a process in the container was killed at the container's memory limit. Returns None if the
+        daemon does not respond, or if the container no longer exists."""
         try:
             return (await self._api.state(name)).out_of_memory
         except self._error:
             return None
 
     async def remove(self, name: str) -> None:
-        """Kill the container and wait until the daemon no longer has a container of this name. Raises RuntimeFailure if
-        that fails; the next sweep tries again."""
+        """Kill the container, and wait until the daemon has no container of this name. Raises RuntimeFailure if this
+        fails. The next sweep then tries again."""
         try:
             async with asyncio.timeout(REMOVE_SECONDS):
                 while await self._is_there(name):  # noqa: ASYNC110  # no event reports a removal by another client
@@ -258,8 +260,8 @@ class ContainerDaemon:
     async def _is_there(self, name: str) -> bool:
         """Send two requests to remove the container, and return whether it still exists.
 
-        Status 404 means that the container is gone. The first request usually just starts the removal, and the response
-        to the second has this status."""
+        The first request usually just starts the removal. The response to the second request then has the status 404,
+        which means that the container is gone."""
         for _ in range(2):
             try:
                 await self._api.remove(name)
@@ -272,8 +274,8 @@ class ContainerDaemon:
         return True
 
     async def sweep(self) -> int:
-        """Remove the containers of dead nodes, and the containers of this node that no sandbox uses any more. Returns
-        the number of removed containers. Raises RuntimeFailure when the daemon does not respond."""
+        """Remove the containers of dead nodes, and those of this node that no sandbox uses any more. Returns the number
+        of removed containers. Raises RuntimeFailure if the daemon does not respond."""
         try:
             listed = await self._api.labelled(NODE_LABEL)
         except self._error as error:
@@ -289,20 +291,21 @@ class ContainerDaemon:
 
 
 class Pong(msgspec.Struct, frozen=True):
-    """The body of a daemon's response, and the daemon's name and version from the header `Server`."""
+    """A response of the daemon: its body, and the daemon's name and version from the header `Server`."""
 
     version: str
     body: bytes
 
 
 class Info(msgspec.Struct, frozen=True):
-    """The fields that this module uses of the response to `GET /info`."""
+    """The response to `GET /info`, with only the fields that this module uses."""
 
     runtimes: dict[str, msgspec.Raw] = msgspec.field(name="Runtimes", default_factory=dict)
 
 
 def get(path: Path, what: str) -> Pong:
-    """Send one GET request to the daemon at the socket `path`. Blocks; raises OSError, HTTPException."""
+    """Send one GET request to the daemon whose socket is at `path`. The call blocks. Raises OSError and
+    HTTPException."""
     connection = HTTPConnection("localhost", timeout=PROBE_SECONDS)
     with contextlib.closing(connection), socket.socket(socket.AF_UNIX) as end:
         end.settimeout(PROBE_SECONDS)
@@ -316,8 +319,7 @@ def get(path: Path, what: str) -> Pong:
 
 
 def rootless(path: Path) -> bool:
-    """Return whether the daemon runs as an ordinary user. That user then owns the daemon's socket, which is at
-    `path`."""
+    """Return whether the daemon runs as an ordinary user, who then owns the socket at `path`."""
     return path.stat().st_uid != 0
 
 

@@ -1,4 +1,4 @@
-"""The calls of the Docker Engine API that sandboxes need, over a daemon's Unix socket, with aiodocker.
+"""The calls of the Docker Engine API that sandboxes need. They go over the daemon's Unix socket, with aiodocker.
 
 This module repeats no call and undoes none. Invariant: every failure is a `DockerApiError` with the daemon's own text
 and status. The status is 0 if it is unknown whether the daemon carried out the call.
@@ -19,7 +19,7 @@ URL = "http://localhost"
 CALL_SECONDS = 120.0
 CONNECT_SECONDS = 5.0
 LIBPOD = "v4.0.0"
-"""The version of Podman's own API that we use. Every newer Podman supports it."""
+"""The version of Podman's own API that we use. Newer versions of Podman still support it."""
 NO_CONNECTION = 900
 """The status that aiodocker gives to a call that did not reach the daemon."""
 
@@ -33,7 +33,7 @@ class DockerApiError(Exception):
 
 
 class LocalImage(msgspec.Struct, frozen=True):
-    """An image that the daemon has. `id` is the id of its content, `env` its environment variables."""
+    """An image of the daemon. `id` identifies its content. `env` has its environment variables."""
 
     id: str
     env: dict[str, str]
@@ -50,11 +50,11 @@ class ContainerState(msgspec.Struct, frozen=True):
 
 
 class DockerApi:
-    """A client of one daemon. Close it after use. Calls may run concurrently. A call that fails raises
+    """A client of one daemon. Close it after use. Calls may run concurrently, and a failed call raises
     DockerApiError."""
 
     def __init__(self, socket: Path) -> None:
-        # A call on a reused connection fails if the daemon is just closing it, so each call has its own connection.
+        # Each call gets its own connection. A reused connection could fail, because the daemon may just be closing it.
         self._connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
         self._session = aiohttp.ClientSession(connector=self._connector, timeout=timeout)
@@ -66,8 +66,8 @@ class DockerApi:
         await self._session.close()
 
     async def _api(self) -> aiodocker.Docker:
-        """Return the client, set to the newest API version that the daemon supports. A ping returns the version at
-        once; aiodocker's own request for it takes half a second with podman."""
+        """Return aiodocker's client for the newest API version that the daemon supports. A ping returns this version at
+        once, while aiodocker's own request for it takes half a second with podman."""
         if self._docker is None:
             async with self._session.get(f"{URL}/_ping") as answer:
                 version = f"v{answer.headers['Api-Version']}"

@@ -1,8 +1,8 @@
-"""The request that creates a container with GPUs in Podman. It uses Podman's own API, because Podman 4 silently ignores
-GPUs in requests of Docker's API.
+"""Builds the request that creates a container with GPUs in Podman. It uses Podman's own API, because Podman 4 silently
+ignores GPUs in requests of Docker's API.
 
-The request is translated from Docker's, so that a container's permissions are described only once. Invariant: a part of
-Docker's request that has no translation raises an error, and is never silently left out.
+This request is translated from Docker's request, so that a container's permissions are described in only one place.
+Invariant: no part of Docker's request is silently left out. A part without a translation raises an error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FIXED = {
 
 
 def libpod_body(body: Mapping[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
-    """Translate the body of Docker's request into Podman's, and add these GPUs. Podman finds each GPU by its name in
-    the Container Device Interface (CDI)."""
+    """Translate the body of Docker's request into a body for Podman, and add GPUs. `gpus` are names in the Container
+    Device Interface (CDI), by which Podman finds the devices."""
     parts = {name: value for name, value in body.items() if name != "HostConfig"}
     parts |= {f"HostConfig.{name}": value for name, value in body["HostConfig"].items()}
     parts.pop("HostConfig.DeviceRequests", None)

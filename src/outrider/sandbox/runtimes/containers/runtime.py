@@ -1,7 +1,7 @@
-"""The docker, podman and gvisor runtimes: one container per sandbox, made through the daemon's API, with our tool
-server as its first process.
+"""The runtimes `docker`, `podman` and `gvisor`. A sandbox is one container, which the daemon's API creates. Our tool
+server is its first process.
 
-Docker and podman differ only in their daemon; gvisor is docker with the OCI runtime runsc. Invariant: when `stop`
+`docker` and `podman` differ only in their daemon. `gvisor` is docker with the OCI runtime runsc. Invariant: when `stop`
 returns, the daemon has confirmed that the sandbox's container is gone.
 """
 
@@ -49,8 +49,9 @@ BRIDGE_SOCKET = f"{TOOLS_AT}/{GATEWAY}"
 
 @dataclass(frozen=True)
 class ContainerRuntime:
-    """A kind whose sandboxes are containers of `engine`. `oci_runtime` starts them (None: the daemon's default). Paths
-    passed to the methods of a sandbox are paths in the container. `stop` discards everything written."""
+    """A kind whose sandboxes are containers of `engine`. `oci_runtime` is the OCI runtime that starts them, or None for
+    the daemon's default. The methods of a sandbox take paths in the container. `stop` discards all files that programs
+    have written."""
 
     engine: ContainerEngine
     oci_runtime: str | None = None
@@ -74,7 +75,7 @@ class ContainerRuntime:
         self.image_name(spec)
 
     def image_name(self, spec: RuntimeSpec) -> str:
-        """Return the spec's image name. Raises InvalidField for a spec without an image."""
+        """Return the name of the spec's image. Raises InvalidField if the spec has no image."""
         if spec.rootfs is not None:
             raise InvalidField(
                 f"{spec.kind!r} sandboxes are made of images",
@@ -93,7 +94,7 @@ class ContainerRuntime:
 DOCKER = ContainerRuntime(DOCKER_ENGINE)
 PODMAN = ContainerRuntime(PODMAN_ENGINE)
 GVISOR = ContainerRuntime(DOCKER_ENGINE, oci_runtime="runsc")
-"""The kind `gvisor`: gVisor is a kernel written in Go, between the sandbox and the host's kernel."""
+"""The kind `gvisor`. gVisor is a kernel written in Go, which runs between the sandbox and the host's kernel."""
 
 
 @asynccontextmanager
@@ -111,15 +112,15 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
         ours = [HostMount(python, PORTABLE_AT), HostMount(server.folder, TOOLS_AT)]
         plan = await asyncio.to_thread(_plan, kind, spec, context, image, setup, ours, limits=daemon.limits)
         name = f"{context.host.name}-{context.directory.name}"
-        # The removal is registered first, because a failed `run` may have created the container.
+        # Registered before `run`, because a `run` that fails may have created the container.
         undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
         await daemon.run(name, plan)
         tools = await server.connect(bytecode, setup, partial(daemon.runs, name))
 
         async def ended_inside() -> bool:
             out_of_memory = await daemon.out_of_memory(name)
-            # `out_of_memory` is None if the daemon is gone or somebody has removed the container. Then the cause was
-            # outside the sandbox.
+            # None means that the daemon does not respond or that somebody removed the container. In both cases, the
+            # cause was outside the sandbox.
             return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
 
         async def image_is_current() -> bool:
@@ -138,7 +139,7 @@ def _plan(
     *,
     limits: bool,
 ) -> ContainerRequest:
-    """Return the request for a container. Blocks, because it reads the list of this machine's mounts."""
+    """Return the request for a container. The call blocks, because it reads this machine's list of mounts."""
     shown = [
         *(HostMount(path, str(path)) for path in context.mounts),
         *(HostMount(Path(one.source), one.target or one.source) for one in spec.mounts),

@@ -1,7 +1,7 @@
-"""The start command of a tool server in a container, and the socket over which the server connects to the host.
+"""The command that starts a tool server in a container, and the socket by which the server connects to the host.
 
-The server connects through a mounted folder, so calls bypass the container daemon. Invariant: the socket is removed
-from the folder as soon as the server has connected, because any program in the container could connect to it.
+The socket is in a mounted folder, so calls bypass the container daemon. Invariant: the socket is removed from the
+folder as soon as the server has connected, because any program in the container could connect to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOK_SECONDS = 1.0
 BACKLOG = 16
 
 Runs = Callable[[], Awaitable[bool]]
-"""A function that returns whether the container still runs. Raises RuntimeFailure."""
+"""A function that returns whether a container still runs. It may raise RuntimeFailure."""
 
 CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.container_entry")
 CONNECT = (
@@ -42,17 +42,17 @@ standard error."""
 
 
 def command(file_bytes: int, memory: int) -> list[str]:
-    """Return the container's command. It needs the portable interpreter and the shared folder mounted. `memory` is
-    `ToolServerSetup.memory`.
+    """Return the container's command. The portable interpreter and the folder with the socket must be mounted. `memory`
+    is the value of `ToolServerSetup.memory`.
 
-    The command sets rlimits. With them, a file written in the container cannot exceed `file_bytes`, even if the daemon
-    cannot limit the container's file system."""
+    The command sets an rlimit, so that no file in the container can exceed `file_bytes`, even if the daemon cannot
+    limit the container's file system."""
     limits = [f"RLIMIT_FSIZE={file_bytes}", *([f"RLIMIT_DATA={memory}"] if memory else [])]
     return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, f"memory={memory}", *limits]
 
 
 class LogTail(asyncio.Protocol):
-    """Keeps the last LOG_TAIL bytes received."""
+    """Keeps the last LOG_TAIL bytes of a log that it receives."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -70,11 +70,12 @@ class LogTail(asyncio.Protocol):
 
 class ToolSocket:
     """The host's end of the socket to which a container's tool server connects. The socket listens as soon as this
-    object exists, so start the container afterwards. Always call `close`, but not while `connect` runs."""
+    object exists, so create the object before you start the container. Always call `close`, but not while `connect`
+    runs."""
 
     def __init__(self, folder: Path, gateway: Path) -> None:
-        """Create `folder`, which the caller mounts at TOOLS_AT. It contains this socket and the gateway's socket.
-        Raises OSError."""
+        """Create `folder` with this socket and the gateway's socket. The caller mounts the folder at TOOLS_AT. Raises
+        OSError."""
         self.folder = folder
         share_gateway(gateway, folder)
         self._listener = _listening(folder)
@@ -82,7 +83,7 @@ class ToolSocket:
         self._log = LogTail()
 
     async def connect(self, bytecode: bytes, setup: ToolServerSetup, runs: Runs) -> ToolClient:
-        """Wait until the server in the container connects, and configure it. Raises RuntimeFailure if the container
+        """Wait until the container's tool server connects, and configure it. Raises RuntimeFailure if the container
         stops first, or if the server does not connect within START_SECONDS."""
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -130,10 +131,10 @@ class ToolSocket:
 
 
 def _listening(folder: Path) -> socket.socket:
-    """Return a listening socket in `folder`. Any user of the container may connect to it. No other container sees the
-    folder.
+    """Return a listening socket in `folder`. Any user of the container may connect to it, while no other container sees
+    the folder.
 
-    The socket is bound through the folder's descriptor, because a socket's path is limited to 107 bytes."""
+    The socket is bound by the folder's descriptor, because the path of a socket is limited to 107 bytes."""
     held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     listener = socket.socket(socket.AF_UNIX)
     try:

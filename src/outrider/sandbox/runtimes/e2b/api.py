@@ -1,8 +1,10 @@
 """The calls of the E2B API that sandboxes need, and the settings with the API's address and key.
 
-No call is repeated or undone here. The API is described at https://e2b.dev/docs/api-reference. Invariants: the API key
-is sent only to the API's own address, and no error contains the key; every failure is an `E2BError` with the service's
-own text and status. The status is 0 if it is unknown whether the service carried out the call.
+This module repeats no call and undoes none. https://e2b.dev/docs/api-reference describes the API. Invariants:
+
+- The API key is sent only to the API's own address, and no error contains it.
+- Every failure is an `E2BError` with the service's own text and status. The status is 0 if it is unknown whether the
+  service carried out the call.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ CONNECT_SECONDS = 10.0
 MAX_REPLY = 16 << 20
 LIST = "/v2/sandboxes"
 PAGE = 100
-"""Number of sandboxes in one page of a list. The service does not support larger pages."""
+"""Number of sandboxes in one page of the list. The service allows no more."""
 MAX_PAGES = 1000
 NEXT_TOKEN = "x-next-token"
-"""Response header with the token of a list's next page. The last page lacks this header."""
+"""The response header with the token for the next page of a list. The last page does not have it."""
 PORT_CLOSED = "port is not open"
-"""Part of the message with which the service's proxy reports that a sandbox runs but no program listens on the
-requested port."""
+"""Text in the error message of the service's proxy if a sandbox runs, but no program in it listens on the requested
+port."""
 TEXT_MAX = 500
 ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
@@ -42,8 +44,8 @@ T = TypeVar("T")
 
 
 class E2BError(Exception):
-    """A failed call. `status` is the HTTP status, or 0 without a reply. `wait` is how many seconds the service asks the
-    client to wait before another call, or None."""
+    """A failed call. `status` is the HTTP status, or 0 if there was no reply. `wait` is how many seconds the service
+    asks clients to wait before the next call. None if it does not ask."""
 
     def __init__(self, status: int, message: str, wait: float | None = None) -> None:
         super().__init__(message)
@@ -53,8 +55,8 @@ class E2BError(Exception):
 
 @dataclass(frozen=True)
 class E2BSettings:
-    """The addresses of an E2B service, and its API key. `sandbox_url` is the address of all sandboxes, or "" if each
-    sandbox has its own address below `domain`."""
+    """The addresses of an E2B service, and its API key. `sandbox_url` is the common address of all sandboxes. It is ""
+    if each sandbox has its own address below `domain`."""
 
     key: str = field(repr=False)
     url: str
@@ -80,7 +82,8 @@ class E2BSettings:
 
 
 class MadeSandbox(msgspec.Struct, frozen=True, rename="camel"):
-    """A sandbox that was just created. `envd_access_token` is the credential for its processes and files."""
+    """A sandbox that the service has just created. `envd_access_token` is the credential for starting processes and
+    copying files in it."""
 
     sandbox_id: str = msgspec.field(name="sandboxID")
     envd_access_token: str | None = None
@@ -95,23 +98,23 @@ class ListedSandbox(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ApiReply(Generic[T]):
-    """The decoded reply to a call. `next` is the token of a list's next page, or "" if there is none."""
+    """The decoded reply to a call. `next` is the token for the list's next page, or "" on the last page."""
 
     value: T
     next: str
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """The body of a failed call."""
+    """The body of the reply to a failed call."""
 
     message: str = ""
 
 
 class E2BApi:
-    """A client of one service. Close it after use. A failed call raises E2BError."""
+    """A client of one E2B service. Close it after use. A failed call raises E2BError."""
 
     def __init__(self, settings: E2BSettings, *, seconds: float = CALL_SECONDS) -> None:
-        """A call, with its whole reply, takes at most `seconds`."""
+        """`seconds` is the time limit of each call, including its whole reply."""
         self.settings = settings
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         self.http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
@@ -121,8 +124,8 @@ class E2BApi:
         await self.http.close()
 
     async def create(self, template: str, metadata: Mapping[str, str], *, seconds: int, key: str) -> MadeSandbox:
-        """Create a sandbox that ends after `seconds` and has no internet access. If the service supports idempotency
-        keys, repeated requests with the same `key` create only one sandbox."""
+        """Create a sandbox without internet access, which the service ends after `seconds`. `key` is an idempotency
+        key. If the service supports such keys, repeated requests with the same key create only one sandbox."""
         body = {
             "templateID": template,
             "timeout": seconds,
@@ -137,13 +140,13 @@ class E2BApi:
         return made
 
     async def labelled(self, label: str, value: str | None = None) -> list[ListedSandbox]:
-        """Return the sandboxes that have the label. If `value` is given, the label must have this value."""
+        """Return all sandboxes with the label. If `value` is given, return only those whose label has this value."""
         found = await self._pages({} if value is None else {"metadata": f"{label}={value}"})
         own = [one for one in found if label in (one.metadata or {}) and ID.fullmatch(one.id)]
         return [one for one in own if value is None or (one.metadata or {})[label] == value]
 
     async def _pages(self, query: Mapping[str, str]) -> list[ListedSandbox]:
-        """Return the sandboxes of all pages of a list."""
+        """Return the sandboxes in all pages of the list."""
         found: list[ListedSandbox] = []
         query = {**query, "limit": str(PAGE)}
         for _ in range(MAX_PAGES):
@@ -164,7 +167,7 @@ class E2BApi:
         return True
 
     async def extend(self, sandbox: str, seconds: int) -> None:
-        """Set the end of the sandbox to `seconds` from now."""
+        """Let the service end the sandbox `seconds` from now."""
         await self._call("POST", f"/sandboxes/{sandbox}/timeout", None, {"timeout": seconds})
 
     async def delete(self, sandbox: str) -> bool:
@@ -202,7 +205,7 @@ class E2BApi:
 
 
 async def bounded(answer: aiohttp.ClientResponse, limit: int = MAX_REPLY) -> bytes:
-    """Return the body of a reply. Raises E2BError for a body of more than `limit` bytes."""
+    """Return the body of a reply. Raises E2BError if it has more than `limit` bytes."""
     data = bytearray()
     async for piece in answer.content.iter_any():
         data += piece

@@ -1,8 +1,10 @@
-"""A process in an E2B sandbox, connected to a socket of this machine by its standard input and output.
+"""Runs a process in an E2B sandbox, and connects its standard input and output to a socket of this machine.
 
-The wire format is the Connect protocol with JSON, as in E2B's own SDKs: `process.Process/Start` streams the output, and
-each `SendInput` carries a piece of the input. Invariants: pieces of the input arrive in order and at most once; if the
-output stream breaks or is silent for SILENCE_SECONDS, the socket is closed, because bytes may be missing.
+The wire format is the Connect protocol with JSON, as in E2B's own SDKs. `process.Process/Start` streams the output.
+Each call of `SendInput` carries a piece of the input. Invariants:
+
+- Pieces of the input arrive in order and at most once.
+- If the output stream breaks or is silent for SILENCE_SECONDS, the socket is closed, because bytes may be missing.
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ from outrider.sandbox.runtimes.e2b.api import (
 USER = "root"
 """The user of all processes in a sandbox. It may be root, because an E2B sandbox is a separate machine."""
 PIECE = 1 << 20
-"""Maximum bytes of the input in one call."""
+"""Maximum bytes of input that one call sends."""
 MAX_FRAME = 16 << 20
 PING_SECONDS = 20
 SILENCE_SECONDS = 120.0
-"""If no frame arrives for this many seconds, the stream counts as broken. The client asks for a keep-alive every
-PING_SECONDS. A service that ignores this sends one every 90 seconds."""
+"""The output stream is treated as broken if no frame arrives for this many seconds. The client asks the service for a
+keep-alive every PING_SECONDS. A service that ignores this sends a keep-alive every 90 seconds."""
 BUSY = RetryPolicy(first=0.2, longest=10.0, attempts=20)
 """How to repeat a call whose reply has status 429. Such a call was not carried out."""
 END_SECONDS = 2.0
-"""How long to wait for the end of the process after sending input to it has failed."""
+"""Seconds to wait for the process to end, after input could not be sent to it."""
 COMPRESSED, LAST = 1, 2
-"""Flag bits of a frame: it is compressed, or it is the last of its stream."""
+"""Flag bits of a frame. COMPRESSED: its content is compressed. LAST: it is the last frame of its stream."""
 
 
 class DataEvent(msgspec.Struct, frozen=True):
@@ -69,7 +71,7 @@ class StartEvent(msgspec.Struct, frozen=True):
 
 
 class ProcessEvent(msgspec.Struct, frozen=True):
-    """An event of a process. At most one field is set, and none in a keep-alive."""
+    """An event of a process. One field is set at most. In a keep-alive, no field is set."""
 
     start: StartEvent | None = None
     data: DataEvent | None = None
@@ -104,7 +106,7 @@ class Envd:
             self._headers["E2B-Traffic-Access-Token"] = sandbox.traffic_access_token
 
     async def is_closed(self) -> bool:
-        """Return True if the service reports that the sandbox runs but that `envd` in it does not."""
+        """Return True if the service reports that the sandbox runs but `envd` no longer runs in it."""
         try:
             async with translated(), self._get("/health") as answer:
                 return answer.status == 502 and PORT_CLOSED in str(refusal(answer, await bounded(answer)))
@@ -136,7 +138,7 @@ class Envd:
 
     @contextlib.asynccontextmanager
     async def start(self, command: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Start a process. Yields the stream of its events. Raises E2BError."""
+        """Start a process, and yield the response that streams its events. Raises E2BError."""
         program, *args = command
         config = {"cmd": program, "args": args, "envs": dict(env), "cwd": "/"}
         body = frame(msgspec.json.encode({"process": config, "stdin": True}))
@@ -159,8 +161,8 @@ class Envd:
     async def _called(
         self, method: str, body: bytes, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Call a method of envd's process service. While the reply has status 429, the call is repeated as BUSY
-        specifies. Raises E2BError."""
+        """Call a method of envd's process service. If a reply has the status 429, the call is repeated, as BUSY
+        describes. Raises E2BError."""
         options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         refusals = 0
         while True:
@@ -199,8 +201,8 @@ def frame(data: bytes) -> bytes:
 
 
 async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
-    """Yield the events of a process up to the last frame. Raises E2BError if the stream ends before it, and ValueError
-    for data that is not an event."""
+    """Yield a process's events until the stream's last frame. Raises E2BError if the stream ends too early, and
+    ValueError for data that is not an event."""
     while True:
         try:
             flags, size = struct.unpack(">BI", await stream.readexactly(5))
@@ -218,8 +220,8 @@ async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
 
 
 class ProcessSocket:
-    """A process in a sandbox, started by `run`. `end` is a socket that carries the process's input and output. `exit`
-    describes how the process ended. It is None until then, and stays None if the stream breaks first."""
+    """A process in a sandbox, which `run` starts. `end` is a socket that carries its input and output. `exit` describes
+    how the process ended. It is None while the process runs, and stays None if the stream breaks."""
 
     def __init__(self, envd: Envd) -> None:
         self.end, self._far = socket.socketpair()
@@ -230,7 +232,7 @@ class ProcessSocket:
         self.exit: EndEvent | None = None
 
     def log_tail(self) -> str:
-        """Return the end of the process's standard error, and why the connection ended."""
+        """Return the last lines of the process's standard error, and why the connection ended."""
         parts = [self._log.decode("utf-8", "replace").strip(), self._reason]
         return "\n".join(filter(None, parts))
 
@@ -250,7 +252,7 @@ class ProcessSocket:
                         break
                 if feeding is not None:
                     feeding.cancel()
-        except* (E2BError, OSError, ValueError) as errors:  # msgspec's errors are ValueErrors
+        except* (E2BError, OSError, ValueError) as errors:  # the errors of msgspec are also ValueErrors
             self._reason = self._reason or f"{errors.exceptions[0]}"[:LOG_TAIL]
         finally:
             self._far.close()
@@ -271,13 +273,14 @@ class ProcessSocket:
             try:
                 await self._envd.send(pid, data)
             except E2BError:
-                # If the call failed because the process has ended, the output stream reports this during the pause.
+                # The call may have failed because the process has ended. The output stream then reports the end during
+                # this pause.
                 await asyncio.sleep(END_SECONDS)
                 raise
         raise OSError("this machine has closed the connection")
 
     def close(self) -> None:
-        """Close this object's end of the socket pair. Needed only if `run` was never called."""
+        """Close this object's end of the socket pair. This is needed only if `run` was never called."""
         self._far.close()
 
 

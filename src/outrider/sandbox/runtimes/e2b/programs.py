@@ -1,7 +1,7 @@
-"""Copies the harness's programs into a sandbox on another machine: folders of this machine, copied to the same paths.
+"""Copies programs of a harness into a sandbox on another machine. Folders of this machine are copied to the same paths.
 
-A folder whose path exists in the sandbox is not copied, because a template may contain the programs. Invariant: an
-archive is made once per node, because the folders do not change after their installation.
+If a path already exists in the sandbox, its folder is not copied, because a template may contain the programs.
+Invariant: a node makes each archive only once, because installed folders do not change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNPACK = (
 
 
 class ProgramArchives:
-    """The archives that one node has made, in `folder`."""
+    """Archives that one node has made of installed programs. They are stored in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,7 +41,7 @@ class ProgramArchives:
         self._making = asyncio.Lock()
 
     async def of(self, path: Path) -> Path:
-        """Return the archive of a file or folder, which is made on first use. Raises OSError."""
+        """Return the archive of a file or folder. It is made when it is first needed. Raises OSError."""
         async with self._making:
             if path not in self._made:
                 target = self._folder / f"programs-{len(self._made)}.tgz"
@@ -56,7 +56,7 @@ def _archive(path: Path, target: Path) -> None:
 
 
 async def show_programs(tools: ToolClient, envd: Envd, archives: ProgramArchives, paths: Sequence[Path]) -> None:
-    """Copy files and folders of this machine into the sandbox, except those that the sandbox already has. Raises
+    """Copy files and folders of this machine into the sandbox, unless the sandbox already has them. Raises
     RuntimeFailure."""
     for path in paths:
         if (await _run(tools, ["test", "-e", str(path)])).code == 0:
@@ -74,7 +74,7 @@ async def show_programs(tools: ToolClient, envd: Envd, archives: ProgramArchives
 
 
 async def output(tools: ToolClient, command: list[str]) -> bytes:
-    """Return the output of a command."""
+    """Run a command in the sandbox and return its standard output."""
     return (await _run(tools, command)).out
 
 

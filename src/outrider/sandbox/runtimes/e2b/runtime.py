@@ -1,8 +1,9 @@
-"""The kind `e2b`: sandboxes of a service that speaks the E2B API, with our tool server inside.
+"""The kind `e2b`: sandboxes of a service that offers the E2B API. Our tool server runs inside each sandbox.
 
-`envd` starts the tool server as a process. The process's input and output connect it to the node, and also carry the
-model calls. So the sandbox needs no network, and the node needs no public address. Invariant: when `stop` returns, the
-service has confirmed that the sandbox is gone, or the failure is logged and the next sweep tries again.
+`envd` starts the tool server as a process, whose input and output connect it to the node. The same connection carries
+the model calls. So the sandbox needs no network, and the node needs no public address. Invariant: when `stop` returns,
+the service has confirmed that the sandbox is gone. If the removal fails, the failure is logged, and the next sweep
+tries again.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from outrider.sandbox.runtimes.tool_server.launch import RunningServer, configur
 from outrider.spec import MEBIBYTE, RuntimeSpec
 
 TEMPLATE = "base"
-"""The template of a task without an image."""
+"""The E2B template of a task that names no image."""
 PROBE_SECONDS = 5.0
 MEASURE = "import os; print(os.cpu_count(), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 20)"
 SETTLE_SECONDS = 2.0
-"""After the tool server has ended, the sandbox's state is requested twice, with this many seconds in between. The
-sandbox's programs are blamed only if the sandbox still exists both times."""
+"""After the tool server has ended, the node asks the service twice whether the sandbox still exists, with a pause of
+this many seconds. Only if it exists both times, programs in the sandbox are the cause."""
 KERNEL_SHARE = 0.85
-"""The fraction of a machine's memory that programs can always use. The kernel uses the rest."""
+"""The fraction of a machine's memory that programs can use in any case. The kernel needs the rest."""
 
 
 class E2BRuntime:
-    """The kind `e2b`. `task.runtime.image` names the template."""
+    """The kind `e2b`. The field `task.runtime.image` names the E2B template."""
 
     part = E2BService
     """See `RuntimeKind`."""
@@ -54,7 +55,7 @@ class E2BRuntime:
 
     @classmethod
     def available(cls) -> Availability:
-        """Return whether the service accepts the key. The first call blocks."""
+        """Return whether the service accepts the API key. The first call blocks."""
         return Availability.found(lambda: _probe_of(E2BSettings.read()).get())
 
     @classmethod
@@ -69,14 +70,14 @@ class E2BRuntime:
                 )
 
 
-@functools.lru_cache(maxsize=8)  # the settings change in tests only
+@functools.lru_cache(maxsize=8)  # different settings occur only in tests
 def _probe_of(settings: E2BSettings) -> ProbeCache[str]:
     return ProbeCache(lambda: _probe(settings))
 
 
 def _probe(settings: E2BSettings) -> str:
-    """Check the service's address and key by requesting its list of sandboxes. Returns a description of the service.
-    Blocks. Raises RuntimeUnavailable."""
+    """Request the service's list of sandboxes, to check the address and the key. Returns a text about the service. The
+    call blocks. Raises RuntimeUnavailable."""
     try:
         status = _list_status(settings)
     except (OSError, HTTPException) as error:
@@ -92,7 +93,8 @@ def _probe(settings: E2BSettings) -> str:
 
 
 def _list_status(settings: E2BSettings) -> int:
-    """Request the list of sandboxes, and return the HTTP status. Blocks. Raises OSError, HTTPException."""
+    """Request the service's list of sandboxes, and return the HTTP status. The call blocks. Raises OSError and
+    HTTPException."""
     url = urlsplit(settings.url)
     kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
     connection = kind(url.hostname or "", url.port, timeout=PROBE_SECONDS)
@@ -105,7 +107,7 @@ def _list_status(settings: E2BSettings) -> int:
 
 @asynccontextmanager
 async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock) -> AsyncIterator[RunningServer]:
-    """Make a sandbox with the service. See tool_server/launch.py."""
+    """Create a sandbox at the service, and run the tool server in it. See tool_server/launch.py."""
     name = context.directory.name
     service = await context.host.part(E2BService)
     program = await asyncio.to_thread(remote_delivery)
@@ -141,9 +143,9 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         )
 
         async def ended_inside() -> bool:
-            """Return whether programs in the sandbox ended the tool server or envd. This is the case if either has
-            ended and the sandbox still exists. The state is requested twice, because when the service ends a sandbox,
-            it may report the end of the tool server first. If the service does not respond, the cause is outside."""
+            """Return whether programs in the sandbox ended the tool server or `envd`. They did if one of the two has
+            ended and the sandbox still exists. The service is asked twice: when it ends a sandbox itself, it may report
+            the end of the tool server first. If it does not respond, the cause is outside the sandbox."""
             for pause in (0.0, SETTLE_SECONDS):
                 await asyncio.sleep(pause)
                 if not await service.exists(start) or not (process.exit is not None or await envd.is_closed()):
@@ -154,7 +156,8 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
 
 
 async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:
-    """Raise RuntimeUnavailable, naming the field, if the task asks for more CPUs or memory than the template has."""
+    """Raise RuntimeUnavailable, which names the field, if the task asks for more CPUs or memory than the template
+    has."""
     asked = spec.resources
     if asked.cpus is None and asked.memory_mb is None:
         return
@@ -175,8 +178,8 @@ async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:
 
 
 def _without_python(process: ProcessSocket) -> RuntimeUnavailable | None:
-    """Return the error to raise if the tool server did not start because the sandbox has no usable Python. Returns None
-    if there was another reason."""
+    """Return the error to raise if the tool server could not start without a usable Python in the sandbox. Returns None
+    if the start failed for another reason."""
     if process.exit is None and "python3" not in process.log_tail():
         return None
     return RuntimeUnavailable(

@@ -1,9 +1,10 @@
-"""The client of an E2B service, which all sandboxes of a node share.
+"""The client of an E2B service. All sandboxes of a node share it.
 
 Invariants:
 
-- A sandbox of this node is in `_ours` from before it is requested until `remove` has ended.
-- `sweep` removes this node's other sandboxes, and all sandboxes of dead nodes. It finds them by their label.
+- From before its creation is requested until `remove` has ended, a sandbox of this node is in `_ours`.
+- `sweep` finds sandboxes by their label. It removes this node's sandboxes that are not in `_ours`, and all sandboxes of
+  dead nodes.
 - A sandbox that nobody removes ends TERM_SECONDS after its node last extended its term.
 """
 
@@ -25,15 +26,15 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue, is_orphan, node_label
 
 START_LABEL = "outrider.start"
-"""Key of a label that identifies one request. Its value is random. If the reply to the request is lost, the sandbox is
-found by this label."""
+"""The name of a label with a random value, which identifies one request to create a sandbox. If the reply is lost, the
+sandbox is found by this label."""
 TERM_SECONDS = 300
 EXTEND_SECONDS = 60.0
 REMOVE_SECONDS = 60.0
 ROOM_SECONDS = 3600.0
-"""Maximum seconds that a start waits for room at the service."""
+"""Maximum seconds that the start of a sandbox waits until the service has room for it."""
 REFUSALS = (400, 401, 403, 404, 422, 429)
-"""Statuses with which the service refuses to create a sandbox. After any other failure, a sandbox may exist."""
+"""HTTP statuses with which the service refuses to create a sandbox. After any other failure, the sandbox may exist."""
 CREATE = RetryPolicy(first=1.0, longest=10.0, attempts=3)
 ROOM = RetryPolicy(first=2.0, longest=60.0)
 REMOVE = RetryPolicy(first=0.5, longest=5.0)
@@ -42,8 +43,8 @@ log = logging.getLogger("outrider.runtime")
 
 
 class E2BService:
-    """The part of a node's host (see node_host.py) that makes E2B sandboxes. `call_seconds` is the time limit of each
-    API call."""
+    """Makes the E2B sandboxes of a node. All sandboxes of the node share this object (see node_host.py). `call_seconds`
+    is the time limit of each API call."""
 
     def __init__(self, host: Host, *, call_seconds: float = CALL_SECONDS) -> None:
         self._call_seconds = call_seconds
@@ -54,7 +55,8 @@ class E2BService:
         self.archives = ProgramArchives(host.folder)
 
     async def __aenter__(self) -> Self:
-        """Connect, and remove leftover sandboxes (see `sweep`). Raises RuntimeUnavailable, RuntimeFailure."""
+        """Connect to the service, and remove sandboxes that dead nodes left (see `sweep`). Raises RuntimeUnavailable
+        and RuntimeFailure."""
         self.api = E2BApi(E2BSettings.read(), seconds=self._call_seconds)
         try:
             await self.sweep()
@@ -74,10 +76,10 @@ class E2BService:
     async def create(
         self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock, *, ahead: bool = False
     ) -> MadeSandbox:
-        """Wait for the start's turn and for room at the service, and create a sandbox. The caller must then call
-        `remove`, even if this method raises or is cancelled.
+        """Wait for a turn in the node's queue and until the service has room, and create a sandbox. The caller must
+        then call `remove`, even if this method raises or is cancelled.
 
-        The session is charged neither for the waits nor for the time that the service takes. A sandbox made `ahead`
+        The session's time limits count neither the waits nor the time that the service takes. A sandbox made `ahead`
         does not wait for room. Raises RuntimeFailure, or RuntimeUnavailable if the service refuses the key or the
         template."""
         failures = waits = 0
@@ -109,7 +111,7 @@ class E2BService:
                 failures += 1
                 if failures >= (CREATE.attempts or 1):
                     raise failure("create a sandbox", error) from error
-                # The reply may be lost after the sandbox was created.
+                # The service may have created the sandbox, although its reply was lost.
                 await self._forget(start)
                 await asyncio.sleep(CREATE.wait(failures))
 
@@ -119,7 +121,7 @@ class E2BService:
         self._ours.add(start.key)
 
     async def _request(self, start: Start, template: str, labels: Mapping[str, str]) -> MadeSandbox:
-        """Send one request to create a sandbox. The reply is awaited even after a cancellation, because only the reply
+        """Send one request to create a sandbox. Even a cancelled caller waits for the reply, because only the reply
         shows whether there is a sandbox to remove."""
         start.requested = True
         made = await self.api.create(
@@ -132,8 +134,8 @@ class E2BService:
         return made
 
     async def _forget(self, start: Start) -> None:
-        """Remove the sandbox, if any, of a request whose reply was lost. Raises RuntimeFailure; a sweep then removes
-        it."""
+        """Remove the sandbox that a request may have created before its reply was lost. Raises RuntimeFailure. A sweep
+        then removes the sandbox."""
         try:
             for one in await self.api.labelled(START_LABEL, start.key):
                 await self.api.delete(one.id)
@@ -141,11 +143,11 @@ class E2BService:
             raise failure("find the sandbox of a lost reply", error) from error
 
     async def extend(self, start: Start) -> None:
-        """Extend the sandbox's term. Raises RuntimeFailure."""
+        """Let the service keep the sandbox for another TERM_SECONDS. Raises RuntimeFailure."""
         try:
             await self.api.extend(start.sandbox, TERM_SECONDS)
         except E2BError as error:
-            if error.status != 404:  # 404: the sandbox is gone, and the tool server's client notices that
+            if error.status != 404:  # 404: the sandbox is gone, which the tool server's client also notices
                 raise failure("extend the term of a sandbox", error) from error
 
     async def exists(self, start: Start) -> bool | None:
@@ -156,8 +158,8 @@ class E2BService:
             return None
 
     async def remove(self, start: Start) -> None:
-        """Kill the sandbox, and wait until the service has removed it. Raises RuntimeFailure if that fails; the next
-        sweep tries again."""
+        """Kill the sandbox, and wait until the service has removed it. Raises RuntimeFailure if this fails. The next
+        sweep then tries again."""
         try:
             if start.sandbox:
                 await self._delete(start.sandbox)
@@ -185,15 +187,15 @@ class E2BService:
             ) from error
 
     async def sweep(self) -> int:
-        """Remove the sandboxes of dead nodes, and the sandboxes of this node that nothing uses any more. Returns the
-        number of removed sandboxes. Raises RuntimeFailure when the service does not respond."""
+        """Remove the sandboxes of dead nodes, and those of this node that nothing uses any more. Returns the number of
+        removed sandboxes. Raises RuntimeFailure if the service does not respond."""
         try:
             listed = await self.api.labelled(NODE_LABEL)
         except E2BError as error:
             raise failure("list its sandboxes", error) from error
         left = [one.id for one in listed if self._is_left(one.metadata or {})]
         refused: E2BError | None = None
-        for sandbox in left:  # a failed removal does not prevent the others
+        for sandbox in left:  # if one removal fails, the other sandboxes are still removed
             try:
                 await self.api.delete(sandbox)
             except E2BError as error:
@@ -209,8 +211,11 @@ class E2BService:
 
 
 class Start:
-    """The start of one sandbox. `key` is the random name of the last request to create it. `requested` is True if this
-    request may have created a sandbox. `sandbox` is the sandbox's id, or "" before the reply."""
+    """The start of one sandbox.
+
+    - `key` is the random name of the last request to create it.
+    - `requested` is True if this request may have created a sandbox.
+    - `sandbox` is the sandbox's id, or "" before the service's reply."""
 
     def __init__(self) -> None:
         self.key = ""

@@ -1,4 +1,4 @@
-"""The code that runs inside sandboxes: the tool server and its confinement.
+"""The code that runs inside sandboxes: the tool server, and the modules that confine it.
 
-Standard library only, Python 3.8 or newer. No module here imports the rest of Outrider.
+It must run on Python 3.8 or newer with only the standard library. No module here imports another part of Outrider.
 """

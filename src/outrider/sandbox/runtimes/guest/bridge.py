@@ -1,6 +1,7 @@
-"""Forwards connections from 127.0.0.1 in a sandbox without a network to the Unix socket of the model gateway outside.
+"""Forwards connections from 127.0.0.1, in a sandbox without a network, to the Unix socket of the model gateway outside.
 
-The bridge does not parse HTTP. Invariant: when one end stops sending, the other end is told, and can still send.
+The bridge does not parse HTTP. Invariant: if one side stops sending, the other side sees the end of the data, and can
+still send.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUFFER_BYTES = 4 << 20
-"""If a buffer holds this many bytes that were read and not yet written, reading pauses."""
+"""A buffer holds bytes that were read but not yet written. At this size, reading pauses."""
 RETRY_SECONDS = 0.01
 CONNECT_TRIES = 200
 MAX_PAIRS = 256
-"""Maximum number of connected clients. Further clients are disconnected. Each client also takes a descriptor of the
-node, which has some thousands for all its sandboxes."""
+"""Maximum number of connected clients. Further clients are disconnected, because each client takes a file descriptor of
+the node. The node has only some thousands for all its sandboxes."""
 
 
 class Stream:
-    """One direction of a bridged connection. `buffer` holds bytes that were read from `source` and not yet written to
-    `sink`. `ended` is True when `source` has ended, `closed` when `sink` is shut down for writing."""
+    """One direction of a bridged connection.
+
+    - `buffer` holds bytes that were read from `source` but not yet written to `sink`.
+    - `ended` is True when `source` has no more data.
+    - `closed` is True when `sink` is shut down for writing."""
 
     def __init__(self, source: _socket.socket, sink: _socket.socket) -> None:
         self.source = source
@@ -55,8 +59,8 @@ class Stream:
 
 
 class BridgedConnection:
-    """A client's connection and its connection to the gateway. `closed` is called once, when both connections are
-    closed."""
+    """A client's connection to the bridge, and the matching connection to the gateway. When both are closed, `closed`
+    is called once."""
 
     def __init__(
         self, loop: Loop, client: _socket.socket, upstream: _socket.socket, closed: Callable[[], object]
@@ -67,7 +71,7 @@ class BridgedConnection:
         self._watch()
 
     def _ready(self, inward: Stream, outward: Stream, events: int) -> None:
-        """Handle events of the socket that `inward` reads from and `outward` writes to."""
+        """Handle events of a socket. `inward` is the stream that reads from it, and `outward` writes to it."""
         try:
             if events & select.POLLOUT:
                 outward.push()
@@ -87,8 +91,8 @@ class BridgedConnection:
         self._watch_socket(two, one)
 
     def _watch_socket(self, inward: Stream, outward: Stream) -> None:
-        """Watch the socket that `inward` reads from and `outward` writes to, but only for events that can be handled
-        now. `poll` reports an unhandled event again at once, so the loop would spin."""
+        """Watch the socket that `inward` reads from and `outward` writes to. Only ask for events that can be handled
+        now, because `poll` would report an unhandled event again at once, in an endless loop."""
         fd = inward.source.fileno()
         reads = not inward.ended and len(inward.buffer) < BUFFER_BYTES
         mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outward.buffer else 0)
@@ -105,8 +109,8 @@ class BridgedConnection:
 
 
 class Bridge:
-    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. If no gateway listens at
-    `path`, the client's connection is closed."""
+    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. If no gateway listens there,
+    the client's connection is closed."""
 
     def __init__(self, loop: Loop, port: int, path: str) -> None:
         import _socket  # importing `socket` takes as long as starting the interpreter
@@ -130,7 +134,7 @@ class Bridge:
             fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # `_socket` has `_accept`, which its stub lacks
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is free, so `poll` would report this client again at once
+        except OSError:  # all descriptors are in use; `poll` would report the waiting client again at once
             self.loop.unwatch(self.listener.fileno())
             self.loop.at(self, RETRY_SECONDS, self._listen)
             return
@@ -140,8 +144,8 @@ class Bridge:
             self._refuse(client)
             return
         client.setblocking(False)
-        # Without TCP_NODELAY, Nagle's algorithm holds each small piece of a streamed reply until the previous piece is
-        # acknowledged.
+        # Without TCP_NODELAY, Nagle's algorithm would delay each small piece of a streamed reply until the previous one
+        # is acknowledged.
         client.setsockopt(self.socket.IPPROTO_TCP, self.socket.TCP_NODELAY, 1)
         self._connect(client, CONNECT_TRIES)
 
@@ -153,8 +157,8 @@ class Bridge:
         self.clients -= 1
 
     def _connect(self, client: _socket.socket, tries: int) -> None:
-        """Connect to the gateway. A Unix socket connects at once, or fails with EAGAIN if the listener's queue is
-        full."""
+        """Connect to the gateway. A Unix socket connects at once, or fails with EAGAIN if too many connections wait for
+        the gateway."""
         try:
             upstream = self.socket.socket(self.socket.AF_UNIX, self.socket.SOCK_STREAM)
         except OSError:
@@ -169,7 +173,7 @@ class Bridge:
                 self.loop.at(client, RETRY_SECONDS, lambda: self._connect(client, tries - 1))
             else:
                 self._refuse(client)
-        except OSError:  # no gateway listens
+        except OSError:  # no gateway listens at `path`
             upstream.close()
             self._refuse(client)
         else:

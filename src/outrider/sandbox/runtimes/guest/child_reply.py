@@ -1,6 +1,6 @@
-"""Runs slow work in a forked child. The server sends the child's output to the host in parts.
+"""Runs slow work in a forked child process, and sends its output to the host in parts.
 
-Searching and archiving may take long. A fork does this work, so that other calls do not wait. Invariant: a call ends in
+Searching and archiving may take long. They run in a child, so that other calls need not wait. Invariant: a call ends in
 "ok" only if the child wrote everything, exited with 0, and stayed within its byte limit.
 """
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OUTGOING_MAX = 4 << 20
-"""While more than this many bytes wait to be sent to the host, the child's pipe is not read. Otherwise a slow host
-would make the server hold a whole archive in memory."""
+"""While more than this many bytes wait to be sent to the host, the child's pipe is not read. Otherwise the server would
+hold a whole archive in memory if the host is slow."""
 PAUSE_SECONDS = 0.005
 
 
 class ChildReply:
-    """Runs `write(descriptor)` in a fork and forwards the output.
+    """Runs `write(descriptor)` in a forked child, and sends what it writes to the host.
 
-    `limit` is the maximum number of bytes. `failed` is the error message if the child fails. A child that runs for more
-    than `seconds` is killed.
+    `limit` is the maximum number of bytes. `failed` is the error message for a child that fails. After `seconds`, the
+    child is killed.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ChildReply:
         self.calls.running.pop(self.call, None)
         if self.code == 0:
             self.calls.reply(self.call, {})
-        elif self.left < 0 or self.code == errno.EFBIG:  # EFBIG: the child itself found the output too large
+        elif self.left < 0 or self.code == errno.EFBIG:  # EFBIG: the child stopped, because its output became too large
             too_large = f"the result has more than {self.limit} bytes, the maximum taken out of a sandbox"
             self.calls.fail(self.call, "failed", too_large)
         else:

@@ -1,5 +1,5 @@
-"""Runs one command: its start, input, output and reply. At its time limit or a cancellation, the command and its
-descendants are killed.
+"""Runs one command, from its start to the reply. At its time limit, or if the host cancels the call, the command and
+its descendants are killed.
 
 Invariant: an output stream takes at most 1.5 times its maximum size (`cap`) plus one read (256 KiB) of memory, however
 much is written to it.
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 READS_AT_END = 16
-"""Maximum number of reads that collect the last output after a program has ended. A pipe holds at most 1 MiB and each
-read takes 256 KiB, so this many reads empty the pipe. Without a maximum, a child that keeps writing would occupy the
-server."""
+"""Maximum number of reads that collect the rest of the output after a program has ended. A pipe holds at most 1 MiB,
+and each read takes 256 KiB, so this is enough. Without a maximum, a child that keeps writing would occupy the server
+forever."""
 
 
 class Capture:
-    """Keeps the beginning and the end of a stream, `cap` / 2 bytes each. After `take`, further data is dropped. The
-    host sends `cap`, which is `MAX_OUTPUT` of `sandbox/runtimes/base.py`."""
+    """Keeps the first and the last `cap` / 2 bytes of a stream. After `take`, further data is dropped. The host sends
+    `cap`, which is `MAX_OUTPUT` in `sandbox/runtimes/base.py`."""
 
     def __init__(self, cap: int) -> None:
         self.half = max(1, cap // 2)
@@ -41,7 +41,7 @@ class Capture:
             data = data[room:]
         if data and self.half:
             self.tail += data
-            if len(self.tail) > 2 * self.half:  # trimming after every piece would copy the tail each time
+            if len(self.tail) > 2 * self.half:  # only at twice the size, because each trim copies the tail
                 self._trim()
 
     def _trim(self) -> None:
@@ -60,7 +60,7 @@ class Capture:
 
 
 class Drain:
-    """Reads a descriptor to its end into a capture."""
+    """Reads a file descriptor until its end, and passes the data to a capture."""
 
     def __init__(self, loop: Loop, fd: int, capture: Capture) -> None:
         self.loop = loop
@@ -71,7 +71,7 @@ class Drain:
         loop.watch(fd, POLL_READ, self.ready)
 
     def ready(self, events: int) -> bool:
-        """Read one piece. Returns whether there was data to read."""
+        """Read one piece of data. Returns whether there was any."""
         data = read_ready(self.fd) if self.open else b""
         if data is None:
             self.open = False
@@ -82,7 +82,7 @@ class Drain:
         return bool(data)
 
     def finish(self) -> bytes:
-        """Return the output so far. If it is larger than the capture keeps, its middle is cut out."""
+        """Return the output so far. If it is longer than the capture allows, its middle is missing."""
         for _ in range(READS_AT_END):
             if not self.ready(0):
                 break
@@ -90,9 +90,10 @@ class Drain:
 
 
 class Command:
-    """One command from start to reply. The reply does not wait for children that outlive the command. They keep the
-    command's pipes open, and their later output is read and dropped, because a full pipe would block them, and a closed
-    pipe would kill them by SIGPIPE."""
+    """One command, from its start to the reply. The reply does not wait for children that outlive the command.
+
+    Such children keep the command's pipes open. Their later output is read and dropped, because a full pipe would block
+    them, and a closed pipe would kill them with SIGPIPE."""
 
     def __init__(self, calls: Calls, call: int, args: dict[str, Any]) -> None:
         self.calls = calls
@@ -134,7 +135,8 @@ class Command:
         self.cancel()
 
     def cancel(self) -> None:
-        """Kill the command with all its descendants. The reply is sent when the exit is reaped."""
+        """Kill the command and all its descendants. The reply follows when the server collects the command's exit
+        code."""
         kill_tree({self.pid}, self.mark)
 
     def exited(self, code: int) -> None:

@@ -1,9 +1,10 @@
-"""Limits the total memory of a sandbox's programs, where no control group does.
+"""Limits the total memory of a sandbox's programs if no control group does.
 
-The watch scans /proc at intervals and counts the memory of processes: private pages, shared pages, page tables and
-swap. Programs cannot get memory that belongs to no process (see seccomp.py), and files have their own limit. Invariant:
-when two scans in a row find the programs above the limit, the largest ones are killed, as the kernel does in a control
-group. Memory that is used only between two scans is limited for each process separately, by its rlimits.
+The watch scans /proc at intervals. It counts the memory of processes: private pages, shared pages, page tables and
+swap. Programs cannot get memory that belongs to no process (see seccomp.py), and files have their own limit.
+
+Invariant: if two scans in a row find the programs above the limit, the largest ones are killed, as the kernel does in a
+control group. Memory that is used only between two scans is limited for each process separately, by its rlimits.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ reach the limit at this rate."""
 MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Minimum and maximum seconds between two scans."""
 OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
-"""Lines of /proc/PID/status that add up to a process's memory. A page shared with forks counts in full for each
+"""Lines of /proc/PID/status whose sum is a process's memory. A page that forks share is counted in full for each
 process."""
 DIVIDED_FIELDS = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
-"""Lines of /proc/PID/smaps_rollup that add up to the memory of OWN_FIELDS without page tables. Here a shared page is
+"""Lines of /proc/PID/smaps_rollup whose sum is the memory of OWN_FIELDS without page tables. Here, a shared page is
 divided among the processes that share it."""
 SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
-"""Prefixes of the names, in /proc/PID/maps, of shared memory that does not belong to a file."""
+"""The names of shared memory that belongs to no file start with these texts in /proc/PID/maps."""
 
 
 class ProcessMemory:
-    """The memory of one process, in bytes. `own` is memory that the process has touched. `mapped` is additional:
+    """The memory of one process, in bytes. `own` is memory that the process has touched. `mapped` is added to it:
     libraries, reserved address space, and memory shared with other processes. A scan first counts both, because `own`
-    lacks shared pages that another process has touched."""
+    does not include shared pages that only another process has touched."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -63,8 +64,8 @@ class ProcessMemory:
                 self.areas[inode] = max(last, self.areas.get(inode, 0))
 
     def divide(self) -> None:
-        """Divide pages that forks share among them. If the process's files cannot be read, these pages still count in
-        full."""
+        """Count a page that forks share only once, by dividing it among them. If the process's files cannot be read,
+        such pages still count in full."""
         text = read_or_empty(f"/proc/{self.pid}/smaps_rollup")
         if text:
             self.own = sum_of_fields(text, DIVIDED_FIELDS) + sum_of_fields(self.status, (b"VmPTE",))
@@ -75,8 +76,8 @@ class ProcessMemory:
 
 
 class MemoryWatch:
-    """Scans as long as the loop runs. A single scan above the limit kills no process, because a process that forks to
-    start a program seems to have its memory twice for a moment."""
+    """Scans the sandbox's processes as long as the loop runs. A single scan above the limit kills no process: when a
+    process forks to start a program, its memory seems to be twice as large for a moment."""
 
     def __init__(self, loop: Loop, limit: int) -> None:
         self.loop = loop
@@ -89,7 +90,8 @@ class MemoryWatch:
         me = posix.getpid()
         found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
         total = sum(one.own + max(0, one.mapped) for one in found)
-        # Each refinement makes the count more exact, but takes longer. Most scans stay below the limit without them.
+        # Each of these steps makes the count more exact, but takes longer. Most scans stay below the limit without
+        # them.
         for refine in (ProcessMemory.find_areas, ProcessMemory.divide):
             if total > self.limit:
                 for one in found:
@@ -103,7 +105,7 @@ class MemoryWatch:
 
 
 def total_memory(found: list[ProcessMemory]) -> int:
-    """Return how many bytes of memory all processes use together. Each shared area counts once."""
+    """Return how many bytes of memory all processes use together. Each shared area is counted once."""
     areas: dict[bytes, int] = {}
     for one in found:
         for inode, size in one.areas.items():
@@ -120,7 +122,7 @@ def kill_largest(found: list[ProcessMemory], excess: int) -> None:
 
 
 def sum_of_fields(text: bytes, names: tuple[bytes, ...]) -> int:
-    """Return the sum, in bytes, of the lines `Name: 123 kB` whose name is in `names`. Only a newline ends a line,
-    because the line with the program's name may contain any other character."""
+    """Return the sum, in bytes, of the lines `Name: 123 kB` whose name is in `names`. The text is split only at
+    newlines, because the line with the program's name may contain any other character."""
     lines = (line.partition(b":") for line in text.split(b"\n"))
     return sum(int(value.split()[0]) for name, _, value in lines if name in names) << 10

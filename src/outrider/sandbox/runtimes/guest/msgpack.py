@@ -1,9 +1,11 @@
-"""The wire format of the tool server: the part of msgpack that both ends use (no floats, no extensions).
+"""The wire format of the tool server. It is the part of msgpack that both ends use, without floats and extensions.
 
-A frame is a u32 big-endian length and that many bytes of msgpack. The host sends `[call, method, {arguments}]`. The
+A frame is a length (u32, big-endian) and that many bytes of msgpack. The host sends `[call, method, {arguments}]`. The
 server sends `[call, "ok" | "error" | "part", {fields}]`. Text that is not UTF-8, such as an odd file name, is sent as
-raw bytes; this module represents it as a str with surrogate escapes. Invariant: `Unpacker` reads every packed value
-back unchanged (a tuple as a list), and so does msgspec if all text is UTF-8. Pure.
+raw bytes. In this module, it is a str with surrogate escapes.
+
+Invariant: `Unpacker` returns every packed value unchanged, but a tuple as a list. So does msgspec if all text is UTF-8.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def pack(value: Any, out: bytearray) -> None:
-    """Append a value. Lengths and numbers always use the widest encoding. This keeps the code short, and costs little
-    because the frames are small."""
+    """Append a value. Lengths and numbers always use the widest encoding, which keeps the code short. This costs
+    little, because frames are small."""
     kind = type(value)
     if kind is str:
         data = value.encode("utf-8", "surrogateescape")
@@ -45,8 +47,8 @@ def pack(value: Any, out: bytearray) -> None:
 
 
 class Unpacker:
-    """Reads one msgpack value from a complete frame. Raises ValueError for a frame that ends early or contains an
-    unknown tag."""
+    """Reads one msgpack value from a complete frame. Raises ValueError if the frame ends early or contains an unknown
+    tag."""
 
     PLAIN: ClassVar[dict[int, bool | None]] = {0xC0: None, 0xC2: False, 0xC3: True}
 

@@ -1,8 +1,8 @@
-"""Limits the kernel memory of the netlink sockets in a sandbox that has its own network.
+"""Limits the kernel memory that netlink sockets use in a sandbox with its own network.
 
-If a program sends requests to the kernel and does not read the replies, the kernel holds up to 1 MiB for each socket.
-Control groups do not count this memory. Without this module, only the limit on open files would bound it. The limit,
-MOST, is the same for every task, and ordinary programs stay far below it. Invariant: if a check finds more than MOST
+If a program sends requests to the kernel and never reads the replies, the kernel keeps up to 1 MiB for each socket.
+Control groups do not count this memory. Without this module, only the limit on open files would bound it. The maximum
+MOST is the same for every task, and ordinary programs stay far below it. Invariant: if a check finds more than MOST
 bytes in the sockets, all programs of the sandbox are killed, because the owner of a socket cannot always be determined.
 """
 
@@ -27,7 +27,7 @@ PAUSE = 1.0
 
 
 class NetlinkWatch:
-    """Checks the sockets as long as the loop runs."""
+    """Checks the netlink sockets as long as the loop runs."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -41,5 +41,5 @@ class NetlinkWatch:
 
 
 def held_bytes(table: bytes) -> int:
-    """Return the sum of the HELD columns over the lines of SOCKETS."""
+    """Return the sum of the columns HELD in all lines of the table SOCKETS."""
     return sum(int(words[place]) for words in map(bytes.split, table.splitlines()[1:]) for place in HELD)

@@ -1,7 +1,7 @@
-"""A single-threaded event loop: readiness of descriptors, timers, and exits of children.
+"""A single-threaded event loop for ready descriptors, timers, and exits of child processes.
 
-Importing asyncio would take several times as long as starting the interpreter. Invariant: every child that exits is
-reaped, adopted orphans included.
+Importing asyncio would take several times as long as starting the interpreter. Invariant: the loop collects the exit
+code of every child, also of adopted orphans.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import signal as _signal
     from collections.abc import Callable
 else:
-    import _signal  # importing `signal` would lengthen the start by half
+    import _signal  # importing `signal` would make the start longer by half
 
 POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
 CHUNK = 1 << 18
@@ -25,14 +25,17 @@ CHUNK = 1 << 18
 loop."""
 
 REST_FACTOR = 20
-"""The pause after a scan of processes or sockets lasts at least this many times as long as the scan, because scans can
-be slow and must not use much CPU time."""
+"""Scans of processes or sockets can be slow, and must not use much CPU time. So the pause after a scan is at least this
+many times as long as the scan."""
 
 
 class Loop:
-    """The loop. `handlers` maps a descriptor to the function that is called with its events. `exits` maps the pid of a
-    child to the function that is called once with the child's exit code. `timers` maps a key to a deadline, in seconds
-    of the monotonic clock, and the function to call then. A key has at most one timer.
+    """The event loop.
+
+    handlers: the function that is called with the events of a descriptor, by descriptor.
+    exits: the function that is called once with the exit code of a child, by pid.
+    timers: a deadline, in seconds of the monotonic clock, and the function to call then, by key. A key has at most one
+        timer.
     """
 
     def __init__(self) -> None:
@@ -43,7 +46,7 @@ class Loop:
         self.watchers: list[Callable[[int, int], object]] = []
         """Functions that are called with the pid and the exit code of each child that was reaped."""
         self.stopped = False
-        # SIGCHLD writes a byte into this pipe, which wakes `poll`. So a signal that arrives just before `poll` is not
+        # SIGCHLD writes a byte into this pipe, which wakes `poll`. So a signal just before the call of `poll` is not
         # lost.
         reader, writer = posix.pipe()
         posix.set_blocking(reader, False)
@@ -75,13 +78,13 @@ class Loop:
                 # 0.5, because `poll` truncates to whole milliseconds
                 timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5
             for fd, events in self.poll.poll(timeout):
-                handler = self.handlers.get(fd)  # an earlier handler of this round may have removed it
+                handler = self.handlers.get(fd)  # another handler may have just removed it
                 if handler is not None:
                     handler(events)
             now = time.monotonic()
             if soonest <= now:
                 for key, (deadline, action) in list(self.timers.items()):
-                    # An earlier action of this round may have removed or replaced the timer.
+                    # Another timer's function may have just removed or replaced this timer.
                     if deadline <= now and self.timers.get(key) == (deadline, action):
                         del self.timers[key]
                         action()
@@ -95,7 +98,8 @@ class Loop:
                 return
             if pid == 0:
                 return
-            if posix.WIFSTOPPED(status):  # the child has called PTRACE_TRACEME, and nothing will resume it
+            # the child has called PTRACE_TRACEME, and nothing will resume it
+            if posix.WIFSTOPPED(status):
                 send_signal(pid, _signal.SIGKILL)
                 continue
             for note in self.watchers:
@@ -106,9 +110,9 @@ class Loop:
 
 
 class PipeWriter:
-    """Writes data into a pipe as fast as the reader reads it. `fd` is non-blocking, or -1 for a closed pipe.
-    `written(False)` is called whenever all data has been written. `written(True)` is called if the pipe has no reader
-    any more; the remaining data is dropped."""
+    """Writes data into a pipe as fast as its reader reads. `fd` is non-blocking, or -1 for a closed pipe.
+    `written(False)` is called whenever all data has been written. `written(True)` is called if nobody reads the pipe
+    any more. The rest of the data is then dropped."""
 
     def __init__(self, loop: Loop, fd: int, written: Callable[[bool], object] = lambda gone: None) -> None:
         self.loop = loop
@@ -145,8 +149,8 @@ class PipeWriter:
 
 
 def read_ready(fd: int) -> bytes | None:
-    """Return the data that can be read now: b"" if there is none yet, or None at the end. An error also counts as the
-    end, such as EIO from a terminal whose other end is closed."""
+    """Return the data that can be read now. Returns b"" if there is none yet, and None at the end. An error also counts
+    as the end, such as EIO from a terminal whose other end is closed."""
     try:
         return posix.read(fd, CHUNK) or None
     except BlockingIOError:

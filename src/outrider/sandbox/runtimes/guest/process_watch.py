@@ -1,9 +1,9 @@
-"""Records the processes that start and end in a sandbox with its own process ids.
+"""Records which processes start and end in a sandbox that has its own process ids.
 
-The kernel announces processes only to the host's root, so this module scans /proc: often while processes start or end,
-seldom while nothing changes. A scan that finds nothing new reads one short file, and one more for each living process.
-Invariants: the record has a bounded size; every recorded process has run. A process that ends between two scans may be
-missing.
+The kernel announces processes only to the host's root, so this module scans /proc. It scans often while processes start
+or end, and seldom while nothing changes. A scan that finds nothing new reads one short file, and one more file for each
+living process. Invariants: the record has a bounded size, and every recorded process has really run. A process that
+ends between two scans may be missing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from outrider.sandbox.runtimes.guest.processes import SPARE, read_or_empty, thre
 if TYPE_CHECKING:
     from typing import Any
 
-SHORTEST_LOOK, LONGEST_LOOK = 0.05, 2.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Minimum and maximum seconds between two scans."""
 IDLE_FACTOR = 5
-"""The pause between two scans is at most 1/IDLE_FACTOR of the time since the last change."""
+"""The pause before the next scan is at most 1/IDLE_FACTOR of the time since the last change."""
 MOST_WATCHED = 100
 """While the sandbox has more processes than this, new processes are not recorded and no process's files are read. Such
 a read waits while the process forks, so a fork bomb could block the server forever."""
-LOOK_SECONDS = 0.01
+SCAN_SECONDS = 0.01
 """After this many seconds a scan starts no further read. The next scan continues."""
 MOST_REPORTED = 200
 """Maximum number of processes in one reply. `MOST_PROCESSES` in the host's `tool_server/client.py` has the same
@@ -34,14 +34,14 @@ MOST_WAITING = 1000
 """Maximum number of records that wait for the host's next call. Further records are dropped."""
 COMMAND_BYTES = 400
 """Maximum bytes of a command line that are recorded."""
-LOOKS_AT_NAME = 3
+NAME_READS = 3
 """Number of scans that read a process's command line. Several are needed, because a new process shows its parent's
 command line until it has started its own program."""
 CLOCK_BOOTTIME = 7
 
 
 class WatchedProcess:
-    """One process. `began` and `ended` are seconds of the monotonic clock."""
+    """One recorded process. `began` and `ended` are seconds of the monotonic clock."""
 
     def __init__(self, pid: int, parent: int, ticks: bytes, began: float, command: bytes) -> None:
         self.pid = pid
@@ -49,7 +49,7 @@ class WatchedProcess:
         self.ticks = ticks
         self.began = began
         self.command = command
-        self.looks = 1
+        self.name_reads = 1
         self.ended: float | None = None
         self.code: int | None = None
 
@@ -72,11 +72,11 @@ class ProcessWatch:
     def hurry(self) -> None:
         """Scan soon, because a program is about to start."""
         self.changed = time.monotonic()
-        self.loop.at(self, SHORTEST_LOOK / 2, self.look)
+        self.loop.at(self, SHORTEST_PAUSE / 2, self.scan)
 
     def report(self) -> dict[str, Any]:
         """Return the processes that changed since the last report, at most MOST_REPORTED."""
-        self.look()
+        self.scan()
         now = time.monotonic()
         found = list(self.news)[:MOST_REPORTED]
         for process in found:
@@ -84,15 +84,15 @@ class ProcessWatch:
         return {"processes": [reported(process, now) for process in found]}
 
     def note_exit(self, pid: int, code: int) -> None:
-        """Record the exit of a child of the server, which has just been reaped."""
+        """Record the exit of a child of the server. The loop has just collected its exit code."""
         process = self.living.get(pid)
         if process is not None:
             process.code = code
             self._end(process)
 
-    def look(self) -> None:
+    def scan(self) -> None:
         began = time.monotonic()
-        # the id of the newest process in this pid namespace
+        # the last field is the id of the newest process in this pid namespace
         newest = read_or_empty("/proc/loadavg").rpartition(b" ")[2]
         pids: set[int] = set()
         if newest != self.newest or not newest:
@@ -104,17 +104,17 @@ class ProcessWatch:
                 if process.pid not in pids:
                     self._end(process)
         else:
-            self._look_closely(pids, began + LOOK_SECONDS)
+            self._read_processes(pids, began + SCAN_SECONDS)
         now = time.monotonic()
-        wait = min(LONGEST_LOOK, max(SHORTEST_LOOK, (now - self.changed) / IDLE_FACTOR))
-        self.loop.at(self, max(wait, REST_FACTOR * (now - began)), self.look)
+        wait = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, (now - self.changed) / IDLE_FACTOR))
+        self.loop.at(self, max(wait, REST_FACTOR * (now - began)), self.scan)
 
-    def _look_closely(self, pids: set[int], deadline: float) -> None:
+    def _read_processes(self, pids: set[int], deadline: float) -> None:
         """Read the files of the recorded living processes, and of the new processes among `pids`."""
         for process in list(self.living.values()):
             if time.monotonic() > deadline:
                 break
-            self._look_at(process)
+            self._read_process(process)
         since_boot = time.clock_gettime(CLOCK_BOOTTIME)
         for pid in pids - self.living.keys() - {self.me, 1}:  # process 1 is not one of the sandbox's programs
             if time.monotonic() > deadline:
@@ -122,14 +122,14 @@ class ProcessWatch:
                 break
             self._add(pid, since_boot)
 
-    def _look_at(self, process: WatchedProcess) -> None:
+    def _read_process(self, process: WatchedProcess) -> None:
         fields = stat_of(process.pid)
         if fields is not None and fields[0] == b"Z" and int(fields[1]) == self.me:
-            return  # `note_exit` will record the end and the exit code of this child of the server
+            return  # a child of the server has exited; `note_exit` will record this with the exit code
         if fields is None or has_ended(process.pid, fields) or fields[19] != process.ticks:
             self._end(process)
-        elif process.looks < LOOKS_AT_NAME:
-            process.looks += 1
+        elif process.name_reads < NAME_READS:
+            process.name_reads += 1
             command = command_of(process.pid)
             if command and command != process.command:
                 process.command = command
@@ -160,7 +160,8 @@ class ProcessWatch:
 
 
 def stat_of(pid: int) -> list[bytes] | None:
-    """Return the fields of /proc/PID/stat after the program's name, or None if the process does not exist."""
+    """Return those fields of /proc/PID/stat that follow the program's name. Returns None if the process does not
+    exist."""
     fields = read_or_empty(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return fields if len(fields) > 19 else None
 

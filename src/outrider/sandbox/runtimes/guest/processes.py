@@ -1,6 +1,6 @@
-"""Finds the descendants of a process in /proc, kills them, and starts processes.
+"""Starts processes, finds the descendants of a process in /proc, and kills them.
 
-Invariant: `kill_tree` returns every process that is still alive in its last scan of /proc.
+Invariant: `kill_tree` returns every process that was still alive in its last scan of /proc.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 else:
-    import _signal  # importing `signal` would lengthen the start by half
+    import _signal  # importing `signal` would make the start longer by half
 
 SIGINT, SIGKILL, SIGSTOP = _signal.SIGINT, _signal.SIGKILL, _signal.SIGSTOP
 OTHER_ERROR = 255
 """Exit code of a child of `fork_with_pipe` that raised an exception without an errno."""
-SWIFT_LOOKS = 3
+FAST_SCANS = 3
 """How many scans of `kill_tree` kill each process at once. Later scans first stop every new process."""
-LOOKS = 200
+SCANS = 200
 """Maximum number of scans in `kill_tree`. Without a maximum, processes that fork faster than they are killed would keep
 it busy forever."""
 
 
 class Spare:
-    """A spare descriptor for reading /proc. If programs make the server use up all its descriptors, the server can
-    still find and kill them."""
+    """A spare descriptor for reading /proc. If programs make the server use up its other descriptors, it can still find
+    and kill them."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -45,8 +45,8 @@ class Spare:
             self.fd = -1
 
     def read(self, action: Callable[[str], T], path: str) -> T:
-        """Return `action(path)`, which opens and closes one descriptor. If none is free, use the spare one. Raises
-        OSError."""
+        """Return `action(path)`, which opens and closes one descriptor. If no descriptor is free, the spare one is
+        used. Raises OSError."""
         try:
             return action(path)
         except OSError as error:
@@ -63,8 +63,8 @@ SPARE = Spare()
 
 
 class Process:
-    """One process, as in /proc/PID/stat. `zombie` is True if the whole process has ended. The kernel reports the state
-    of a zombie even if only the first thread has ended, so the threads are counted too."""
+    """One process, as /proc/PID/stat describes it. `zombie` is True if the whole process has ended. The kernel calls a
+    process a zombie even if only its first thread has ended, so the threads are counted, too."""
 
     def __init__(self, pid: int, fields: list[bytes]) -> None:
         self.pid = pid
@@ -79,7 +79,7 @@ def processes() -> dict[int, Process]:
         if name.isdigit():
             stat = read_or_empty("/proc/" + name + "/stat")
             if stat:
-                # The program's name may contain any character, even a parenthesis. The fields follow the last
+                # The program's name may contain any character, even a parenthesis. So the fields begin after the last
                 # parenthesis.
                 found[int(name)] = Process(int(name), stat.rpartition(b")")[2].split())
     return found
@@ -99,7 +99,7 @@ def read_file(path: str) -> bytes:
 
 
 def threads(pid: int) -> list[str]:
-    """Return the ids of a process's threads. Empty if the process has ended."""
+    """Return the ids of a process's threads. The list is empty if the process has ended."""
     try:
         return SPARE.read(posix.listdir, f"/proc/{pid}/task")
     except OSError:
@@ -108,7 +108,7 @@ def threads(pid: int) -> list[str]:
 
 def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
     """Return the content of the file `name` in /proc/PID. If the process's first thread has ended, this file is empty
-    or lacks `needed`; then the same file of another thread is returned."""
+    or does not contain `needed`. The file of another thread is then returned."""
     text = read_or_empty(f"/proc/{pid}/{name}")
     for thread in () if text and needed in text else threads(pid):
         text = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
@@ -118,7 +118,7 @@ def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
 
 
 def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
-    """Return the living processes among `roots` and their living descendants."""
+    """Return the living processes among `roots`, and all living processes below `roots`."""
     below: dict[int, list[int]] = {}
     for process in table.values():
         below.setdefault(process.parent, []).append(process.pid)
@@ -133,8 +133,8 @@ def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
 
 
 def adopted_orphans(table: dict[int, Process], mark: bytes) -> set[int]:
-    """Return the children of this server that have `mark` in their environment. These include adopted orphans: a daemon
-    leaves its session and its parent, but keeps its environment."""
+    """Return the children of this server that have `mark` in their environment. Adopted orphans are among them: a
+    daemon leaves its session and its parent, but keeps its environment."""
     me = posix.getpid()
     return {p.pid for p in table.values() if p.parent == me and mark in read_of_process(p.pid, "environ")}
 
@@ -150,35 +150,35 @@ def send_signal(pid: int, number: int) -> bool:
 
 def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
     """SIGKILL `roots`, adopted orphans with `mark`, and all descendants of both, until a scan of /proc finds none
-    alive. Returns the processes still alive after LOOKS scans, because the kernel does not let them exit or they fork
+    alive. Returns the processes still alive after SCANS scans, because the kernel does not let them exit or they fork
     too fast.
 
-    A fork bomb survives the first scans: under a limit of processes, each killed process makes room for another fork. A
-    stopped process makes no room, so later scans send SIGSTOP until all are stopped, and then SIGKILL."""
+    A fork bomb survives the first scans. Under a limit of processes, each killed process makes room for another fork,
+    while a stopped process does not. So later scans send SIGSTOP until all processes are stopped, and then SIGKILL."""
     victims: set[int] = set()
     stopped: set[int] = set()
-    for attempt in range(LOOKS):
+    for attempt in range(SCANS):
         table = processes()
         start = roots | (adopted_orphans(table, mark) if mark else set())
         victims = descendants(table, start) - {posix.getpid()}
         if not victims:
             break
-        number = SIGSTOP if SWIFT_LOOKS <= attempt < LOOKS // 2 and not victims <= stopped else SIGKILL
+        number = SIGSTOP if FAST_SCANS <= attempt < SCANS // 2 and not victims <= stopped else SIGKILL
         if number == SIGSTOP:
             stopped |= victims
         for pid in victims:
             send_signal(pid, number)
-        time.sleep(0 if attempt < SWIFT_LOOKS else 0.002)  # by the second scan, most victims have exited
+        time.sleep(0 if attempt < FAST_SCANS else 0.002)  # by the second scan, most victims have exited
     return victims
 
 
 def exit_code(status: int) -> int:
-    """Return the exit code of a wait status. As in shells, it is 128 + N if signal N ended the process."""
+    """Return the exit code in a wait status. As in shells, it is 128 + N if signal N ended the process."""
     return 128 + posix.WTERMSIG(status) if posix.WIFSIGNALED(status) else posix.WEXITSTATUS(status)
 
 
 def offer_to_oom_killer() -> None:
-    """Make the kernel kill this process and its children before the tool server when memory runs out."""
+    """If memory runs out, let the kernel kill this process and its children before the tool server."""
     try:
         fd = posix.open("/proc/self/oom_score_adj", posix.O_WRONLY)
         posix.write(fd, b"1000")
@@ -188,7 +188,7 @@ def offer_to_oom_killer() -> None:
 
 
 def pipes(number: int) -> list[tuple[int, int]]:
-    """Make `number` pipes, as pairs (reader, writer). Raises OSError, and then leaves no pipe open."""
+    """Make several pipes, as pairs (reader, writer). If this raises OSError, no pipe stays open."""
     made: list[tuple[int, int]] = []
     try:
         for _ in range(number):
@@ -202,7 +202,9 @@ def pipes(number: int) -> list[tuple[int, int]]:
 
 
 def fork_with_pipe(work: Callable[[int], object], *, reads: bool = False) -> tuple[int, int]:
-    """Fork a child that calls `work` with its end of a new pipe: the end for reading if `reads`, else for writing.
+    """Fork a child that calls `work` with one end of a new pipe. With `reads`, it is the end for reading, otherwise the
+    end for writing.
+
     Returns the child's pid and the other end, which is non-blocking. The child exits with 0, with the errno of an
     OSError that `work` raised, or with OTHER_ERROR. If this function raises OSError, no pipe stays open."""
     reader, writer = posix.pipe()
@@ -229,11 +231,11 @@ def fork_with_pipe(work: Callable[[int], object], *, reads: bool = False) -> tup
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
-    """Fork, and execute a program in its own session. `fds` maps descriptors of the program to descriptors of this
-    process. The program inherits no other descriptor.
+    """Start a program in a new session. `fds` has descriptors of this process by the numbers that they get in the
+    program. The program inherits no other descriptor.
 
-    If the program cannot be executed, the fork prints the error to the program's standard error. The exit code is then
-    127 if the program or folder is missing, and 126 for any other OSError."""
+    If the program cannot be executed, the error is written to the program's standard error. The exit code is then 127
+    if the program or folder is missing, and 126 for any other OSError."""
     pid = posix.fork()
     if pid:
         return pid
@@ -243,7 +245,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
         offer_to_oom_killer()
         _signal.set_wakeup_fd(-1)  # a signal to the fork must not wake the server's loop
         for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, SIGINT):
-            # Python and this server ignore or catch these signals. The program would inherit ignored signals as
+            # Python and this server ignore or handle these signals. The program would inherit the ignored ones as
             # ignored.
             _signal.signal(number, _signal.SIG_DFL)
         for target, source in fds.items():

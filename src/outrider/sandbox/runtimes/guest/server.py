@@ -1,12 +1,12 @@
-"""The tool server: Outrider's program inside each sandbox. Standard library only, Python 3.8 or newer.
+"""The tool server: Outrider's program inside each sandbox. It needs only the standard library, and Python 3.8 or newer.
 
-The server carries out the calls that the host sends over one connection: commands, live shells, files, archives. In a
-sandbox with its own network, it also forwards connections from 127.0.0.1 to the model gateway: through the gateway's
-socket, or, on another machine, through the connection to the host. Invariant: the server reaps all its children while
-it runs, adopted orphans included, and kills all its descendants before it exits.
+The server carries out calls that the host sends over one connection, for commands, live shells, files and archives. In
+a sandbox with its own network, it also forwards connections from 127.0.0.1 to the model gateway. It uses the gateway's
+socket or, on another machine, the connection to the host. Invariant: the server collects the exit codes of all its
+children, also of adopted orphans. Before it exits, it kills all its descendants.
 
-`runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in bare interpreters.
-Modules that take more than a millisecond to load are imported only in the functions that need them.
+`runtimes/tool_server/bundle.py` joins the modules of this folder into one program. Modules that take more than a
+millisecond to load are imported only in the functions that need them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 else:
-    import _signal  # importing `signal` would lengthen the start by half
+    import _signal  # importing `signal` would make the start longer by half
 
 PR_SET_CHILD_SUBREAPER = 36
 SEARCH_SECONDS = 60
 SEARCH_BYTES = 64 << 20
-"""Limits of a child that globs, in seconds and in bytes of its result. They are needed because an agent can make a tree
-whose search would take forever."""
+"""Limits of a child that searches files, in seconds and in bytes of its result. They are needed, because an agent can
+make a tree whose search would never end."""
 SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
 
@@ -83,8 +83,8 @@ class Server:
         if args["subreaper"]:
             import ctypes
 
-            # Makes the server adopt orphans among its descendants, so that it can still find and kill them. The first
-            # process of a pid namespace adopts orphans anyway.
+            # Make the server adopt orphans among its descendants, so that it can still find and kill them. The first
+            # process of a pid namespace adopts orphans without this.
             if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         for path, data in args["files"].items():
@@ -99,12 +99,13 @@ class Server:
         if args["bridge_port"]:
             socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
             Bridge(self.loop, args["bridge_port"], socket)
-            # A sandbox with a bridge has its own network. Only such a sandbox needs this watch.
+            # Only a sandbox with its own network needs this watch. Such a sandbox has a bridge.
             NetlinkWatch(self.loop)
         self.calls.reply(call, {})
 
     def expire(self) -> None:
-        """End the sandbox, because its lifetime is over. This also ends a sandbox whose node was killed."""
+        """End the sandbox, because its lifetime is over. Without a lifetime, the sandbox of a killed node would run
+        forever."""
         kill_tree({posix.getpid()})
         for call in self.calls.running:
             self.calls.fail(call, "ended", "the sandbox has come to the end of its lifetime")
@@ -124,7 +125,7 @@ class Server:
             cancel()
 
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
-        # The number of the call becomes the number of the shell, so it is unique on this connection. `LiveShell`
+        # The number of the call also becomes the number of the shell. It is unique on this connection. `LiveShell`
         # replies to the call.
         self.shells[call] = LiveShell(self.calls, call, args)
 
@@ -154,7 +155,7 @@ class Server:
             posix.close(fd)
 
     def do_environ(self, call: int, args: dict[str, Any]) -> None:
-        """Reply with the environment with which this process was started. In a container it includes the image's
+        """Reply with the environment that this process got at its start. In a container, it includes the image's
         variables."""
         self.calls.reply(call, {"data": read_or_empty("/proc/self/environ")})
 
@@ -185,8 +186,7 @@ class Server:
         )
 
     def do_save_layer(self, call: int, args: dict[str, Any]) -> None:
-        """Send an archive of the writable layers. All other processes are killed first, so that no file changes
-        meanwhile."""
+        """Send an archive of the writable layers. First kill all other processes, so that no file changes meanwhile."""
         if self.save_layers is None:
             raise ValueError("this sandbox has no writable layer")
         kill_all_below()
@@ -242,8 +242,8 @@ def kill_all_below() -> None:
 
 
 def preload() -> None:
-    """Import all modules that functions import when they are called. After the process has changed its root, it cannot
-    import from the standard library any more."""
+    """Import all modules that functions would otherwise import when they are called. After a change of the root, this
+    process can no longer import from the standard library."""
     import _socket
     import ctypes
     import fcntl
@@ -255,23 +255,23 @@ def preload() -> None:
 
 
 def main() -> None:
-    """Serve the connection on descriptors 0 and 1 (see `serve`)."""
-    # The connection moves to another descriptor, because every program would inherit 0 and 1.
+    """Serve the host's connection on descriptors 0 and 1 (see `serve`)."""
+    # Move the connection to another descriptor, because every program would inherit 0 and 1.
     connection = posix.dup(0)
     _without_programs({connection})
     serve(connection)
 
 
 def main_on_pipes() -> None:
-    """Serve like `main`, but with pipes: descriptor 0 for reading and descriptor 1 for writing."""
+    """Serve like `main`, but on two pipes: descriptor 0 for reading, and descriptor 1 for writing."""
     connection, out = posix.dup(0), posix.dup(1)
     _without_programs({connection, out})
     serve(connection, out=out)
 
 
 def _without_programs(kept: set[int]) -> None:
-    """Prepare this process for starting programs. Descriptors 0 and 1 lead to /dev/null, all others except 2 and `kept`
-    are closed, and the umask is 022."""
+    """Prepare this process for starting programs. Descriptors 0 and 1 lead to /dev/null. All other descriptors are
+    closed, except 2 and those in `kept`. The umask becomes 022."""
     null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1):
         posix.dup2(null, fd)
@@ -283,9 +283,9 @@ def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway:
     """Serve a connection until it ends, or until the sandbox's lifetime is over. Then kill all descendants of this
     process.
 
-    For `out`, see `HostConnection`. `save_layers` writes an archive of the sandbox's writable layers to a descriptor.
-    It is None if there are no layers. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path
-    leads to the socket."""
+    out: the pipe for writing, if the connection consists of two pipes (see `HostConnection`).
+    save_layers: writes an archive of the sandbox's writable layers to a descriptor. None if there are no layers.
+    gateway: a descriptor of the gateway's socket, for a sandbox in which no path leads to the socket."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     SPARE.hold()
     loop = Loop()
@@ -295,10 +295,10 @@ def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway:
 
 
 def close_others(kept: set[int]) -> None:
-    """Close all descriptors except `kept`, so that a program in the sandbox inherits none of the host's."""
+    """Close all descriptors except `kept`, so that programs in the sandbox inherit none from the host."""
     start = 0
     for fd in sorted(kept):
-        if start < fd:  # closerange(0, 0) would close everything if the C library has close_range
+        if start < fd:  # with a C library that has close_range, closerange(0, 0) would close everything
             posix.closerange(start, fd)
         start = fd + 1
     posix.closerange(start, posix.sysconf("SC_OPEN_MAX"))

@@ -1,9 +1,9 @@
-"""Forwards connections from 127.0.0.1 in a sandbox on another machine to the model gateway, through the connection to
-the host.
+"""Forwards connections from 127.0.0.1 to the model gateway, for a sandbox on another machine. The bytes travel through
+the connection to the host.
 
-The bytes of clients are sent as parts of the reply to one call of the host. The gateway's bytes come as calls
-`tunnel_data`. The host's end is `runtimes/remote.py`. Invariant: each client has its own number, and after the part
-that closes a client, no part has its number.
+The host opens the tunnel by one call. Bytes of clients are sent as parts of the reply to this call. The gateway's bytes
+arrive as calls of `tunnel_data`. `runtimes/remote.py` has the host's end. Invariant: each client has its own number.
+After the part that closes a client, no further part has this number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from outrider.sandbox.runtimes.guest.connection import Calls
 
 READY, OPENED, DATA, ENDED, CLOSED = range(5)
-"""The kinds of parts. A part begins with its kind and, in four bytes, the client's number.
+"""The kinds of parts that the tunnel sends. A part begins with its kind in one byte, and the client's number in four
+bytes.
 
 - READY: the tunnel listens.
 - OPENED: a client has connected.
@@ -30,7 +31,7 @@ READY, OPENED, DATA, ENDED, CLOSED = range(5)
 
 
 class Tunnel(Bridge):
-    """Listens on 127.0.0.1:port until the host cancels `call`."""
+    """Listens on 127.0.0.1:port until the host cancels the call with the number `call`."""
 
     def __init__(self, loop: Loop, port: int, calls: Calls, call: int) -> None:
         super().__init__(loop, port, "")
@@ -45,19 +46,19 @@ class Tunnel(Bridge):
         self.calls.part(self.call, bytes((kind,)) + number.to_bytes(4, "big") + data)
 
     def take(self, number: int, data: bytes) -> None:
-        """Pass bytes from the gateway to a client. Empty `data` means that the gateway sends no more."""
+        """Pass bytes from the gateway to a client. If `data` is empty, the gateway sends no more."""
         end = self.ends.get(number)
         if end is not None:
             end.take(data)
 
     def drop(self, number: int) -> None:
-        """Close a client whose connection to the gateway is lost."""
+        """Close a client after its connection to the gateway was lost."""
         end = self.ends.get(number)
         if end is not None:
             end.close()
 
     def end(self) -> None:
-        """Close the listener and all clients, and end the call."""
+        """Close the listener and all clients, and reply to the call that opened the tunnel."""
         self.calls.running.pop(self.call, None)
         self.loop.unwatch(self.listener.fileno())
         self.listener.close()
@@ -68,7 +69,7 @@ class Tunnel(Bridge):
     def _connect(self, client: _socket.socket, tries: int) -> None:
         try:
             near, far = self.socket.socketpair()
-        except OSError:  # no descriptor is free
+        except OSError:  # all descriptors are in use
             self._refuse(client)
             return
         near.setblocking(False)
@@ -80,8 +81,8 @@ class Tunnel(Bridge):
 
 
 class TunnelEnd:
-    """The tunnel's connection to one client. `socket` leads to the client's own connection. `buffer` holds bytes from
-    the gateway that are not yet written."""
+    """The tunnel's connection to one client. `socket` leads to the client's own connection. `buffer` has bytes from the
+    gateway that are not written to it yet."""
 
     def __init__(self, tunnel: Tunnel, number: int, socket: _socket.socket) -> None:
         self.tunnel = tunnel
@@ -130,7 +131,7 @@ class TunnelEnd:
                 self.socket.shutdown(1)  # 1 is SHUT_WR: the client gets an end of file
         except BlockingIOError:
             pass
-        except OSError:  # the client is gone
+        except OSError:  # the client has closed its connection
             self.close()
             return
         self._watch()

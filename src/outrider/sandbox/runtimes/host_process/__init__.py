@@ -1,1 +1,2 @@
-"""Programs that run directly on the host: without isolation (`process`), or confined by Landlock."""
+"""The runtimes that start programs directly on the host. In `process`, programs are not isolated. In
+`process-landlock`, Landlock confines them."""

@@ -1,5 +1,5 @@
-"""The process-landlock runtime: programs on the host itself, confined by Landlock, for machines without user
-namespaces.
+"""The runtime `process-landlock`, for machines without user namespaces. Programs run on the host itself, and Landlock
+confines them.
 
 The isolation is weaker than that of namespaces: programs see the host's system folders and processes, but cannot look
 into these processes. Without control groups, each process has its own limits. For the sandbox as a whole, the tool
@@ -27,19 +27,23 @@ from outrider.spec import RuntimeSpec
 
 CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.landlock")
 NEEDED = 3
-"""The minimum version of Landlock (Linux 6.2). Older versions do not prevent truncating a file without write access."""
+"""The oldest usable version of Landlock (Linux 6.2). With older versions, programs could truncate a file that they may
+not write."""
 WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
 """Writable paths. /dev/pts is needed to open new terminals, but also gives access to other terminals of the service's
 user."""
 ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
-"""Variables that make Git skip the host-wide configuration file. If that file exists but cannot be read, Git exits with
-an error."""
+"""Variables that make git skip the configuration file of the host. Otherwise git exits with an error if the file exists
+but cannot be read."""
 
 
 class LandlockRuntime:
-    """The kind `process-landlock`. It is like `ProcessRuntime`, but programs write only below the sandbox's own
-    directory, and read only the system's folders and the harness's programs. They make TCP connections only to the
-    gateway, if the kernel has Landlock 4 or newer (`landlock.NETWORK_SINCE`)."""
+    """The kind `process-landlock`. It is like `ProcessRuntime`, with these restrictions:
+
+    - Programs can write only below the sandbox's own directory.
+    - They can read only the system's folders and the harness's programs.
+    - They can open TCP connections only to the gateway, if the kernel has version 4 of Landlock
+      (`landlock.NETWORK_SINCE`)."""
 
     check_spec = ProcessRuntime.check_spec
 

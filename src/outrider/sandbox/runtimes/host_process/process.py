@@ -1,8 +1,8 @@
-"""The process runtime: runs trusted code on the host itself, without isolation. Its sandboxes have the same tool server
-as those of other runtimes.
+"""The runtime `process`: runs trusted code on the host itself, without isolation. Its sandboxes have the same tool
+server as all others.
 
-Invariant: after `stop` no process of the sandbox is left, not even one that has left its session and whose parents have
-exited.
+Invariant: after `stop`, no process of the sandbox is left. This includes processes that have left their session and
+whose parents have exited.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from outrider.spec import RuntimeSpec
 
 WORK = "work"
 SCRATCH = "tmp"
-"""Names of the working folder and of the folder for temporary files, both in the sandbox's own directory."""
+"""Names of two folders in the sandbox's own directory: the working folder, and the folder for temporary files."""
 
 Program = Callable[[SandboxContext, bytes, Mapping[str, int], int], tuple[list[str], bytes]]
-"""A function that returns the command of the tool server, and the code to send to the server first. Its arguments are
-the sandbox's context, the server's bytecode, the rlimits of each program, and `ToolServerSetup.memory`."""
+"""A function that returns the command of the tool server, and the code to send to it first. Its arguments are the
+sandbox's context, the server's bytecode, the rlimits of each program, and `ToolServerSetup.memory`."""
 
 
 class ProcessRuntime:
-    """The kind `process`. In paths passed to methods, the spec's workdir means the folder `work` in the sandbox's own
-    directory. A command itself sees the host's paths. A spec with `rootfs`, `image`, `mounts` or `users` is refused."""
+    """The kind `process`. The spec's workdir is the folder `work` in the sandbox's own directory. Methods accept paths
+    in the workdir and translate them, while commands see the host's paths. A spec with `rootfs`, `image`, `mounts` or
+    `users` is refused."""
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
@@ -72,7 +73,7 @@ class ProcessRuntime:
 
 
 def sandbox_on_host(launch: Launch, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
-    """Return a sandbox that uses the host's files and reaches the gateway at the gateway's own URL."""
+    """Return a sandbox that uses the host's files. Its programs call the gateway at the gateway's own URL."""
     return ToolServerSandbox(
         launch,
         spec,
@@ -90,7 +91,7 @@ def gateway_url(context: SandboxContext) -> str:
 def plain_program(
     context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
 ) -> tuple[list[str], bytes]:
-    """Return the tool server's command and code, without any confinement."""
+    """Return the tool server's command, and its code without any confinement."""
     return server_command(sys.executable), bytecode
 
 
@@ -102,8 +103,8 @@ async def launch(
     program: Program = plain_program,
     env: Mapping[str, str] = {},
 ) -> AsyncIterator[RunningServer]:
-    """Start the tool server as a child of this process. `env` are further variables; the spec's override them. See
-    tool_server/launch.py."""
+    """Start the tool server as a child of this process. `env` has further variables, which the spec's variables
+    override. tool_server/launch.py explains the other parameters and the result."""
     name = context.directory.name
     work, scratch = str(context.directory / WORK), str(context.directory / SCRATCH)
     groups = await context.host.part(Cgroups)
@@ -131,9 +132,9 @@ async def launch(
 async def server_process(
     name: str, command: Sequence[str], code: bytes, setup: ToolServerSetup, *, group: ControlGroup | None = None
 ) -> AsyncIterator[RunningServer]:
-    """Start a tool server for the sandbox `name` as a child of this process: run `command` in `group`, and send `code`
-    to its standard input. When the context has ended, every descendant of the server has exited. Raises RuntimeFailure,
-    OSError."""
+    """Start the tool server of the sandbox `name` as a child of this process. It runs `command` in `group`, and reads
+    `code` from its standard input. When the context ends, every descendant of the server has exited. Raises
+    RuntimeFailure and OSError."""
     with connection() as (ours, theirs):
         child = Child.spawn(command, setup.marking(), theirs)
     tools = ToolClient(ours, child.log_tail)
@@ -152,11 +153,11 @@ async def server_process(
 
 
 async def _end(child: Child, tools: ToolClient, mark: str) -> None:
-    """Kill all processes and wait for their exit.
+    """Kill all processes of the sandbox, and wait until they have exited.
 
-    The server kills its own descendants, because only the server can find processes that cleared their environment. If
-    the server does not confirm that it killed all, or does not exit in time, the remaining processes are found by their
-    mark and killed."""
+    The server kills its own descendants, because nothing else can find processes that cleared their environment. If the
+    server does not confirm that all are dead, or does not exit in time, the remaining processes are found by their mark
+    and killed."""
     tools.fail_all("the sandbox was stopped")
     ended = False
     with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):

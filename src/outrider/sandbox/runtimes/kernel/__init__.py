@@ -1,1 +1,1 @@
-"""Processes, control groups and mounts of this machine, for the runtimes."""
+"""What the runtimes use of this machine's kernel: processes, control groups and mounts."""

@@ -1,8 +1,8 @@
 """Control groups of a node, with which the kernel enforces the limits of the node's sandboxes.
 
-With version 2, a node can make groups in a delegated unit or container. With version 1, the node must be root or own
-the folders. Otherwise there are no groups. Invariants: a group is named after its node and sandbox, so that a dead
-node's groups can be recognised; when `remove` returns, the group is gone.
+With version 2 of control groups, a node can make groups in a delegated systemd unit or a container. With version 1, the
+node must be root or own the folders. In all other cases there are no groups. Invariants: a group is named after its
+node and sandbox, so that a dead node's groups can be recognised. When `remove` returns, the group no longer exists.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ log = logging.getLogger("outrider.node")
 MOUNT = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 UNIFIED = ""
-"""The empty name in /proc/self/cgroup. It stands for all controllers of version 2."""
+"""The empty name in /proc/self/cgroup, which stands for all controllers of version 2."""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 SOCKET_BYTES = 64 << 20
-"""Maximum bytes that the kernel may hold for the sockets of one sandbox. A limit is needed because all sockets of the
-host share a tenth of its memory (`net.ipv4.tcp_mem` and `udp_mem`), and slow down when this is used up. Only version 1
-of control groups has this limit."""
+"""Maximum bytes that the kernel may hold for the sockets of one sandbox. All sockets of the host share a tenth of its
+memory (`net.ipv4.tcp_mem` and `udp_mem`), and become slow when this is used up. Only version 1 of control groups has
+this limit."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""Name of the group into which this process moves with version 2 of control groups, because a group that contains
-processes cannot pass controllers on to inner groups."""
+"""Name of the group into which this process moves with version 2 of control groups. A group that contains processes
+cannot pass its controllers on to inner groups."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
-    """The folders in which this process may make control groups. Keys are controllers."""
+    """The folders in which this process may make control groups, by controller."""
 
     version: int
     folders: Mapping[str, Path]
@@ -54,7 +54,7 @@ class Hierarchies(msgspec.Struct, frozen=True):
 
     @property
     def parents(self) -> list[Path]:
-        """The folders without duplicates, because with version 2 all controllers have the same folder."""
+        """The folders, each listed once. With version 2, all controllers have the same folder."""
         return list(dict.fromkeys(self.folders.values()))
 
 
@@ -86,19 +86,20 @@ def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
 
 
 def by_controller(own: str) -> dict[str, str]:
-    """Return the path of a process's group for each controller, from the text of its /proc/PID/cgroup."""
+    """Return the path of a process's control group for each controller. `own` is the text of the process's
+    /proc/PID/cgroup."""
     lines = [line.split(":", 2) for line in own.splitlines()]
     return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
 
 
 def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
-    """Return the control files to write for each controller, in order, with their contents."""
+    """Return the control files to write, in order, and their contents, by controller."""
     found: dict[str, dict[str, str]] = {"pids": {"pids.max": str(resources.pids)}}
     memory = str(resources.most_memory_mb * MEBIBYTE)
     if version == 2:
         found["memory"] = {"memory.max": memory, "memory.swap.max": "0"}
     else:
-        # With version 1, internet sockets are counted separately, and only if they have a limit.
+        # With version 1, memory of internet sockets is counted separately, and only if it has a limit.
         sockets = str(min(resources.most_memory_mb * MEBIBYTE // 4, SOCKET_BYTES))
         found["memory"] = {
             "memory.limit_in_bytes": memory,
@@ -116,28 +117,29 @@ def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, st
 
 UNLIMITED_CPU = {"cpu.max": "max", "cpu.cfs_quota_us": "-1"}
 OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max", "memory.kmem.tcp.limit_in_bytes"})
-"""Files that may be missing, because the kernel does not account for swap or does not count sockets separately."""
+"""Control files that may be missing, because the kernel does not count swap, or does not count sockets separately."""
 
 
 class ControlGroup:
-    """The groups of one sandbox, one in each hierarchy. The methods block for a few system calls."""
+    """The control groups of one sandbox, one in each hierarchy. A method blocks for a few system calls."""
 
     def __init__(self, folders: tuple[Path, ...]) -> None:
         self.folders = folders
 
     @property
     def entrances(self) -> tuple[str, ...]:
-        """The control files to which a process writes "0" to enter the group. Its later children are then in the group
-        too."""
+        """Paths of control files. A process enters the group by writing "0" to each. Its later children are then also
+        in the group."""
         return tuple(str(folder / "cgroup.procs") for folder in self.folders)
 
     def ran_out(self) -> bool:
-        """Return whether the kernel has killed a member because the group reached its own memory limit."""
+        """Return whether the kernel has killed a process of the group because the group reached its own memory
+        limit."""
         return any(_short_of_memory(folder) and _was_full(folder) for folder in self.folders)
 
     def starved(self) -> bool:
-        """Return whether the kernel has killed a member for lack of memory although the group never reached its limit.
-        Then the host, or an enclosing group, ran out of memory."""
+        """Return whether the kernel has killed a process of the group for lack of memory, although the group never
+        reached its own limit. In this case, the host or an enclosing group ran out of memory."""
         return any(_short_of_memory(folder) and not _was_full(folder) for folder in self.folders)
 
     def was_crowded(self) -> bool:
@@ -149,16 +151,17 @@ class ControlGroup:
             Path(entrance).write_text(str(pid))
 
     def kill(self) -> None:
-        """SIGKILL every current member. The CPU limit is lifted first, because exiting takes CPU time."""
+        """Send SIGKILL to all processes of the group. The CPU limit is removed first, because exiting takes CPU
+        time."""
         for folder in self.folders:
             for file, value in UNLIMITED_CPU.items():
-                with contextlib.suppress(OSError):  # there is no such file for this version or controller
+                with contextlib.suppress(OSError):  # this version or controller has no such file
                     (folder / file).write_text(value)
             _kill_members(folder)
 
     async def remove(self) -> None:
-        """Remove the groups, and kill their remaining processes. If a group cannot be removed, the other groups are
-        removed, and then RuntimeFailure is raised."""
+        """Remove the groups, and kill their remaining processes. If some groups cannot be removed, raises
+        RuntimeFailure after removing the others."""
         deadline = time.monotonic() + REMOVE_SECONDS
         left: dict[Path, str] = {}
         for folder in self.folders:
@@ -177,25 +180,27 @@ class ControlGroup:
 
 
 def _short_of_memory(group: Path) -> bool:
-    """Return whether a member was killed for lack of memory in the group, in an enclosing group, or on the host."""
+    """Return whether the kernel killed a process of the group for lack of memory: in the group, in an enclosing group,
+    or on the host."""
     return _number(group / "memory.events", "oom_kill") > 0 or _number(group / "memory.oom_control", "oom_kill") > 0
 
 
 def _was_full(group: Path) -> bool:
     """Return whether the group has ever reached its memory limit.
 
-    Version 2 counts these events. With version 1, the peak memory use is compared with the limit. It includes page
-    cache, which the kernel frees when needed, so the result may be True for a group that never lacked memory.
-    (`failcnt` of version 1 stays 0 where swap is limited too.)"""
+    Version 2 counts these events. With version 1, the highest memory use so far is compared with the limit. It includes
+    page cache, which the kernel frees when needed. So the result may be True for a group that never lacked memory.
+    (`failcnt` of version 1 is no help, because it stays 0 if swap is also limited.)"""
     limit = _number(group / "memory.limit_in_bytes")
-    # The kernel charges memory in batches of pages, so a group may reach its limit at a slightly lower measured use.
+    # The kernel counts memory in batches of pages, so a group may reach its limit when its measured use is slightly
+    # lower.
     nearly = _number(group / "memory.max_usage_in_bytes") + MEBIBYTE
     return _number(group / "memory.events", "oom") > 0 or 0 < limit < nearly
 
 
 def _number(file: Path, name: str = "") -> int:
-    """Return the number in a file, or the number after `name` in a file with lines `NAME NUMBER`. Returns 0 if there is
-    none."""
+    """Return the number in a file. In a file with lines `NAME NUMBER`, return the number after `name`. Returns 0 if
+    there is no such file or line."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -204,7 +209,8 @@ def _number(file: Path, name: str = "") -> int:
 
 
 class Cgroups:
-    """The part of a node's host (see node_host.py) that makes the control groups of sandboxes."""
+    """Makes the control groups of a node's sandboxes. All sandboxes of the node share this object (see
+    node_host.py)."""
 
     def __init__(self, host: Host, *, hierarchies: Hierarchies | None = None) -> None:
         self._name = host.name
@@ -218,8 +224,8 @@ class Cgroups:
         await asyncio.to_thread(_remove_node, self.hierarchies.parents, self._name)
 
     def make(self, sandbox: str, resources: Resources) -> ControlGroup:
-        """Make the group of a sandbox. It enforces the limits in `resources` for which this process has a controller.
-        Raises RuntimeFailure."""
+        """Make the control group of a sandbox. It enforces each limit in `resources` for which this process has a
+        controller. Raises RuntimeFailure."""
         wanted = settings(self.hierarchies.version, resources)
         folders: dict[Path, None] = {}
         try:
@@ -241,8 +247,8 @@ class Cgroups:
     def _open(self) -> None:
         try:
             if self.hierarchies.version == 2:
-                # Move the processes of our own group into an inner group, because a group that contains processes
-                # cannot pass its controllers on to inner groups.
+                # A group that contains processes cannot pass its controllers on to inner groups. So the processes of
+                # our own group move into an inner group.
                 (folder,) = self.hierarchies.parents
                 own = folder / OWN
                 own.mkdir(exist_ok=True)
@@ -260,8 +266,8 @@ class Cgroups:
 
 
 def sweep() -> int:
-    """Remove the control groups of dead nodes, and kill the processes in them. Returns the number of these nodes.
-    Blocks."""
+    """Remove the control groups of dead nodes, and kill the processes in them. Returns the number of nodes whose groups
+    were removed. The call blocks."""
     parents = find().parents
     names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
     ended = 0
@@ -271,7 +277,8 @@ def sweep() -> int:
         try:
             _remove_node(parents, name)
             ended += 1
-        # An error, such as for groups of another user, must not prevent the removal of other nodes' groups.
+        # If the groups of one node cannot be removed, for example because they belong to another user, the groups of
+        # other nodes still are.
         except OSError as error:
             log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
     return ended
@@ -288,8 +295,8 @@ def _remove_node(parents: Iterable[Path], name: str) -> None:
 
 
 def _kill_members(folder: Path) -> None:
-    """SIGKILL the members of a group. Each process is held by a pidfd and its membership is then checked again, so that
-    no signal reaches another process with a reused pid."""
+    """Send SIGKILL to the processes of a group. The function opens a pidfd of each process, and then checks again that
+    the process is in the group. So no signal reaches another process that got the same pid."""
     for pid in _members(folder):
         with contextlib.suppress(OSError):
             held = os.pidfd_open(pid)
@@ -322,6 +329,6 @@ def _removed(folder: Path) -> bool:
 def _set(file: Path, value: str) -> None:
     try:
         file.write_text(value)
-    except OSError:  # for a missing file the error is EACCES, because the write would create it
+    except OSError:  # if the file is missing, the error is EACCES, because writing would create it
         if file.name not in OPTIONAL or file.exists():
             raise

@@ -1,8 +1,8 @@
-"""A process that works for the service, watched through a pidfd, and its descendants.
+"""A process that works for the service, and its descendants. The process is watched through a pidfd.
 
-The process is a child of this process, or a fork of the zygote. Invariants: after `Child.end` the process is dead, and
-reaped if it was a child. A signal never reaches another process with a reused pid: it is sent through a pidfd, or to a
-child that is not yet reaped.
+It is a child of this process, or a fork of the zygote. Invariants: after `Child.end`, the process is dead, and the exit
+code of a child has been collected. A signal never reaches another process that got the same pid. It is sent through a
+pidfd, or to a child whose exit code has not been collected.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from outrider.errors import LOG_TAIL, RuntimeFailure
 from outrider.sandbox.runtimes.kernel.process_marks import stat_fields
 
 END_SECONDS = 5.0
-"""Time limit for the descendants of a child to exit by themselves."""
+"""Seconds in which the descendants of a child must exit by themselves."""
 
 
 class Child:
-    """One process. `pidfd` is its pidfd. `log` is the descriptor of a file in memory that contains its standard error.
-    `close` closes both."""
+    """One process. `pidfd` is a descriptor of the process. `log` is the descriptor of a file in memory with the
+    process's standard error. `close` closes both descriptors."""
 
     def __init__(self, pid: int, pidfd: int, log: int) -> None:
         self.pid = pid
@@ -37,11 +37,11 @@ class Child:
     def spawn(
         cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
     ) -> Child:
-        """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` maps further
-        descriptors of the new process (> 2) to descriptors of this process. `posix_spawn` is used because it neither
-        copies page tables nor needs a thread that waits for the exit.
+        """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` has descriptors of
+        this process, by their numbers (> 2) in the new process. `posix_spawn` is used, because it neither copies page
+        tables nor needs a thread that waits for the exit.
 
-        Raises RuntimeFailure when `argv[0]` cannot be executed, and OSError when no descriptor is left for the pidfd.
+        Raises RuntimeFailure if `argv[0]` cannot be executed, and OSError if no descriptor is left for the pidfd.
         """
         log = os.memfd_create("stderr")
         actions = [(os.POSIX_SPAWN_DUP2, end.fileno(), target) for target in (0, 1)]
@@ -82,8 +82,8 @@ class Child:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     async def end(self, seconds: float) -> bool:
-        """Wait until the process exits, and kill it after `seconds`. Then reap it and close the descriptors. Returns
-        whether the process exited without being killed. Call once, shielded from cancellation."""
+        """Wait until the process exits. After `seconds`, kill it. Then collect its exit code and close the descriptors.
+        Returns whether the process exited without being killed. Call this once, shielded from cancellation."""
         in_time = await self.ends_within(seconds)
         if not in_time:
             self.kill()
@@ -100,8 +100,8 @@ class Child:
         return True
 
     async def _exit(self) -> None:
-        """Wait for the exit. Concurrent waiters share one reader, because an event loop allows only one per
-        descriptor."""
+        """Wait for the exit of the process. All tasks that wait share one reader, because an event loop allows only one
+        per descriptor."""
         if self._exited is None:
             if not self.runs():
                 return
@@ -115,7 +115,7 @@ class Child:
         exited.set_result(None)
 
     def reap(self) -> None:
-        """Reap a process that has exited, and close the descriptors."""
+        """Collect the exit code of a process that has exited, and close the descriptors."""
         with contextlib.suppress(ChildProcessError):  # the process may be a child of the zygote
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
         self.close()
@@ -128,7 +128,7 @@ class Child:
         return os.pread(self._log, LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Close the descriptors. Idempotent."""
+        """Close both descriptors. May be called twice."""
         if self._log >= 0:
             if self._exited is not None and not self._exited.done() and not self._exited.get_loop().is_closed():
                 self._note_exit(self._exited)
@@ -138,8 +138,8 @@ class Child:
 
 
 async def readable(fd: int) -> None:
-    """Wait until `fd` is readable. A pidfd is readable when its process is dead. Only one task may wait for an `fd` at
-    a time."""
+    """Wait until `fd` is readable. A pidfd is readable if its process is dead. Only one task at a time may wait for the
+    same descriptor."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(fd, ready.set)
@@ -150,29 +150,31 @@ async def readable(fd: int) -> None:
 
 
 class Descendants:
-    """The descendants of a child. Call `hold` before the child exits, and again after more processes have started,
-    because only descendants that `hold` found are ended."""
+    """The descendants of a child. Only descendants that `hold` has found are ended. So call `hold` before the child
+    exits, and again after more processes have started."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
         self._held: dict[int, int] = {}
 
     def hold(self) -> None:
-        """Open a pidfd of each current descendant of the child. Blocks for a few system calls per process."""
+        """Open a pidfd of each descendant that the child has now. The call blocks for a few system calls per
+        process."""
         todo = [self._child.pid, *self._held]
         while todo:
             above = todo.pop()
             for pid in _children(above) - self._held.keys():
                 with contextlib.suppress(OSError):
                     self._held[pid] = os.pidfd_open(pid)
-                    if _status(pid, "PPid") != [above]:  # another process has this pid, or the parent has exited
+                    # the pid now belongs to another process, or the parent has exited
+                    if _status(pid, "PPid") != [above]:
                         os.close(self._held.pop(pid))
                         continue
                     todo.append(pid)
 
     def kill_first_inside(self) -> None:
-        """SIGKILL the first process of a pid namespace below the child. The kernel then kills all other processes of
-        the namespace."""
+        """Send SIGKILL to the first process of a pid namespace below the child. The kernel then kills all other
+        processes in the namespace."""
         for pid, held in self._held.items():
             numbers = _status(pid, "NSpid")
             if len(numbers) > 1 and numbers[-1] == 1:
@@ -180,7 +182,7 @@ class Descendants:
                     signal.pidfd_send_signal(held, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Wait until all processes found by `hold` have exited. Kills those that still run after END_SECONDS."""
+        """Wait until all processes that `hold` found have exited. After END_SECONDS, kill those that still run."""
         held, self._held = self._held, {}
         try:
             with contextlib.suppress(TimeoutError):
@@ -197,7 +199,7 @@ class Descendants:
 
 
 def _children(pid: int) -> set[int]:
-    """Return the children of all threads of a process. Empty if the process is gone."""
+    """Return the children of all threads of a process. The set is empty if the process no longer exists."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -208,8 +210,8 @@ def _children(pid: int) -> set[int]:
 
 
 def _status(pid: int, name: str) -> list[int]:
-    """Return the numbers in one line of a process's status. Empty if the process is gone. Lines are split only at
-    newlines, because the program's name may contain any other character."""
+    """Return the numbers in one line of a process's status, or no numbers if the process no longer exists. The text is
+    split only at newlines, because the program's name may contain any other character."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):
             if line.startswith(f"{name}:".encode()):

@@ -1,7 +1,7 @@
-"""Lists the file systems mounted on this machine, as seen by this process. It mounts nothing.
+"""Lists the file systems that are mounted on this machine, as this process sees them. The module mounts nothing.
 
-A host folder that is shown in a sandbox may contain mounts, here called inner mounts. A container engine that mounts
-the folder read-only also mounts the inner mounts, but writable. An overlay over the folder leaves them out. Therefore
+A host folder that a sandbox can see may contain mounts, called inner mounts here. A container engine that mounts the
+folder read-only also mounts its inner mounts, but these are writable. An overlay over the folder leaves them out. So
 each inner mount must be mounted again at its own path. Invariant: an inner mount keeps its position relative to its
 folder.
 """
@@ -18,7 +18,7 @@ import msgspec
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""The escape sequences for blanks and similar characters in paths of /proc/self/mountinfo."""
+"""An escape sequence in a path of /proc/self/mountinfo. It stands for a character such as a blank."""
 
 
 class MountPoint(msgspec.Struct, frozen=True):
@@ -29,7 +29,8 @@ class MountPoint(msgspec.Struct, frozen=True):
 
 
 class MountTable:
-    """The mounts of this machine, read again only after the kernel has reported a change. Call `close` after use."""
+    """The mounts of this machine. They are read again only after the kernel has reported a change. Call `close` after
+    use."""
 
     def __init__(self, mountinfo: Path = MOUNTINFO) -> None:
         self._file = os.open(mountinfo, os.O_RDONLY | os.O_CLOEXEC)
@@ -38,8 +39,8 @@ class MountTable:
         self._mounts: tuple[MountPoint, ...] | None = None
 
     def mounts(self) -> tuple[MountPoint, ...]:
-        """Return all mounts, outer mounts before inner ones. If several are mounted at the same path, only the last is
-        returned, because it hides the others."""
+        """Return all mounts, with outer mounts before inner ones. If several are mounted at the same path, only the
+        last one is returned, because it hides the others."""
         if self._mounts is None or self._changes.poll(0):
             os.lseek(self._file, 0, os.SEEK_SET)
             with open(self._file, "rb", closefd=False) as lines:
@@ -51,8 +52,8 @@ class MountTable:
 
 
 def parse(mountinfo: bytes) -> tuple[MountPoint, ...]:
-    """Parse the text of mountinfo, see proc_pid_mountinfo(5). The fifth field is the mount point. The kind of the file
-    system follows a lone dash. In a path, only blanks, tabs, newlines and backslashes are escaped."""
+    """Parse the text of mountinfo (see proc_pid_mountinfo(5)). The fifth field is the mount point. The kind of the file
+    system follows a field `-`. In a path, only blanks, tabs, newlines and backslashes are escaped."""
     kinds = {}
     for line in filter(None, mountinfo.split(b"\n")):
         fields = line.split(b" ")
@@ -61,8 +62,8 @@ def parse(mountinfo: bytes) -> tuple[MountPoint, ...]:
 
 
 def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTINFO) -> list[tuple[Path, str]]:
-    """Return the mounts below the paths of `shown`, outer mounts first. `shown` and the result are pairs (path on the
-    host, path inside). Blocks for checks of a few paths."""
+    """Return the mounts below the folders in `shown`, with outer mounts first. Both `shown` and the result have pairs
+    (path on the host, path inside). The call blocks to check a few paths."""
     mounts = parse(mountinfo.read_bytes())
     found = []
     for source, target in shown:
@@ -74,10 +75,11 @@ def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTIN
 
 
 def mounts_below(folder: Path, mounts: Iterable[MountPoint]) -> list[str]:
-    """Return the paths of the mounts that are below a folder, in the given order. Blocks for checks of a few paths."""
+    """Return the paths of the mounts that are below a folder. They keep their order. The call blocks to check a few
+    paths."""
     top = os.path.realpath(folder)
     below = [mount.path for mount in mounts if mount.path != top and mount.path.startswith(f"{top.rstrip('/')}/")]
-    # A mount that is hidden by a later mount is still listed. It is left out if its path no longer exists.
+    # The list still contains a mount that a later mount hides. It is left out if its path no longer exists.
     return [path for path in below if os.path.lexists(path)]
 
 

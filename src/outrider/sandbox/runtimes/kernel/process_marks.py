@@ -1,11 +1,12 @@
-"""Finds and kills all processes of a sandbox by a mark in their environment.
+"""Finds all processes of a sandbox by a mark in their environment, and kills them.
 
-Every process of a sandbox starts with `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the folder of its node, the sandbox's
-directory in that folder, and the call that started it. `python process_marks.py FOLDER` runs this module as a node's
-keeper. The keeper waits until the node exits, and then kills the processes of its sandboxes. Invariant: a signal is
-sent only through a pidfd opened before the mark is read, never to a process id.
+Every process of a sandbox starts with the variable `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the node's folder, the
+sandbox's directory in it, and the call that started the process. `python process_marks.py FOLDER` runs this module as a
+node's keeper. The keeper waits until the node exits, and then kills the processes of its sandboxes.
 
-Every node starts a keeper, so the module avoids most of the standard library: importing `pathlib`, `contextlib` and
+Invariant: a signal is sent only through a pidfd that was opened before the mark was read, never to a process id.
+
+Every node starts a keeper, so the module avoids most of the standard library. Importing `pathlib`, `contextlib` and
 `signal` would take half of the CPU time of a keeper's start.
 """
 
@@ -22,20 +23,20 @@ LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 0.002
 READ_BYTES = 1 << 16
 QUIET_LOOKS = 2
-"""How many scans of /proc in a row must find no marked process. One scan can miss a process that starts during the scan
-if its parent then exits."""
+"""How many scans of /proc in a row must find no marked process. A single scan can miss a process that starts during the
+scan, if its parent then exits."""
 
 
 def mark_of(directory: os.PathLike[str]) -> str:
-    """Return the mark of the sandbox with this private directory. It is unique on the host while the directory
-    exists."""
+    """Return the mark of the sandbox with this private directory. No other sandbox on the host has the same mark while
+    the directory exists."""
     folder, name = os.path.split(directory)
     return f"{os.path.basename(folder)}/{name}"
 
 
 def kill_marked(mark: str, *, seconds: float = KILL_SECONDS) -> int:
-    """SIGKILL every process whose mark begins with `mark`, and its descendants, until /proc shows none. Returns how
-    many processes are left after `seconds`. Blocks."""
+    """Kill every process whose mark begins with `mark`, and its descendants, until /proc shows none. Returns how many
+    processes are left after `seconds`. The call blocks."""
     deadline = time.monotonic() + seconds
     quiet = 0
     while quiet < QUIET_LOOKS:
@@ -50,13 +51,13 @@ def kill_marked(mark: str, *, seconds: float = KILL_SECONDS) -> int:
 
 
 def marked(mark: str) -> set[int]:
-    """Return the live processes whose mark begins with `mark`, and their descendants, but not this process."""
+    """Return the living processes whose mark begins with `mark`, and their descendants. This process is left out."""
     needle = f"\0{VARIABLE}={mark}".encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     found = set()
     for pid in pids:
-        # `environ` is the environment with which the process started. It is empty if the process is dead or belongs to
-        # another user.
+        # `environ` is the environment that the process got at its start. It is empty if the process is dead or belongs
+        # to another user.
         environ = _bytes(f"/proc/{pid}/environ")
         if not environ and stat_fields(pid)[0] in "ZX":
             for thread in _threads(pid):
@@ -66,8 +67,8 @@ def marked(mark: str) -> set[int]:
     below: dict[int, set[int]] = {}
     for pid in pids if found else ():
         state, parent, *_ = stat_fields(pid)
-        # A process in state Z or X has ended and has no children. However, other threads may live, and they may have
-        # children.
+        # A process in state Z or X has ended, and has no children. Other threads of it may still live, however, and
+        # have children.
         if state not in "ZX" or _threads(pid):
             below.setdefault(int(parent), set()).add(pid)
     new = found
@@ -77,9 +78,9 @@ def marked(mark: str) -> set[int]:
 
 
 def _kill(mark: str) -> None:
-    """SIGKILL all marked processes. SIGSTOP stops them first, because a running process could start another between the
-    scan and the kill."""
-    import signal  # imported late, because only the keeper of a dead node needs the module
+    """Kill all marked processes with SIGKILL. They are first stopped with SIGSTOP, because a running process could
+    start another one between the scan and the kill."""
+    import signal  # imported here, because only the keeper of a dead node needs it
 
     held: dict[int, int] = {}
 
@@ -109,23 +110,22 @@ def _kill(mark: str) -> None:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the program's name: first the state's letter, then the parent's pid.
-    Returns ["X", "0"] if the process is gone. If the first thread of a process has ended, the state is that of a
-    zombie, even if other threads live."""
-    # The parentheses contain the program's name. The program chooses it, so it may contain any bytes, even invalid
-    # UTF-8.
+    """Return those fields of /proc/PID/stat that follow the program's name. The first two are the letter of the state,
+    and the parent's pid. Returns ["X", "0"] if the process no longer exists. If the first thread of a process has
+    ended, the state is Z (zombie), even if other threads live."""
+    # The program's name is in parentheses. The program chooses it, so it may contain any bytes, even invalid UTF-8.
     return _bytes(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split() or ["X", "0"]
 
 
 def started(pid: int) -> str:
-    """Return the start time of a process, in the kernel's ticks since boot, or "" if the process or its first thread
-    has ended. Pids are reused, but until the next boot a pid and a start time together identify one process."""
+    """Return the start time of a process, in the kernel's ticks since boot. Returns "" if the process or its first
+    thread has ended. Pids are reused. Until the next boot, a pid and a start time together identify one process."""
     fields = stat_fields(pid)
     return "" if fields[0] in "ZX" else fields[19]
 
 
 def _threads(pid: int) -> list[str]:
-    """Return the ids of a process's threads if it has more than one, else an empty list."""
+    """Return the ids of a process's threads. If the process has only one thread, return no ids."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -134,7 +134,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def _bytes(path: str) -> bytes:
-    """Return the contents of a file in /proc, or nothing if it cannot be read. A scan reads hundreds of files, and bare
+    """Return the content of a file in /proc, or b"" if it cannot be read. A scan reads hundreds of files, and plain
     system calls take less than half as long as file objects."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -152,9 +152,11 @@ def _bytes(path: str) -> bytes:
 
 
 def keep(folder: str, *, patience: float = PATIENCE_SECONDS) -> None:
-    """Run as the keeper of the node with this folder name. Waits until the node exits, which closes standard input, and
-    kills all processes with the folder's mark. They first get `patience` seconds to exit by themselves: a tool server
-    that exits also kills the processes that have cleared their environment, and so have no mark."""
+    """Run as the keeper of a node. `folder` is the name of the node's folder. Waits until the node exits, which closes
+    standard input, and then kills all processes with the folder's mark.
+
+    The processes first get `patience` seconds to exit by themselves. In this time, an exiting tool server also kills
+    processes that have cleared their environment, and so have no mark."""
     sys.stdin.buffer.read()
     deadline = time.monotonic() + patience
     while marked(f"{folder}/") and time.monotonic() < deadline:

@@ -1,1 +1,1 @@
-"""The runtime `kubernetes`: each sandbox is a pod, made and accessed through the API server of a cluster."""
+"""The runtime `kubernetes`. Each sandbox is a pod, which is made and accessed through the API server of a cluster."""

@@ -1,7 +1,7 @@
-"""The calls of the Kubernetes API that sandboxes need, made with aiohttp.
+"""The calls of the Kubernetes API that sandboxes need. They are made with aiohttp.
 
-No call is repeated or undone here. Invariant: every failure is a `KubeApiError` with the server's own text and status.
-The status is 0 if it is unknown whether the server carried out the call.
+This module repeats no call and undoes none. Invariant: every failure is a `KubeApiError` with the server's own text and
+status. The status is 0 if it is unknown whether the server carried out the call.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ CLOSE_SECONDS = 5.0
 OPEN_SECONDS = 10.0
 """Maximum seconds that the server may take to start a command in a pod."""
 WATCH_SECONDS = 300
-"""The server ends a watch after this many seconds, and a new watch begins."""
+"""The server ends a watch after this many seconds. Then a new watch begins."""
 WATCH_SILENCE = 60.0
-"""A watch counts as lost after WATCH_SECONDS + WATCH_SILENCE seconds without an event."""
+"""A watch is treated as lost if no event arrives for WATCH_SECONDS + WATCH_SILENCE seconds."""
 PAGE = 500
 """Maximum number of objects in one page of a list."""
 LINE_MAX = 4 << 20
-"""Maximum bytes of one event of a watch. API servers store no object of more than 1.5 MiB."""
+"""Maximum bytes of one event of a watch. An API server stores no object larger than 1.5 MiB."""
 BODY_MAX = 64 << 20
 MESSAGE_MAX = 2000
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
@@ -38,8 +38,11 @@ T = TypeVar("T")
 
 
 class KubeApiError(Exception):
-    """A failed call. `status` is the HTTP status, or 0 without a response. `reason` is the server's code for the error,
-    such as `AlreadyExists`. `retry_after` is the wait that the server asks for, in seconds."""
+    """A failed call.
+
+    - `status` is the HTTP status, or 0 if there was no response.
+    - `reason` is the server's code for the error, such as `AlreadyExists`.
+    - `retry_after` is how many seconds the server asks clients to wait."""
 
     def __init__(self, status: int, message: str, *, reason: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -76,7 +79,7 @@ class PodList(msgspec.Struct):
 
 
 class WatchEvent(msgspec.Struct):
-    """An event of a watch. For the type ERROR the object is a `StatusReply`."""
+    """An event of a watch. If the type is ERROR, the object is a `StatusReply`."""
 
     type: str
     object: msgspec.Raw
@@ -88,7 +91,8 @@ class PodEvent(msgspec.Struct, frozen=True):
 
 
 class KubeApi:
-    """A client of one API server. Close it after use. Calls may run concurrently. A failed call raises KubeApiError."""
+    """A client of one API server. Close it after use. Calls may run concurrently, and a failed call raises
+    KubeApiError."""
 
     def __init__(self, access: ClusterAccess) -> None:
         self._access = access
@@ -133,8 +137,8 @@ class KubeApi:
         return await self.call("GET", self.pods_path(namespace, name), Pod)
 
     async def delete_pod(self, namespace: str, name: str, *, uid: str | None, grace: int) -> None:
-        """Request the removal of a pod. With `uid`, only a pod with this uid is removed. If `grace` is 0, the server
-        deletes its record of the pod at once. Otherwise the pod's machine first ends the pod, within `grace`
+        """Request the removal of a pod. If `uid` is given, only a pod with this uid is removed. If `grace` is 0, the
+        server deletes its record of the pod at once. Otherwise the pod's machine first ends the pod, within `grace`
         seconds."""
         body: dict[str, Any] = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": grace}
         if uid is not None:
@@ -142,7 +146,7 @@ class KubeApi:
         await self.call("DELETE", self.pods_path(namespace, name), msgspec.Raw, body=body)
 
     async def list_pods(self, namespace: str, selector: str) -> tuple[list[Pod], str]:
-        """Return the pods with these labels, and the version of the list. A watch can start at this version."""
+        """Return the pods with these labels, and the version of the list, at which a watch can start."""
         found: list[Pod] = []
         query = {"labelSelector": selector, "limit": str(PAGE)}
         while True:
@@ -153,8 +157,8 @@ class KubeApi:
             query["continue"] = page.metadata.next
 
     async def watch_pods(self, namespace: str, selector: str, version: str) -> AsyncIterator[PodEvent]:
-        """Yield changes of the pods with these labels, made after `version`. Ends when the server ends the watch.
-        Raises KubeApiError, with status 410 if the server no longer has these changes."""
+        """Yield the changes of pods with these labels since `version`. Ends when the server ends the watch. Raises
+        KubeApiError. Its status is 410 if the server no longer has these changes."""
         query = {
             "labelSelector": selector,
             "watch": "1",
@@ -190,8 +194,8 @@ class KubeApi:
     async def exec(
         self, namespace: str, name: str, container: str, command: Sequence[str]
     ) -> aiohttp.ClientWebSocketResponse:
-        """Run a command in a container. Returns a WebSocket with the command's input and outputs (see exec_stream.py).
-        The caller must close the WebSocket, and reply to pings."""
+        """Run a command in a container. Returns a WebSocket for the command's input and outputs (see exec_stream.py).
+        The caller must reply to its pings, and close it."""
         query = [("command", word) for word in command]
         query += [("container", container), ("stdin", "true"), ("stdout", "true"), ("stderr", "true")]
         async with translated(), asyncio.timeout(OPEN_SECONDS):
@@ -206,7 +210,7 @@ class KubeApi:
 
 
 async def read_body(answer: aiohttp.ClientResponse) -> bytes:
-    """Return the whole body. Raises ValueError for more than BODY_MAX bytes."""
+    """Return the whole body of a response. Raises ValueError for more than BODY_MAX bytes."""
     body = bytearray()
     async for piece in answer.content.iter_any():
         body += piece
@@ -216,7 +220,8 @@ async def read_body(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def failure_of(answer: aiohttp.ClientResponse, body: bytes) -> KubeApiError:
-    """Return the error for a failed response. Proxies and overloaded servers send plain text instead of a `Status`."""
+    """Return the error for a failed response. Its text may be plain text instead of a `Status`, because proxies and
+    overloaded servers send plain text."""
     try:
         status = msgspec.json.decode(body, type=StatusReply)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -235,9 +240,9 @@ async def translated() -> AsyncIterator[None]:
     try:
         yield
     except aiohttp.WSServerHandshakeError as error:
-        # The response's text is lost, because aiohttp does not read the body of a refused WebSocket.
+        # The response's text is missing, because aiohttp does not read the body if the server refuses a WebSocket.
         raise KubeApiError(error.status, f"no command may be started: status {error.status}") from error
     except TimeoutError as error:
         raise KubeApiError(0, "no answer in time") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:  # a msgspec.ValidationError is a ValueError
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # msgspec.ValidationError is a subclass of ValueError
         raise KubeApiError(0, f"{type(error).__name__}: {error}"[:MESSAGE_MAX]) from error

@@ -1,7 +1,7 @@
-"""The pods of one node in a cluster: creates them, follows their states, and removes them.
+"""The pods of one node in a cluster. This module creates them, follows their states, and removes them.
 
-This module does not depend on the programs in a pod. Invariant: a pod of this node is in `_ours` from before it is
-requested until `remove` has ended. `sweep` removes the other pods of this node, the pods of nodes that have certainly
+It does not depend on the programs in a pod. Invariant: from before its creation is requested until `remove` has ended,
+a pod of this node is in `_ours`. `sweep` removes all other pods of this node, the pods of nodes that have certainly
 ended, and every pod that ended long ago.
 """
 
@@ -29,16 +29,16 @@ from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue,
 
 REMOVE_SECONDS = 60.0
 PAUSES = RetryPolicy(first=0.5, longest=10.0)
-"""Waits before a failed call is repeated, if the failure may be temporary."""
+"""How long to wait before a failed call is repeated, if the failure may be temporary."""
 FULL_PAUSES = RetryPolicy(first=1.0, longest=15.0)
-"""Waits before a pod is requested again, while the namespace's quota is used up."""
+"""How long to wait before a pod is requested again, while the namespace's quota is used up."""
 LOOK_SECONDS = 5.0
-"""If no event arrives for this many seconds, the pod's state is requested, because an event may be lost."""
+"""If no event arrives for this many seconds, the node asks for the pod's state, because an event may have been lost."""
 LEFT_SECONDS = 120.0
-"""If a pod of another node ended more than this many seconds ago, this node removes it. If the other node were alive,
-it would have done so earlier."""
+"""If a pod of another node ended more than this many seconds ago, this node removes it. A living node would have
+removed its own pod earlier."""
 QUOTA = "exceeded quota"
-"""Part of the message with which an API server refuses a pod that exceeds the namespace's quota."""
+"""Text in the error message of an API server that refuses a pod beyond the namespace's quota."""
 RIGHTS = "the account needs the rights in docs/runtimes/kubernetes.md"
 FORBIDDEN = {
     "failed quota": "the namespace's quota limits a resource that the task does not name: set task.runtime.resources",
@@ -46,14 +46,14 @@ FORBIDDEN = {
     "maximum ": "the namespace has a limit range: change task.runtime.resources",
     "minimum ": "the namespace has a limit range: change task.runtime.resources",
 }
-"""Hints for requests that the server forbids although the account has all rights. Keys are parts of the server's
-message."""
+"""Hints for requests that the server forbids, although the account has all rights. The keys are texts in the server's
+error message."""
 
 log = logging.getLogger("outrider.runtime")
 
 
 class PodCluster:
-    """The part of a node's host (see node_host.py) that runs pods."""
+    """Runs the pods of a node. All sandboxes of the node share this object (see node_host.py)."""
 
     def __init__(self, host: Host) -> None:
         self.pods = host.pods
@@ -69,8 +69,8 @@ class PodCluster:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Connect to the API server, remove leftover pods (see `sweep`), and start to watch pods. Raises
-        RuntimeUnavailable, RuntimeFailure."""
+        """Connect to the API server, remove pods that dead nodes left (see `sweep`), and start to watch pods. Raises
+        RuntimeUnavailable and RuntimeFailure."""
         access = await asyncio.to_thread(find_access)
         self.namespace = self.pods.namespace or access.namespace
         self.server = access.url
@@ -116,17 +116,17 @@ class PodCluster:
     async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> None:
         """Create a pod. The caller must then call `remove`, even if this method raises or is cancelled.
 
-        The session is not charged for waiting: for the node's turn, for a slow or overloaded server, or for room in the
-        namespace's quota. A pod made `ahead` does not wait for quota. Raises RuntimeFailure, or RuntimeUnavailable for
-        a pod that the server refuses."""
+        The method waits for its turn in the node's queue, for a slow or overloaded server, and for room in the
+        namespace's quota. The session's time limits do not count these waits. A pod made `ahead` does not wait for
+        quota. Raises RuntimeFailure, or RuntimeUnavailable if the server refuses the pod."""
         self._ours.add(name)
         limit, failures = time.monotonic() + self.pods.queue_seconds, 0
         while True:
             try:
                 with clock.waiting():
                     await self.queue.turn()
-                    # A sent request is always awaited, because only the response shows whether there is a pod to
-                    # remove.
+                    # A request that was sent is always awaited, because only the response shows whether there is a pod
+                    # to remove.
                     await shielded(lambda: self.api.create_pod(self.namespace, body))
             except KubeApiError as error:
                 if error.status == 409 and error.reason == "AlreadyExists" and failures:
@@ -146,8 +146,8 @@ class PodCluster:
                 return
 
     async def running(self, name: str, clock: QueueClock, *, ahead: bool = False) -> Pod:
-        """Wait until the pod's container runs. The session is not charged for this wait. Raises RuntimeUnavailable and
-        RuntimeFailure with the cluster's own message."""
+        """Wait until the pod's container runs. The session's time limits do not count this wait. Raises
+        RuntimeUnavailable and RuntimeFailure with the cluster's own message."""
         limit = time.monotonic() + self.pods.queue_seconds
         trouble = None
         while True:
@@ -176,7 +176,7 @@ class PodCluster:
                         self._no_room.publish("kubernetes")
 
     async def _look(self, name: str) -> None:
-        """Request the state of a pod, because no event about it has arrived."""
+        """Ask for the state of a pod, because no event about it has arrived."""
         try:
             self._seen[name] = await self.api.pod(self.namespace, name)
         except KubeApiError as error:
@@ -186,7 +186,7 @@ class PodCluster:
                 raise self._refusal(error) from error
 
     async def state(self, name: str) -> Pod | None:
-        """Return the pod's state, or None if the pod does not exist. Raises RuntimeFailure when the server does not
+        """Return the pod's state, or None if the pod does not exist. Raises RuntimeFailure if the server does not
         respond."""
         try:
             return await self.api.pod(self.namespace, name)
@@ -196,12 +196,12 @@ class PodCluster:
             raise self.failure("read a pod", error) from error
 
     async def remove(self, name: str, *, emptied: Callable[[], bool] = lambda: False) -> None:
-        """Remove the pod and wait until the server no longer has a pod of this name. Raises RuntimeFailure if that
-        fails; the next sweep tries again.
+        """Remove the pod, and wait until the server has no pod of this name. Raises RuntimeFailure if this fails. The
+        next sweep then tries again.
 
-        `emptied` returns True if no program runs in the pod any more. Then the server deletes its record of the pod at
+        `emptied` returns True if no program runs in the pod any more. The server then deletes its record of the pod at
         once. Otherwise the pod's machine ends the programs first. If this takes longer than half of REMOVE_SECONDS, the
-        machine counts as lost, and the server deletes its record without waiting for it."""
+        machine is treated as lost, and the server deletes its record without waiting for the machine."""
         begun, failures = time.monotonic(), 0
         try:
             while True:
@@ -227,14 +227,14 @@ class PodCluster:
             self._seen.pop(name, None)
 
     async def sweep(self) -> int:
-        """Remove the pods of ended nodes, the pods of this node that no sandbox uses, and pods that ended long ago.
-        Returns the number of removed pods. Raises RuntimeFailure when the server does not respond."""
+        """Remove three kinds of pods: pods of ended nodes, pods of this node that no sandbox uses, and pods that ended
+        long ago. Returns the number of removed pods. Raises RuntimeFailure if the server does not respond."""
         try:
             found, _ = await self.api.list_pods(self.namespace, f"{APP_LABEL}={APP}")
         except KubeApiError as error:
             raise self.failure("list its pods", error) from error
         left = [pod for pod in found if pod.metadata.name not in self._ours and self._is_left(pod)]
-        # Pods are removed concurrently, so that a pod on a lost machine does not delay the others.
+        # Pods are removed in parallel, so that a pod on a lost machine does not delay the other pods.
         ended = await asyncio.gather(*(self.remove(pod.metadata.name) for pod in left), return_exceptions=True)
         if failures := [each for each in ended if isinstance(each, BaseException)]:
             raise failures[0]
@@ -248,7 +248,7 @@ class PodCluster:
         return pod.over and ended is not None and time.time() - seconds_of(ended) > LEFT_SECONDS
 
     def _refusal(self, error: KubeApiError) -> RuntimeFailure:
-        """Return the error for a request that the server refuses and would refuse again."""
+        """Return the error for a request that the server has refused, and would refuse again."""
         text = f"the cluster at {self.server} refuses: {error}"
         match error.status:
             case 401:

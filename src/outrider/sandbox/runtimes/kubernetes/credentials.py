@@ -1,7 +1,7 @@
-"""Finds the address of an API server and the credentials for it, either in the pod in which this process runs or in a
-kubeconfig.
+"""Finds the address of an API server, and credentials for it. They come from the pod in which this process runs, or
+from a kubeconfig.
 
-Invariant: no program named by a kubeconfig is run, and no error message contains a secret.
+Invariant: no program that a kubeconfig names is run, and no error message contains a secret.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from outrider.environment import environment, install_command
 from outrider.errors import RuntimeUnavailable
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""A folder in every pod. It contains the token of the pod's service account, the certificate of the cluster's
-authority, and the name of the pod's namespace."""
+"""A folder in a pod, unless the pod refuses it. It has the token of the pod's service account, the certificate of the
+cluster's authority, and the name of the pod's namespace."""
 DEFAULT_NAMESPACE = "default"
 HINT = "set KUBECONFIG to a kubeconfig, or run the node in a pod with a service account"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAccess:
-    """The address of one API server and the credentials for it. `headers` returns the headers that authenticate a
-    request. It reads the token's file each time, because a service account's token is replaced about once an hour. It
+    """The address of one API server, and credentials for it. `headers` returns the headers that authenticate a request.
+    It reads the token's file at each call, because the token of a service account is replaced about once an hour. It
     raises OSError."""
 
     url: str
@@ -89,8 +89,8 @@ class Kubeconfig(msgspec.Struct, rename="kebab"):
 
 
 def find_access() -> ClusterAccess:
-    """Return the access to an API server. It is taken from the file that KUBECONFIG names, else from this process's
-    pod, else from `~/.kube/config`. Blocks. Raises RuntimeUnavailable."""
+    """Return the access to an API server. It is from the first of these that exists: the file that KUBECONFIG names,
+    the service account of this process's pod, `~/.kube/config`. The call blocks. Raises RuntimeUnavailable."""
     if named := environment("KUBECONFIG"):
         first, *more = named.split(os.pathsep)
         if more:
@@ -180,7 +180,7 @@ def headers_of(user: KubeUser, folder: Path) -> Callable[[], dict[str, str]]:
 
 
 def tls_of(cluster: KubeCluster, user: KubeUser, path: Path) -> ssl.SSLContext:
-    """Return the context that checks the server's certificate and presents the user's certificate. Raises
+    """Return a TLS context that checks the server's certificate, and presents the user's certificate. Raises
     RuntimeUnavailable."""
     try:
         authority = content(cluster.certificate_authority_data, cluster.certificate_authority, path.parent)
@@ -192,21 +192,21 @@ def tls_of(cluster: KubeCluster, user: KubeUser, path: Path) -> ssl.SSLContext:
         key = content(user.client_key_data, user.client_key, path.parent)
         if certificate is not None and key is not None:
             load_pair(tls, certificate, key)
-    except (OSError, ValueError, binascii.Error) as error:  # an ssl.SSLError is an OSError
+    except (OSError, ValueError, binascii.Error) as error:  # ssl.SSLError is a subclass of OSError
         raise RuntimeUnavailable(f"a certificate or key of {path} cannot be used: {type(error).__name__}") from error
     return tls
 
 
 def content(data: str | None, file: str | None, folder: Path) -> bytes | None:
-    """Return `data` decoded from base64, or the content of `file`, whose path is relative to the kubeconfig's folder.
-    Returns None if neither is given."""
+    """Return `data`, decoded from base64, or the content of `file`. The path of `file` is relative to the kubeconfig's
+    folder. Returns None if both are None."""
     if data is not None:
         return base64.b64decode(data, validate=True)
     return None if file is None else (folder / file).read_bytes()
 
 
 def load_pair(tls: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """Load a client's certificate and key. Python's `ssl` can read both only from a file. This file exists only during
+    """Load a client's certificate and key. Python's `ssl` can read them only from a file. The file exists only during
     this call, and only this user can read it."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(certificate + b"\n" + key)

@@ -1,8 +1,10 @@
 """Carries the input and output of a command in a pod between the API server's WebSocket and a socket of this process.
 
-Each message of the WebSocket begins with the number of its channel. Invariants: network data is read only as fast as
-the socket's reader takes it, so a slow reader slows the command; a connection without any message for SILENCE_SECONDS
-counts as broken; when the context of an `ExecStream` has ended, both ends are closed and no task is left.
+Each message of the WebSocket begins with the number of its channel. Invariants:
+
+- Data from the network is read only as fast as the reader of the socket takes it, so a slow reader slows the command.
+- A connection without any message for SILENCE_SECONDS is treated as broken.
+- When the context of an `ExecStream` has ended, both ends are closed and no task is left.
 """
 
 from __future__ import annotations
@@ -20,25 +22,25 @@ from outrider.errors import LOG_TAIL
 from outrider.sandbox.runtimes.kubernetes.api import StatusReply
 
 STDIN, STDOUT, STDERR, ERROR = range(4)
-"""Channel numbers. The channel ERROR carries one `Status` object at the end of the command."""
+"""The numbers of the channels. At the end of the command, the channel ERROR carries one `Status` object."""
 LAST = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
 """Types of messages that end a WebSocket."""
 PIECE = 1 << 16
-"""Maximum bytes of one message, because proxies before API servers refuse large messages."""
+"""Maximum bytes of one message. Proxies in front of API servers refuse larger ones."""
 PING_SECONDS = 20.0
-"""Seconds between pings. Load balancers cut connections that are silent for a minute."""
+"""Seconds between two pings. Load balancers close connections that are silent for a minute."""
 SILENCE_SECONDS = 120.0
-"""If neither output nor a reply to a ping arrives for this many seconds, the connection counts as broken. A ping's
-reply is late while the command does not read its input."""
+"""If neither output nor the reply to a ping arrives for this many seconds, the connection is treated as broken. While
+the command does not read its input, replies to pings are late."""
 EXITED = "NonZeroExitCode"
-"""The `reason` in the `Status` of a command that has exited with an error. Other reasons mean that the cluster
+"""The field `reason` in the `Status` of a command that exited with an error. Any other reason means that the cluster
 failed."""
 
 
 class ExecStream:
     """The host's end of one running command: `async with ExecStream(socket, theirs, chores)`. `theirs` is a Unix
-    socket, which this object closes. Its other end carries the command's standard input and output. The stream's tasks
-    belong to `chores`."""
+    socket, which this object closes. The command's standard input and output are at the other end of this socket. The
+    tasks of the stream belong to `chores`."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, theirs: socket.socket, chores: Chores) -> None:
         self.exited = False
@@ -51,7 +53,7 @@ class ExecStream:
         self._writer: asyncio.StreamWriter | None = None
 
     def log_tail(self) -> str:
-        """Return the end of the command's standard error."""
+        """Return the last lines of the command's standard error."""
         return self._log.decode(errors="replace").strip()
 
     async def __aenter__(self) -> Self:

@@ -1,7 +1,8 @@
-"""The request that creates the pod of a sandbox. Pure.
+"""Builds the request that creates the pod of a sandbox. All functions are pure.
 
-Invariant: a pod has no credentials of the cluster, sees nothing of its machine, has only the privileges that it needs
-for its own files, and cannot gain more. If the pod's user is root, it is root only in the pod's own user namespace.
+Invariant: a pod has no credentials of the cluster and sees nothing of its machine. It has only the privileges that it
+needs for its own files, and cannot gain more. If the pod's user is root, it is root only in the pod's own user
+namespace.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from outrider.spec import Resources, RuntimeSpec
 APP_LABEL, APP = "app.kubernetes.io/name", "outrider-sandbox"
 """The label of every sandbox's pod. The chart's network policy selects pods by it."""
 IDLE_SECONDS = 60
-"""A pod ends by itself if it has no tool server for this many seconds, because its node was killed or has lost the
-cluster."""
+"""A pod ends by itself if it has no tool server for this many seconds. This happens if its node was killed, or cannot
+reach the cluster any more."""
 BACKSTOP_SECONDS = 900
-"""Maximum seconds for the start of a pod. The cluster itself ends a pod after this time plus the sandbox's lifetime."""
+"""Maximum seconds for the start of a pod. If a pod exceeds this time plus the sandbox's lifetime, the cluster itself
+ends it."""
 HOLD = (
     "import _signal,posix,time\n"
     "_signal.signal(15,lambda *a:posix._exit(0))\n"
-    "_signal.signal(17,_signal.SIG_IGN)\n"  # makes the kernel reap the orphans that this process adopts
+    # makes the kernel remove orphans that this process adopts, as soon as they exit
+    "_signal.signal(17,_signal.SIG_IGN)\n"
     "seen=time.monotonic()\n"
     f"while time.monotonic()-seen<{IDLE_SECONDS}:\n"
     " if any(name.isdigit() and name!='1' for name in posix.listdir('/proc')): seen=time.monotonic()\n"
@@ -37,12 +40,12 @@ HOLD = (
 )
 """The first program of a pod. It ends on SIGTERM, or after IDLE_SECONDS without any other process."""
 TOOLS, TOOLS_AT = "tools", "/run/outrider-tools"
-"""The volume with the tool server's interpreter and the harness's programs: its name, and its path in the container
+"""A volume with the tool server's interpreter and the programs of harnesses: its name, and its path in the container
 that fills it."""
 TOOLS_MB = 4096
 COPY_MODULE = "outrider.sandbox.runtimes.kubernetes.copy_tools"
 OWN = "own"
-"""Name of the volume with folders to which a user other than root may write."""
+"""Name of the volume with folders that a user other than root may write."""
 OWN_HOME = "/home/outrider"
 """Home folder of a user other than root."""
 
@@ -54,7 +57,7 @@ def pod_name(node: str, sandbox: str) -> str:
 
 
 def label_value(text: str) -> str:
-    """Return `text` as a valid label value: at most 63 letters, digits, `-`, `_` and `.`."""
+    """Return `text` as a valid value of a label: at most 63 letters, digits, `-`, `_` and `.`."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:63].strip("._-")
 
 
@@ -72,8 +75,8 @@ def pod_body(
     shown: Sequence[Path],
     env: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the JSON body of the pod for `spec`. `shown` are folders of the tools image, shown in the pod at the same
-    paths. `env` are the variables of the first program."""
+    """Return the JSON body of the pod for `spec`. `shown` are folders of the tools image, which the pod sees at the
+    same paths. `env` are the variables of the pod's first program."""
     folders = [] if pods.tools_image is None else [PORTABLE_AT, *map(str, shown)]
     tools = [{"name": TOOLS, "mountPath": folder, "subPath": str(number)} for number, folder in enumerate(folders)]
     writable = [] if pods.user is None else own_folders(spec)
@@ -84,7 +87,7 @@ def pod_body(
         "hostname": "sandbox",
         "terminationGracePeriodSeconds": 1,
         "activeDeadlineSeconds": round(spec.lifetime_seconds) + BACKSTOP_SECONDS,
-        # The cluster's DNS server is not used, because it would resolve any internet name for the agent.
+        # The pod does not use the cluster's DNS server, which would resolve any internet name for the agent.
         "dnsPolicy": "None",
         "dnsConfig": {"nameservers": ["127.0.0.1"]},
         "securityContext": pod_security(pods),
@@ -143,8 +146,8 @@ def pod_body(
 
 
 def own_folders(spec: RuntimeSpec) -> list[str]:
-    """Return the folders that are made for a user other than root: the home folder, and the working folder if it is the
-    default one. Otherwise the image contains the working folder."""
+    """Return the folders to make for a user other than root. They are the home folder and, if it is the default one,
+    the working folder. The image must contain any other working folder."""
     default = RuntimeSpec.model_fields["workdir"].default
     return [OWN_HOME, *([spec.workdir] if spec.workdir == default else [])]
 
@@ -166,8 +169,8 @@ def container_security(pods: PodsConfig, users: int) -> dict[str, Any]:
 
 
 def resource_limits(resources: Resources) -> dict[str, Any]:
-    """Return a container's resource requests and limits. Memory and CPUs are requested only if the task names them, as
-    on other runtimes."""
+    """Return the resource requests and limits of a container. The requests have the memory and CPUs that the task
+    names, as in other runtimes, or a small default."""
     limits = {"memory": f"{resources.most_memory_mb}Mi", "ephemeral-storage": f"{resources.disk_mb}Mi"}
     requests = {"memory": f"{resources.memory_mb or 64}Mi", "ephemeral-storage": f"{min(resources.disk_mb, 64)}Mi"}
     cpus = "50m"

@@ -1,6 +1,6 @@
-"""Reads from a pod's status whether the pod runs, has ended, or cannot start. Pure.
+"""Reads from a pod's status whether the pod runs, has ended, or cannot start. All functions are pure.
 
-Invariant: what to do about a pod that does not start is decided by a table (`TROUBLES`), which `trouble_of` applies.
+Invariant: if a pod does not start, the table `TROUBLES` decides what to do. `trouble_of` looks it up.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 import msgspec
 
 CONTAINER = "sandbox"
-"""Name of the container with the agent's programs."""
+"""Name of the container in which the agent's programs run."""
 
 
 class ObjectMeta(msgspec.Struct, rename="camel"):
@@ -23,7 +23,7 @@ class ObjectMeta(msgspec.Struct, rename="camel"):
 
 
 class StateDetail(msgspec.Struct, rename="camel"):
-    """Details of a container's state. Only a terminated container has an `exit_code`."""
+    """Details of a container's state. `exit_code` is None unless the container has terminated."""
 
     reason: str = ""
     message: str = ""
@@ -65,7 +65,7 @@ class PodSpec(msgspec.Struct, rename="camel"):
 
 
 class Pod(msgspec.Struct):
-    """The fields of a pod that Outrider uses."""
+    """A pod, with only the fields that Outrider uses."""
 
     metadata: ObjectMeta = msgspec.field(default_factory=ObjectMeta)
     spec: PodSpec = msgspec.field(default_factory=PodSpec)
@@ -79,14 +79,14 @@ class Pod(msgspec.Struct):
 
     @property
     def over(self) -> bool:
-        """True if the pod will run no more programs."""
+        """True if no program will run in the pod any more."""
         own = self._own()
         ended = own is not None and own.state.terminated is not None
         return ended or self.status.phase in ("Succeeded", "Failed")
 
     @property
     def placed(self) -> bool:
-        """True if the pod has been assigned to a machine. Before that it waits in the cluster's queue."""
+        """True if the cluster has assigned the pod to a machine. Until then, the pod waits in the cluster's queue."""
         return self.spec.node_name != ""
 
     @property
@@ -103,13 +103,13 @@ class Pod(msgspec.Struct):
 
     @property
     def evicted_for_own_use(self) -> bool:
-        """True if the pod was removed because its own programs wrote too many bytes to files."""
+        """True if the cluster removed the pod because its own programs wrote too many bytes to files."""
         return self.status.reason == "Evicted" and "ephemeral" in self.status.message
 
     @property
     def disrupted(self) -> bool:
-        """True if the cluster ends the pod for a reason outside of the pod: to make room for another pod, or because
-        its machine goes away."""
+        """True if the cluster ends the pod for a reason outside the pod. For example, the pod makes room for another
+        pod, or its machine is shut down."""
         return any(one.type == "DisruptionTarget" and one.status == "True" for one in self.status.conditions or ())
 
     def _own(self) -> ContainerStatus | None:
@@ -120,11 +120,11 @@ class Remedy(StrEnum):
     """What to do about a pod that does not run yet."""
 
     WAIT = "wait"
-    """Wait, up to the limit, because the cluster will try again by itself."""
+    """Wait until the time limit, because the cluster tries again by itself."""
     FAIL = "fail"
-    """Fail this attempt. The session is tried again elsewhere or later."""
+    """Let this attempt fail. The session is tried again on another node or later."""
     REFUSE = "refuse"
-    """Refuse, because no attempt can succeed until somebody changes the task or the cluster."""
+    """Refuse the task. No attempt can succeed until somebody changes the task or the cluster."""
 
 
 class Trouble(msgspec.Struct, frozen=True):
@@ -149,7 +149,8 @@ TROUBLES: dict[str, tuple[Remedy, str]] = {
     "Unschedulable": (Remedy.WAIT, "no machine of the cluster has room: lower task.runtime.resources, or add machines"),
     "SchedulerError": (Remedy.WAIT, ""),
 }
-"""The action and the hint for each reason that the cluster gives. If a reason is not listed, the start waits."""
+"""What to do for each reason that the cluster gives, and a hint for the user. For a reason that is not listed, the
+start waits."""
 
 
 def trouble_of(pod: Pod) -> Trouble | None:

@@ -1,6 +1,7 @@
-"""Pulls images ahead on every machine of a cluster, with a DaemonSet whose containers do nothing.
+"""Pulls images on every machine of a cluster before sandboxes need them. A DaemonSet, whose containers do nothing, does
+this.
 
-Invariant: when `pull_ahead` returns or raises, this DaemonSet is removed, unless the cluster does not respond.
+Invariant: `pull_ahead` always removes its DaemonSet, unless the cluster does not respond.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from outrider.sandbox.runtimes.kubernetes.pod_request import COPY_MODULE, TOOLS,
 
 LOOK_SECONDS = 1.0
 UID = 10001
-"""User id of the containers, the same as in Outrider's image."""
+"""User id in the containers. Outrider's image has the same user."""
 MOST_IMAGES = 200
 APP_LABEL, APP = "app.kubernetes.io/name", "outrider-images"
 
@@ -47,9 +48,10 @@ class Pulled(msgspec.Struct, frozen=True):
 async def pull_ahead(
     images: Sequence[str], pods: PodsConfig, *, seconds: float, progress: Callable[[int, int], object] = lambda *_: None
 ) -> Pulled:
-    """Pull the images on every machine on which pods of sandboxes may run. `progress` is called with two numbers: the
-    machines that have all images, and all machines. Raises RuntimeUnavailable, and RuntimeFailure if some machine lacks
-    images after `seconds`."""
+    """Pull images on every machine that may run pods of sandboxes. Raises RuntimeUnavailable. Raises RuntimeFailure if
+    a machine lacks images after `seconds`.
+
+    `progress` is called with two numbers: how many machines have all images, and how many machines there are."""
     if pods.tools_image is None:
         raise RuntimeUnavailable(
             "images cannot be pulled without Outrider's own image",
@@ -64,7 +66,7 @@ async def pull_ahead(
         try:
             await api.call("POST", path, msgspec.Raw, body=daemon_set(name, images, pods))
         except KubeApiError as error:
-            if error.reason != "AlreadyExists":  # AlreadyExists: an earlier call was interrupted
+            if error.reason != "AlreadyExists":  # AlreadyExists: an interrupted call has left the DaemonSet
                 raise failure(error) from error
         try:
             return await ready(api, f"{path}/{name}", images, seconds, progress)
@@ -117,8 +119,8 @@ def failure(error: KubeApiError) -> RuntimeFailure:
 
 
 def daemon_set(name: str, images: Sequence[str], pods: PodsConfig) -> dict[str, Any]:
-    """Return the JSON body of the DaemonSet. The first container copies a program that every image can run. Then there
-    is one container for each image. They run this program, one after another."""
+    """Return the JSON body of the DaemonSet. Its first container copies a program that every image can run. Each
+    further container uses one of the images, and runs this program. The containers run one after another."""
     security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     resources = {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "512Mi"}}
     common: dict[str, Any] = {

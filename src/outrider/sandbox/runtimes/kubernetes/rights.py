@@ -4,10 +4,10 @@ from __future__ import annotations
 
 RULES: tuple[dict[str, tuple[str, ...]], ...] = (
     {"apiGroups": ("",), "resources": ("pods",), "verbs": ("create", "get", "list", "watch", "delete")},
-    # A GET request starts a command in a pod. Newer servers require both verbs for it.
+    # Starting a command in a pod is a GET request, for which newer servers require both verbs.
     {"apiGroups": ("",), "resources": ("pods/exec",), "verbs": ("create", "get")},
 )
 PULL_RULES: tuple[dict[str, tuple[str, ...]], ...] = (
     {"apiGroups": ("apps",), "resources": ("daemonsets",), "verbs": ("create", "get", "delete")},
 )
-"""Further rights, for `outrider image pull-ahead` only."""
+"""Further rights, which only `outrider image pull-ahead` needs."""

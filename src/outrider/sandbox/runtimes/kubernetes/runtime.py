@@ -1,4 +1,4 @@
-"""The kind `kubernetes`: a sandbox is a pod. The API server runs the tool server as a command in the pod.
+"""The kind `kubernetes`. A sandbox is a pod, in which the API server runs the tool server as a command.
 
 One WebSocket to this command carries calls, files and the agent's model calls. So a pod needs no network, and the node
 needs no address that pods can reach. Invariant: when `stop` returns, the API server no longer has the pod. If the
@@ -43,18 +43,18 @@ from outrider.sandbox.runtimes.tool_server.launch import (
 from outrider.spec import RuntimeSpec
 
 SETTLE_SECONDS = 2.0
-"""After the tool server has ended, the pod's state is requested twice, with this many seconds in between. The pod's
-programs are blamed only if the second reply also shows no cause outside of the pod."""
+"""After the tool server has ended, the node asks twice for the pod's state, with a pause of this many seconds. Only if
+the second reply also shows no cause outside the pod, the pod's programs are the cause."""
 ENTER_SECONDS = 30.0
-"""If the command that starts the tool server fails, it is repeated for this many seconds, because a pod may be reported
-as running before its machine accepts commands."""
+"""For this many seconds, the command that starts the tool server is repeated if it fails. A pod may be reported as
+running before its machine accepts commands."""
 OF_CLUSTER = ("KUBERNETES_", "OUTRIDER_")
-"""Prefixes of the variables that a pod has in addition to those of its image."""
+"""Variables with these prefixes in a pod are not from its image."""
 
 
 class KubernetesRuntime:
-    """The kind `kubernetes`. Paths passed to the methods of a sandbox are paths in the pod. `stop` discards everything
-    written."""
+    """The kind `kubernetes`. The methods of a sandbox take paths in the pod. `stop` discards all files that programs
+    have written."""
 
     part = PodCluster
 
@@ -64,7 +64,7 @@ class KubernetesRuntime:
 
     @classmethod
     def available(cls) -> Availability:
-        """Return whether this machine is configured to use a cluster. Sends no request to the API server."""
+        """Return whether this machine is configured to use a cluster. The API server gets no request."""
         return Availability.found(lambda: f"pods of the cluster at {find_access().url}")
 
     @classmethod
@@ -106,7 +106,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
     body = pod_body(name, labels, pods, spec, shown=context.mounts, env=make_setup({}).marking())
     emptied = False
     async with AsyncExitStack() as undo:
-        # The removal is registered first, because a failed `create` may have created the pod.
+        # Registered before `create`, because a `create` that fails may have created the pod.
         undo.push_async_callback(undone, sandbox, lambda: cluster.remove(name, emptied=lambda: emptied))
         await cluster.create(name, body, clock, ahead=context.ahead)
         await cluster.running(name, clock, ahead=context.ahead)
@@ -139,12 +139,15 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
 
 
 async def ended_inside(cluster: PodCluster, name: str, stream: ExecStream) -> bool:
-    """Return whether programs in the pod ended the tool server. This is the case if they exceeded a limit of the pod.
-    It is also the case if the API server reports the exit of the tool server, and nothing else has ended the pod. If
-    there is no report, for example after a broken connection, the cause was outside."""
+    """Return whether programs in the pod ended the tool server. There are two such cases:
+
+    - The programs exceeded a limit of the pod.
+    - The API server reports the exit of the tool server, and nothing else has ended the pod.
+
+    Without such a report, for example after a broken connection, the cause was outside the pod."""
     try:
         verdict = verdict_of(await cluster.state(name), exited=stream.exited)
-        if verdict:  # a machine that ends a pod may first report the server's exit, and the reason later
+        if verdict:  # if a machine ends a pod, it may report the server's exit first, and the reason later
             await asyncio.sleep(SETTLE_SECONDS)
             verdict = verdict_of(await cluster.state(name), exited=stream.exited)
     except RuntimeFailure:
@@ -153,8 +156,8 @@ async def ended_inside(cluster: PodCluster, name: str, stream: ExecStream) -> bo
 
 
 def verdict_of(pod: Pod | None, *, exited: bool) -> bool:
-    """Return whether programs in the pod ended the tool server, judged by the pod's state. `exited` is True if the API
-    server has reported the tool server's exit."""
+    """Return whether programs in the pod ended the tool server, as far as the pod's state shows it. `exited` is True if
+    the API server has reported the tool server's exit."""
     if pod is None or pod.metadata.deletion_timestamp is not None:
         return False
     if pod.out_of_memory or pod.evicted_for_own_use:
@@ -163,7 +166,7 @@ def verdict_of(pod: Pod | None, *, exited: bool) -> bool:
 
 
 async def enter(cluster: PodCluster, name: str) -> ClientWebSocketResponse:
-    """Start the tool server in a running pod. Returns the WebSocket with its input and outputs."""
+    """Start the tool server in a running pod. Returns the WebSocket for its input and outputs."""
     command = [*python_of(cluster.pods), *FLAGS, "-c", PIPES_BOOT]
     failures, last = 0, KubeApiError(0, "no answer in time")
     try:
@@ -182,7 +185,7 @@ async def enter(cluster: PodCluster, name: str) -> ClientWebSocketResponse:
 
 
 async def end_programs(tools: ToolClient) -> bool:
-    """Make the tool server kill all programs. Returns whether the server has confirmed that none is left."""
+    """Let the tool server kill all programs. Returns whether the server has confirmed that none is left."""
     tools.fail_all("the sandbox was stopped")
     with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
         async with asyncio.timeout(STOP_SECONDS):
@@ -197,8 +200,9 @@ def of_image(env: dict[str, str]) -> dict[str, str]:
 
 
 def in_pod(setup: ToolServerSetup, *, own_user: bool) -> ToolServerSetup:
-    """Return the set-up for a server in a pod. It is not the first process of its pid namespace, and reaches the
-    gateway through a tunnel. If `own_user` is True, the pod's user is not root, and has a different home folder."""
+    """Return the set-up changed for a server in a pod. There, the server is not the first process of its pid namespace,
+    and reaches the gateway through a tunnel. If `own_user` is True, the pod's user is not root, and has another home
+    folder."""
     changes: dict[str, Any] = {"subreaper": True, "bridge_port": 0}
     if own_user:
         env = {**setup.env, "HOME": OWN_HOME, "USER": "outrider"}

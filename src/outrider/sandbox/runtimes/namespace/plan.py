@@ -1,8 +1,8 @@
-"""The plan of a namespace sandbox: plain data that guest/isolation/isolate.py carries out.
+"""The plan of a namespace sandbox. It is plain data, which guest/isolation/isolate.py carries out.
 
-This module reads the host's folders, and creates nothing but the skeleton of a root. Invariant: of the host's files, a
-plan shows only the system folders, a fixed list of harmless files below /etc, a fixed list of devices, and the paths
-named by the caller.
+This module reads the host's folders, and creates only the skeleton of a root. Invariant: a plan shows only these files
+of the host: the system folders, a fixed list of harmless files below /etc, a fixed list of devices, and the paths that
+the caller names.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ HIDDEN_KINDS = frozenset(
         *("sysfs", "tracefs"),
     }
 )
-"""Kinds of file systems that are never shown in a sandbox, even when mounted below a system folder (in a chroot, for
-example). Most are the kernel's own and reveal facts about the host. In `autofs`, a lookup may wait for a server."""
+"""Kinds of file systems that no sandbox may see, even if they are mounted below a system folder, as in a chroot. Most
+belong to the kernel and tell facts about the host. In `autofs`, looking up a name may wait for a server."""
 
 Ids = tuple[int, int, int]
-"""A range of ids, as in a line of /proc/PID/uid_map: the first id in the sandbox, the first id on the host, and the
-number of ids."""
+"""A range of ids, as in a line of /proc/PID/uid_map. It has the first id in the sandbox, the first id on the host, and
+the number of ids."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of one sandbox.
 
     - `base`: the folder at which the root is mounted, in the sandbox's own mount namespace.
-    - `layers`: pairs (folder on the host, path inside), the root first. Each layer gets a throw-away writable layer on
-      top. If that fails for a layer other than the root, the layer is read-only.
+    - `layers`: pairs (folder on the host, path inside), with the root first. Each layer gets a writable layer on top,
+      which is thrown away later. If this fails for a layer other than the root, the layer is read-only.
     - `folders`: pairs of the same form, mounted read-only.
-    - `inner`: pairs for host mounts inside these folders, which must be mounted separately (see `inner_of`). A mount
-      whose host folder is "" must be hidden.
-    - `shown`: pairs (path on the host, path inside) for further read-only mounts, made after all of the above.
-    - `named`: the read-only mounts named by the task. No part of their host paths may be a link.
+    - `inner`: pairs for host mounts inside these folders, which must be mounted separately (see `inner_of`). If the
+      host folder is "", the mount must be hidden.
+    - `shown`: pairs (path on the host, path inside) of further read-only mounts, made after all mounts above.
+    - `named`: the read-only mounts that the task names. No part of their host paths may be a link.
     - `devices`: pairs for further device files that programs may use.
     - `bytes`, `files`: the maximum total size and number of written files.
     - `gateway`: the path of the gateway's socket.
     - `cgroups`: see `ControlGroup.entrances`.
     - `memory`: see `counted_memory`.
-    - `owners`: the file that lists the owners of the image's files (see rootfs/owners.py), or "".
-    - `saved`: an archive of writable layers to start with, or "".
-    - `uids`, `gids`: the id maps of the users.
+    - `owners`: a file with the owners of the image's files (see rootfs/owners.py), or "".
+    - `saved`: an archive of writable layers with which the sandbox starts, or "".
+    - `uids`, `gids`: the ranges of user ids and group ids.
     - `mappers`: the programs that can map more than one user."""
 
     base: str
@@ -85,7 +85,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Root(msgspec.Struct, frozen=True):
-    """The folders of the host that form a sandbox's root, as in `Plan`."""
+    """The folders of the host that form the root of a sandbox. `Plan` explains the fields."""
 
     layers: tuple[tuple[str, str], ...]
     folders: tuple[tuple[str, str], ...] = ()
@@ -97,8 +97,8 @@ def image_root(folder: Path) -> Root:
 
 def host_root(skeleton: Path) -> Root:
     """Return a root that consists of a skeleton (see `make_skeleton`) and the host's system folders. /usr gets a
-    throw-away writable layer only if this user owns /usr, because programs cannot write to an overlay over another
-    user's files."""
+    writable layer only if this user owns /usr, because programs cannot write to an overlay over another user's
+    files."""
     own = os.stat("/usr").st_uid == os.geteuid()
     usr = ("/usr", "/usr")
     folders = [f"/{name}" for name in SYSTEM_FOLDERS if Path("/", name).is_dir() and not _link(name)]
@@ -109,8 +109,9 @@ def host_root(skeleton: Path) -> Root:
 
 
 def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str], ...]:
-    """Return `Plan.inner` for a root. `mounts` are all mounts of the host, outer mounts first. A mount inside another
-    shown mount needs no pair, because it is shown with the outer mount, unless its kind is in HIDDEN_KINDS."""
+    """Return `Plan.inner` for a root. `mounts` are all mounts of the host, with outer mounts first. A mount inside
+    another visible mount needs no pair of its own, because it is copied with the outer mount. It needs one if its kind
+    is in HIDDEN_KINDS."""
     found: list[tuple[str, str]] = []
     for folder, inside in (*root.layers[1:], *root.folders):
         shown, hidden = tuple[str, ...](), tuple[str, ...]()
@@ -128,8 +129,8 @@ def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str],
 
 
 def make_skeleton(folder: Path) -> None:
-    """Make a root without its system folders: empty folders, links, and files below /etc. The files have fixed texts,
-    or are copies of harmless files of the host. Blocks."""
+    """Make a root without its system folders. It has empty folders, links, and files below /etc. The files have fixed
+    texts, or are copies of harmless files of the host. The call blocks."""
     for name in EMPTY_FOLDERS:
         (folder / name).mkdir(parents=True)
     for name in ("tmp", "var/tmp"):
@@ -154,7 +155,7 @@ def _link(name: str) -> str | None:
 
 
 def unsupported() -> str | None:
-    """Return why this machine cannot run namespace sandboxes, or None if its system, processor and kernel are
+    """Return why this machine cannot run namespace sandboxes. Returns None if its system, processor and kernel are
     supported."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86-64 or arm64, this is {platform.system()} on {platform.machine()}"

@@ -1,8 +1,10 @@
-"""The default runtime: a rootless sandbox made of namespaces, forked from the node's zygote in milliseconds.
+"""The default runtime. A sandbox is made of namespaces, without root privileges, and is forked from the node's zygote
+in milliseconds.
 
-A sandbox has a throw-away root: the host's system folders, an image, or a folder named by the spec. Its only network is
-a loopback, with the model gateway at 127.0.0.1. Invariant: the tool server is the first process of the sandbox's pid
-namespace. Its exit kills all other processes of the sandbox, and `stop` waits for its exit.
+The root of a sandbox consists of the host's system folders, an image, or a folder that the spec names. Changes to it
+are thrown away. The only network is a loopback, with the model gateway at 127.0.0.1. Invariant: the tool server is the
+first process of the sandbox's pid namespace. Its exit kills all other processes of the sandbox, and `stop` waits for
+it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import MEBIBYTE, RuntimeSpec
 
 LAYER_OVERHEAD = 2
-"""How many times larger than its contents an archive of many small files may be."""
+"""An archive of many small files may be this many times larger than the files."""
 PYTHONS = tuple(f"{folder}/python3" for folder in ("usr/local/bin", "usr/bin", "bin"))
 UNSHARE_ALL = """
 import ctypes, os, sys
@@ -58,13 +60,13 @@ if child := os.fork():
 if libc.mount(None, b"/", None, 0x44000, None) or libc.mount(b"proc", b"/proc", b"proc", 0, None):
     sys.exit("no /proc can be mounted in them (" + os.strerror(ctypes.get_errno()) + ")")
 """
-"""Python code that creates all namespaces of a sandbox at once, and mounts /proc. The mount fails in a container whose
-own /proc is masked."""
+"""Python code that creates all namespaces of a sandbox at once, and mounts /proc. In a container whose own /proc is
+masked, this mount fails."""
 NO_OVERLAY = "mount overlay"
-"""Part of the error message when a sandbox's writable layer cannot be mounted."""
+"""Text in the error message if a sandbox's writable layer cannot be mounted."""
 DEATH_SECONDS = 0.5
-"""How long a killed first process may take to exit before the other processes of its namespace are killed one by
-one."""
+"""Seconds in which the killed first process of a namespace must exit. Otherwise the other processes of the namespace
+are killed one by one."""
 
 
 class NamespaceRuntime:
@@ -94,7 +96,7 @@ class NamespaceRuntime:
 
 
 def _found() -> str:
-    """Return a description of what sandboxes of this kind use on this machine. Raises RuntimeUnavailable."""
+    """Return a text about what sandboxes of this kind use on this machine. Raises RuntimeUnavailable."""
     USER_NAMESPACES.get()
     return f"user namespaces; limits by {limits_in_words(cgroups.find())}"
 
@@ -106,8 +108,8 @@ async def launch(
     """Fork a sandbox from the node's zygote. See tool_server/launch.py."""
     name = context.directory.name
     groups = await context.host.part(Cgroups)
-    # The zygote starts after the control groups are opened. With version 2, opening them moves the processes out of our
-    # own group, one by one, and would miss a process that starts meanwhile.
+    # The control groups are opened before the zygote starts. With version 2, opening them moves the processes of our
+    # own group to another group, one by one. It would miss a process that starts meanwhile.
     zygote = await context.host.part(ZygoteClient)
     files = await asyncio.to_thread(_host_files, spec, context, zygote.host_root, driver)
     gpus, root = files.gpus, files.root
@@ -153,9 +155,9 @@ async def launch(
             )
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # If a layer cannot be unpacked, the agent that wrote it is usually the cause. There are two exceptions: the
-            # host failed meanwhile, or a file system has since been mounted below /usr, so no writable layer can be
-            # mounted there.
+            # If a saved layer cannot be unpacked, the agent that wrote it is usually the cause. There are two
+            # exceptions. The host may have failed meanwhile. Or a file system may have been mounted below /usr, so that
+            # no writable layer can be mounted there.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise
@@ -168,9 +170,11 @@ async def launch(
 
 
 class HostFiles(msgspec.Struct, frozen=True):
-    """The host's files that make up a sandbox, and its user ids. `image_env` are the variables that the image sets.
-    `owners` is the path of a list of the owners of the image's files, or "" if root owns all files in the sandbox.
-    `owned` summarises the list."""
+    """The host's files that make up a sandbox, and its user ids.
+
+    - `image_env` are the variables that the image sets.
+    - `owners` is the path of a list of the owners of the image's files. It is "" if root owns all files in the sandbox.
+    - `owned` summarises this list."""
 
     gpus: GpuFiles
     root: Root
@@ -182,8 +186,8 @@ class HostFiles(msgspec.Struct, frozen=True):
 
 
 def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, driver: NvidiaDriver) -> HostFiles:
-    """Find the files that the spec names. Blocks while a file system of the host does not respond. Raises InvalidField,
-    RuntimeUnavailable."""
+    """Find the files that the spec names. The call blocks as long as a file system of the host does not respond. Raises
+    InvalidField and RuntimeUnavailable."""
     gpus = driver.shown(context.gpus)
     if spec.image is None:
         root = _root(spec, host_root)
@@ -195,9 +199,9 @@ def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, dri
 
 
 def ids_of(spec: RuntimeSpec, image: RootImage | None) -> UserIds:
-    """Return the user ids of a sandbox. Their number is `spec.users`, or else what the owners of the image's files
-    need. Raises InvalidField if the image's files cannot have their owners, and RuntimeUnavailable if this machine
-    lacks the ids."""
+    """Return the user ids of a sandbox. Their number is `spec.users`. If this is not set, it is the number that the
+    owners of the image's files need. Raises InvalidField if the image's files cannot have their owners. Raises
+    RuntimeUnavailable if this machine does not have enough ids."""
     owned = Ownership() if image is None else image.owners
     count = spec.users or (MOST_USERS if owned.foreign else 1)
     if count > 1 and (owned.unkept or owned.highest >= count):
@@ -220,13 +224,14 @@ def ids_of(spec: RuntimeSpec, image: RootImage | None) -> UserIds:
 
 
 def _root(spec: RuntimeSpec, host_root: Root) -> Root:
-    """Return the root for a spec without an image: `spec.rootfs`, or the host's. Raises RuntimeUnavailable."""
+    """Return the root for a spec without an image: `spec.rootfs`, or the host's root. Raises RuntimeUnavailable."""
     if spec.rootfs is None:
         return host_root
     folder = Path(spec.rootfs)
     if not folder.is_dir():
         raise RuntimeUnavailable(f"rootfs {folder} is not a folder")
-    # Only the owner of an overlay's lower files can write to the overlay. Over another user's files, `touch` fails.
+    # Only the owner of the files below an overlay can write to them through the overlay. If another user owns them,
+    # even `touch` fails.
     if folder.stat().st_uid != os.geteuid():
         raise RuntimeUnavailable(
             f"rootfs {folder} belongs to another user", hint="unpack it as the user that runs Outrider"
@@ -247,10 +252,10 @@ def _has_python(root: Root) -> bool:
 
 
 async def _end(child: Child, group: ControlGroup) -> None:
-    """Kill the first process and wait for its exit. The kernel kills all others with it.
+    """Kill the first process of the sandbox, and wait for its exit. The kernel kills all other processes with it.
 
-    The first process exits only after all others. With many processes and little CPU time, this takes long. So after
-    DEATH_SECONDS they are killed one by one, without the CPU limit."""
+    The first process exits only after all others. This takes long with many processes and little CPU time. So after
+    DEATH_SECONDS, the processes are killed one by one, without the CPU limit."""
     child.kill()
     while not await child.ends_within(DEATH_SECONDS):
         await asyncio.to_thread(group.kill)
@@ -258,7 +263,8 @@ async def _end(child: Child, group: ControlGroup) -> None:
 
 
 def probe_user_namespaces() -> None:
-    """Raise RuntimeUnavailable if this user cannot make the namespaces of a sandbox on this machine. Blocks."""
+    """Raise RuntimeUnavailable if this user cannot make the namespaces of a sandbox on this machine. The call
+    blocks."""
     if missing := unsupported():
         raise RuntimeUnavailable(missing, hint="use another runtime, such as docker or apptainer")
     command = (sys.executable, "-I", "-c", UNSHARE_ALL)

@@ -1,5 +1,5 @@
-"""User ids of a sandbox. The first is this user's own. Further ids are from this user's ranges in /etc/subuid and
-/etc/subgid.
+"""Chooses the user ids of a sandbox. The first one is this user's own id. Further ids come from this user's ranges in
+/etc/subuid and /etc/subgid.
 
 This module starts no process. Invariant: no other ids of the host are used.
 """
@@ -19,12 +19,12 @@ from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.runtimes.namespace.plan import Ids
 
 RANGE = re.compile(r"^([^:\n]+):([0-9]+):([0-9]+)\s*$", re.MULTILINE)
-"""A line `name:first:count`. Like newuidmap, this module skips all other lines."""
+"""Matches a line `name:first:count`. Like newuidmap, this module ignores all other lines."""
 FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
 
 
 class UserIds(msgspec.Struct, frozen=True):
-    """The maps of user ids and group ids, and the programs that set them, as in the `Plan` fields of the same names."""
+    """The ranges of user ids and group ids, and the programs that map them. `Plan` explains the fields."""
 
     uids: tuple[Ids, ...]
     gids: tuple[Ids, ...]
@@ -32,14 +32,13 @@ class UserIds(msgspec.Struct, frozen=True):
 
 
 def user_ids(count: int) -> UserIds:
-    """Return maps with `count` user ids and as many group ids. The first id is this user's own. Raises
-    RuntimeUnavailable."""
+    """Return `count` user ids and as many group ids. The first one is this user's own id. Raises RuntimeUnavailable."""
     own = {"uid": (0, os.geteuid(), 1), "gid": (0, os.getegid(), 1)}
     if count == 1:
         return UserIds((own["uid"],), (own["gid"],), {})
     ids = {kind: (own[kind], (1, _range(kind, count - 1), count - 1)) for kind in FILES}
     mappers = {}
-    for kind in FILES if os.geteuid() != 0 else ():  # root needs no program to write the maps
+    for kind in FILES if os.geteuid() != 0 else ():  # root can map ids without these programs
         program = f"new{kind}map"
         found = shutil.which(program)
         if found is None:

@@ -1,7 +1,7 @@
-"""The node's end of the zygote, the process from which namespace sandboxes are forked.
+"""The node's side of the zygote. The zygote is the process from which namespace sandboxes are forked.
 
-The program itself is guest/isolation/zygote.py. Invariant: a forked process is either returned to the caller or, if the
-caller was cancelled, killed.
+guest/isolation/zygote.py has the zygote's own code. Invariant: a forked process is returned to the caller. If the
+caller was cancelled, the process is killed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ for name in ("outrider", "outrider.sandbox", "outrider.sandbox.runtimes"):
 from outrider.sandbox.runtimes.guest.isolation.zygote import main
 main()
 """
-"""Program of the zygote. Empty modules replace the parent packages, because the real ones import packages that are not
-available under `-I -S`."""
+"""Python code that starts the zygote. Empty modules take the place of the parent packages, because the real ones import
+packages that are missing under `-I -S`."""
 
 
 class ForkReply(msgspec.Struct, frozen=True, array_like=True):
-    """The zygote's reply to request `number`: the forked process, or the error that prevented the fork."""
+    """The zygote's reply to request `number`. It has the forked process, or the error that prevented the fork."""
 
     number: int
     pid: int
@@ -53,11 +53,14 @@ class ForkReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ZygoteClient:
-    """The part of a node's host (see node_host.py) that runs the zygote.
+    """Runs the zygote of a node. All sandboxes of the node share this object (see node_host.py).
 
-    `host_root` is the root made of the host's own system folders. `base` is an empty folder at which each sandbox
-    mounts its root. `mounts` returns the mounts of this machine. When the zygote exits, all sandboxes forked from it
-    exit too, and the next call of `fork` starts a new zygote."""
+    - `host_root` is a root made of the host's own system folders.
+    - `base` is an empty folder, at which each sandbox mounts its root.
+    - `mounts` returns the mounts of this machine.
+
+    When the zygote exits, all sandboxes that were forked from it also exit. The next call of `fork` then starts a new
+    zygote."""
 
     def __init__(self, host: Host) -> None:
         self._folder = host.folder
@@ -98,8 +101,8 @@ class ZygoteClient:
         self._loop.add_reader(ours.fileno(), self._ready)
 
     async def fork(self, plan: Plan, tool_server: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
-        """Fork a new sandbox whose tool server uses the socket `tool_server`. Returns the sandbox's process, and a
-        function that returns whether its zygote still runs. Raises RuntimeFailure, or OSError when no descriptors are
+        """Fork a new sandbox. Its tool server uses the socket `tool_server`. Returns the sandbox's process, and a
+        function that tells whether its zygote still runs. Raises RuntimeFailure. Raises OSError if no descriptors are
         left."""
         if self._child is None:
             await shielded(self._await_deaths)
@@ -115,11 +118,11 @@ class ZygoteClient:
             undo.pop_all()
 
         async def maker_lives() -> bool:
-            """Return whether the zygote of this sandbox still runs. Waits briefly, because when the zygote's exit ends
-            the sandbox, the sandbox's exit may be noticed first."""
+            """Return whether the zygote of this sandbox still runs. Waits briefly: the exit of the zygote ends the
+            sandbox, and the sandbox's exit may be noticed first."""
             if maker is None or maker is not self._child or await maker.ends_within(PAUSE_SECONDS):
                 return False
-            return maker is self._child  # the zygote may have been abandoned meanwhile
+            return maker is self._child  # another task may have abandoned the zygote meanwhile
 
         return Child(pid, pidfd, log), maker_lives
 
@@ -174,7 +177,7 @@ class ZygoteClient:
             answer.set_result((told.pid, fds[0]))
 
     def _give_up(self) -> None:
-        """Abandon the zygote: close the connection, which makes the zygote exit, and fail the pending requests."""
+        """Abandon the zygote. Close the connection, so that the zygote exits, and let the pending requests fail."""
         if self._child is None:
             return
         self._loop.remove_reader(self._control.fileno())
@@ -190,8 +193,8 @@ class ZygoteClient:
 
 
 def _skeleton(folder: Path) -> Path:
-    """Return the folder `skeleton` in `folder`. If it is missing, it is made under another name and renamed, so it is
-    always complete, even if another process makes it concurrently or is killed halfway. Blocks."""
+    """Return the folder `skeleton` in `folder`. If it is missing, it is made under another name and then renamed. So it
+    is always complete, even if another process makes it concurrently or is killed halfway. The call blocks."""
     skeleton = folder / "skeleton"
     if not skeleton.exists():
         with tempfile.TemporaryDirectory(prefix="skeleton-", dir=folder) as half:
@@ -206,7 +209,7 @@ def _skeleton(folder: Path) -> Path:
 
 
 def _discard(answer: asyncio.Future[tuple[int, int]]) -> None:
-    """Kill the process forked for a request whose caller was cancelled."""
+    """The caller of a request was cancelled: kill the process that was forked for it."""
     if answer.exception() is None:
         _, pidfd = answer.result()
         with contextlib.suppress(ProcessLookupError):

@@ -1,1 +1,2 @@
-"""The host's end of the tool server that runs in every sandbox: its launch, the calls to it and file transfers."""
+"""The host's side of the tool server, which runs in every sandbox. It launches the server, calls it, and transfers
+files."""

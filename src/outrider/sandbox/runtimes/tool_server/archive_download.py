@@ -1,7 +1,7 @@
-"""Downloads an archive, which a tool server sends in parts, into a file on the host.
+"""Downloads an archive into a file on the host. A tool server sends the archive in parts.
 
-This module does not look into the archive. Invariants: little more than BACKLOG bytes wait to be written, even on a
-slow disk, because reading from the server pauses when more wait; no file is left unless the whole archive is written.
+This module does not look into the archive. Invariants: on a slow disk, little more than BACKLOG bytes wait to be
+written, because reading from the server pauses if more wait. A file is left only if it has the whole archive.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ async def download_archive(
 ) -> None:
     """Call `method`, and write the parts of its reply into the new file `target`. Only this user can read the file.
 
-    Raises OSError when `target` cannot be created. Raises RuntimeFailure when the server fails or sends more than
-    `limit` bytes, and when the file cannot be written."""
+    Raises OSError if `target` cannot be created. Raises RuntimeFailure if the server fails or sends more than `limit`
+    bytes, or if the file cannot be written."""
     whole = False
 
     def finish(fd: int) -> None:
@@ -52,7 +52,8 @@ async def download_archive(
 
 
 class ArchiveDownload:
-    """A download in two tasks: `call` receives the parts, `write` writes them. `fault` is the error of either task."""
+    """One download. It uses two tasks: `call` receives the parts, and `write` writes them. `fault` is the error of
+    either task."""
 
     def __init__(self, tools: ToolClient, fd: int) -> None:
         self.fault: Exception | None = None
@@ -85,12 +86,12 @@ class ArchiveDownload:
         self._some.set()
 
     async def write(self, call: asyncio.Task[None]) -> None:
-        """Write parts until `call` has ended. When a part cannot be written, `call` is cancelled."""
+        """Write parts until `call` has ended. If a part cannot be written, `call` is cancelled."""
         try:
             while self._pieces or not self._ended:
                 await self._some.wait()
                 self._some.clear()
-                await shielded(self._put)  # shielded, because the thread needs the descriptor until it ends
+                await shielded(self._put)  # shielded, because the thread uses the descriptor until it ends
                 if self.fault is not None:
                     break
         finally:
@@ -108,7 +109,7 @@ class ArchiveDownload:
 
 
 def write_all(fd: int, pieces: list[bytes]) -> None:
-    """Write all pieces. Blocks; raises OSError."""
-    # writes in a loop, because a nearly full disk may take only some of the bytes at first
+    """Write all pieces to a file. The call blocks. Raises OSError."""
+    # `writelines` writes in a loop, because a nearly full disk may first take only some of the bytes
     with open(fd, "wb", closefd=False) as file:
         file.writelines(pieces)

@@ -1,8 +1,8 @@
-"""Joins the tool server's modules into one program, and compiles it to bytecode, which a bare interpreter starts
-fastest.
+"""Joins the modules of the tool server into one program, and compiles it to bytecode. An interpreter that has only the
+standard library starts bytecode fastest.
 
 The modules of runtimes/guest share one namespace, so their top-level names must differ. Compiling takes longer than
-starting the interpreter, so the bytecode is compiled once for each interpreter and kept. A server reads the bytecode
+starting the interpreter, so the bytecode for each interpreter is compiled once and kept. A server reads the bytecode
 from its connection, so the sandbox needs no file of ours. Invariant: the program needs only the standard library of
 Python 3.8 or newer.
 """
@@ -22,8 +22,8 @@ from typing import Literal
 from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.pythons.portable import portable_command, portable_python
 
-# The boot program uses only `posix` and `marshal`, which are built into the interpreter. It does not use `sys.stdin`,
-# which would load codecs, and would also read bytes that follow the program.
+# The boot program uses only `posix` and `marshal`, which are built into the interpreter. It does not use `sys.stdin`:
+# this would load codecs, and would also read bytes that follow the program.
 BOOT = (
     "import marshal,posix\n"
     "def take(n):\n"
@@ -39,7 +39,7 @@ BOOT = (
 )
 TEXT_BOOT = BOOT.replace("marshal.loads(", "compile(").replace("'big')))", "'big')),'toolserver','exec',0,True,2)")
 PIPES_BOOT = TEXT_BOOT.replace("main", "main_on_pipes")
-"""Boot program that starts the tool server from source text instead of bytecode, and over two pipes instead of a
+"""A boot program that reads the tool server as source text instead of bytecode, and uses two pipes instead of a
 socket."""
 COMPILE = (
     "import sys,marshal\n"
@@ -48,8 +48,8 @@ COMPILE = (
     "sys.stdout.buffer.write(marshal.dumps(code))\n"
 )
 FLAGS = ("-I", "-S")
-"""Flags that make the interpreter ignore environment variables, the user's modules and site-packages, because an image
-may contain anything there."""
+"""Flags that make the interpreter ignore environment variables, the user's modules and site-packages. An image may
+contain anything in these places."""
 
 GUEST = "outrider.sandbox.runtimes.guest"
 MODULES = (
@@ -76,8 +76,8 @@ MODULES = (
 """The tool server's modules. Each comes after the modules that it imports."""
 
 COMPILING = threading.Lock()
-"""A lock that is held while compiling. When sandboxes start together, the first compiles and the others wait for its
-cached result. The lock also prevents concurrent calls of `ast.parse`, which fail in Python 3.11."""
+"""This lock is held while code is compiled. If sandboxes start together, the first one compiles, and the others wait
+for the cached result. The lock also prevents concurrent calls of `ast.parse`, which fail in Python 3.11."""
 
 
 def source(name: str) -> str:
@@ -88,7 +88,7 @@ def source(name: str) -> str:
 
 @functools.cache
 def shell_program(kind: Literal["python", "ipython"]) -> str:
-    """Return the source of a live Python or IPython shell, for `python3 -c`."""
+    """Return the source text that `python3 -c` runs as a live Python or IPython shell."""
     modules = ("shells.python_program", "shells.ipython_program") if kind == "ipython" else ("shells.python_program",)
     engine = "RichEngine" if kind == "ipython" else "PlainEngine"
     with COMPILING:
@@ -96,8 +96,8 @@ def shell_program(kind: Literal["python", "ipython"]) -> str:
 
 
 def program(modules: Sequence[str] = MODULES) -> str:
-    """Return the source of all modules joined, by default those of the tool server. Imports among the modules and type
-    annotations are left out."""
+    """Return the joined source text of modules, which are by default the modules of the tool server. Imports of each
+    other and type annotations are left out."""
     tree = ast.Module(body=[], type_ignores=[])
     for name in modules:
         for node in ast.parse(source(name)).body:
@@ -111,7 +111,7 @@ def program(modules: Sequence[str] = MODULES) -> str:
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
-    """Removes annotations. The program does not use them, and loading them would cost time at every start."""
+    """Removes annotations from the program, because it does not use them, and loading them would slow every start."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -147,11 +147,11 @@ def main():
 
 @functools.lru_cache(maxsize=8)  # cached, because our own files do not change
 def confined(modules: Sequence[str], server: bytes) -> bytes:
-    """Return bytecode that confines the process and then runs the tool server's bytecode.
+    """Return bytecode that confines the process, and then runs the tool server's bytecode `server`.
 
-    `modules` are modules of runtimes/guest. Each comes after the modules that it imports. The last module's `enter` is
-    called with the command-line arguments that follow `server_command`. The bytecode works only in an interpreter of
-    the same Python version as the running one.
+    `modules` are modules of runtimes/guest. Each must come after the modules that it imports. `enter` of the last
+    module is called with the command-line arguments that follow `server_command`. The bytecode works only in an
+    interpreter with the same Python version as this one.
     """
     parts = tuple((f"{GUEST}.{name}", _bytecode(name, source(name))) for name in modules)
     folders = tuple(dict.fromkeys([GUEST, *(name.rpartition(".")[0] for name, _ in parts)]))
@@ -163,19 +163,21 @@ def _bytecode(name: str, text: str) -> bytes:
 
 
 def server_command(interpreter: str) -> list[str]:
-    """Return the command that starts the tool server. Its standard input must begin with `delivery(bytecode)`."""
+    """Return the command that starts the tool server. The server's standard input must begin with
+    `delivery(bytecode)`."""
     return [interpreter, *FLAGS, "-c", BOOT]
 
 
 def remote_command() -> list[str]:
-    """Return the command that starts the tool server with the Python of another machine. Its standard input and output
-    may be pipes. The input must begin with `remote_delivery()`."""
+    """Return the command that starts the tool server with the Python of another machine. The server's standard input
+    and output may be pipes. The input must begin with `remote_delivery()`."""
     return ["python3", *FLAGS, "-c", PIPES_BOOT]
 
 
 @functools.cache
 def remote_delivery() -> bytes:
-    """Return the tool server's source text, which any Python version can run. Bytecode would need the same version."""
+    """Return the tool server's source text, ready to be sent. Every Python from 3.8 on can run it, while bytecode would
+    need the same version."""
     with COMPILING:
         return delivery(program().encode())
 
@@ -186,8 +188,10 @@ def delivery(bytecode: bytes) -> bytes:
 
 def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
     """Return the tool server's bytecode. `interpreter` compiles it inside a sandbox, which the command `enter` enters.
-    `stamp` identifies the state of the interpreter's file system. Raises RuntimeUnavailable when there is no Python 3.8
-    or newer. Blocks for about 50 ms the first time, and while another thread compiles.
+    `stamp` identifies the state of the interpreter's file system.
+
+    Raises RuntimeUnavailable if there is no Python 3.8 or newer. The first call blocks for about 50 ms. A call also
+    blocks while another thread compiles.
     """
     with COMPILING:
         return _compiled(enter, interpreter, stamp)
@@ -210,8 +214,8 @@ def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) ->
 
 
 def portable_server() -> tuple[Path, bytes]:
-    """Return the portable interpreter's folder, and the tool server's bytecode for it. Blocks. Raises
-    RuntimeUnavailable."""
+    """Return the folder of the portable interpreter, and the tool server's bytecode for this interpreter. The call
+    blocks. Raises RuntimeUnavailable."""
     folder = portable_python()
     *enter, program = portable_command(str(folder))
     return folder, compiled(tuple(enter), program, ())

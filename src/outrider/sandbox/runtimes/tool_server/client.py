@@ -1,10 +1,10 @@
-"""The host's end of a connection to a tool server. Many calls can run over it concurrently.
+"""The host's end of a connection to a tool server. Many calls can use it concurrently.
 
 This module handles only frames and replies. Replies are decoded into closed types, because an agent in the sandbox may
 have crafted them. Invariants:
 
-- A cancelled call is also cancelled in the sandbox. Its processes are dead before the cancellation proceeds, unless the
-  server takes longer than CANCEL_SECONDS.
+- A cancelled call is also cancelled in the sandbox. The caller's cancellation continues only after the call's processes
+  are dead, or after CANCEL_SECONDS.
 - Received data costs bounded time and memory. If a server sends more than was requested, its connection is dropped.
 """
 
@@ -23,24 +23,24 @@ from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes.base import MAX_OUTPUT
 
 FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
-"""Maximum bytes of a frame. The largest frame is the reply of a command that filled both its output streams."""
+"""Maximum bytes of a frame. The largest frame is the reply to a command that filled both its output streams."""
 PART_MIN = 1 << 10
-"""Each part of a reply counts as at least this many bytes against a limit, because many small parts cost more than
-their bytes."""
+"""A smaller part of a reply still counts as this many bytes against a limit. The reason is that many small parts cost
+more than their bytes."""
 STRAY_MAX = 64 << 20
-"""Maximum bytes of unexpected replies, such as parts that the server sent before it received a cancellation. The count
-restarts with each expected reply."""
+"""Maximum bytes of replies that no call waits for, such as parts that the server sent before it received a
+cancellation. Each expected reply sets the count to zero."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""Errors of decoding: for data of a wrong type, text that is not UTF-8, and deep nesting."""
+"""Errors of decoding. Their causes are data of a wrong type, text that is not UTF-8, and deep nesting."""
 UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
-"""Errors of encoding: for text that is not Unicode, an integer of more than 64 bits, and other values that msgpack
-cannot represent."""
+"""Errors of encoding. Their causes are text that is not Unicode, an integer of more than 64 bits, and other values that
+msgpack cannot represent."""
 GRACE_SECONDS = 30.0
-"""Seconds that a call may take past its own time limit before the server counts as stuck."""
+"""Seconds that a call may exceed its own time limit. After this, the server is treated as stuck."""
 LAST_LOOK_SECONDS = 0.5
-"""Seconds after GRACE_SECONDS in which a reply is still accepted. If this event loop was blocked, the reply may still
-be in the socket."""
+"""Seconds after GRACE_SECONDS in which a reply is still accepted. It may already be in the socket, if this event loop
+was blocked."""
 CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -54,7 +54,7 @@ Loss = Literal["gone", "stuck", "wrong", "closed"]
 - "closed": this end was closed, or could not be opened."""
 
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
-"""An exit code, or the id of a shell. A reply with an integer outside of this range is refused."""
+"""An exit code, or the number of a shell. A reply with an integer outside this range is refused."""
 
 
 class ToolReply(msgspec.Struct, frozen=True, array_like=True):
@@ -64,12 +64,12 @@ class ToolReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The reply of a call that returns nothing."""
+    """The reply to a call that returns nothing."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The reply of a failed call. `code` is the kind of the error: the file is missing, the path is a directory, the
-    sandbox's lifetime is over (`ended`), or another error (`failed`)."""
+    """The reply to a failed call. `code` is the kind of the error: the file is missing, the path is a directory, the
+    sandbox's lifetime is over (`ended`), or anything else (`failed`)."""
 
     code: Literal["missing", "directory", "failed", "ended"]
     text: str
@@ -88,16 +88,16 @@ class ExecDone(msgspec.Struct, frozen=True):
 
 
 class ShellOpened(msgspec.Struct, frozen=True):
-    """The reply of opening a shell. `shell` is None if no program for that kind of shell could be started. `why` is
-    then the output of the last program tried."""
+    """The reply to a call that opens a shell. `shell` is None if no program for this kind of shell could be started.
+    `why` is then the output of the last program that was tried."""
 
     shell: Number | None
     why: bytes = b""
 
 
 class ShellDone(msgspec.Struct, frozen=True):
-    """The result of one shell or interpreter input. `shown` is msgpack: a list of rich results, each a mapping from
-    MIME type to text or bytes."""
+    """The result of one input to a shell or interpreter. `shown` has the rich results as msgpack. It is a list, in
+    which each result maps MIME types to text or bytes."""
 
     out: bytes
     code: Number | None
@@ -107,7 +107,7 @@ class ShellDone(msgspec.Struct, frozen=True):
 
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 MOST_PROCESSES = 200
-"""Maximum number of processes in one reply, as in `guest/process_watch.py`."""
+"""Maximum number of processes in one reply. `guest/process_watch.py` has the same number."""
 
 
 class ProcessSeen(msgspec.Struct, frozen=True, array_like=True):
@@ -126,14 +126,14 @@ class ProcessesSeen(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """The reply of `stop`: the number of processes that the server could not kill."""
+    """The reply to `stop`. `left` is the number of processes that the server could not kill."""
 
     left: Number = 0
 
 
 @dataclass(slots=True)
 class CallInFlight:
-    """A call that waits for its reply. `room` is how many bytes of parts the server may still send."""
+    """A call that waits for its reply. `room` is how many bytes the server may still send in parts."""
 
     outcome: asyncio.Future[msgspec.Raw]
     on_part: Callable[[bytes], None] | None = None
@@ -141,11 +141,11 @@ class CallInFlight:
 
 
 class ToolClient(asyncio.Protocol):
-    """One connection to a tool server. `log_tail` returns the end of the server's standard error, for error messages.
-    `loss` is None until the connection is lost."""
+    """One connection to a tool server. `log_tail` returns the last part of the server's standard error, for error
+    messages. `loss` tells why the connection was lost, and is None before that."""
 
     def __init__(self, end: socket.socket, log_tail: Callable[[], str]) -> None:
-        """`end` is one end of a Unix stream connection to the server; this object closes it."""
+        """`end` is one end of a Unix stream connection to the server. This object closes it later."""
         self._end: socket.socket | None = end
         """None after `open` has passed the socket to the transport."""
         self.log_tail = log_tail
@@ -160,12 +160,14 @@ class ToolClient(asyncio.Protocol):
         self._closed = asyncio.Event()
 
     async def open(self) -> None:
-        """Open the connection. Call once. Raises RuntimeFailure if the connection is closed before it is open."""
+        """Open the connection. Call this only once. Raises RuntimeFailure if the connection is closed before it is
+        open."""
         self._check()
         end, self._end = self._end, None
         try:
             self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=end)
-        except BaseException:  # BaseException includes CancelledError; the loop closes an incomplete transport itself
+        # BaseException includes CancelledError; the loop closes an incomplete transport itself
+        except BaseException:
             self._lose("the connection to the tool server was not opened", "closed")
             raise
         if self._lost is not None:
@@ -197,7 +199,7 @@ class ToolClient(asyncio.Protocol):
         self._closed.set()
 
     def pause(self) -> None:
-        """Stop reading until `resume`. The server blocks once the socket's buffers are full."""
+        """Read nothing until `resume` is called. The server blocks when the buffers of the socket are full."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
@@ -206,7 +208,7 @@ class ToolClient(asyncio.Protocol):
             self._transport.resume_reading()
 
     def send_raw(self, data: bytes) -> None:
-        """Send the server's own code. It precedes the first frame, and is raw bytes."""
+        """Send the server's own code as raw bytes, before the first frame."""
         if self._transport is not None:
             self._transport.write(data)
 
@@ -220,12 +222,12 @@ class ToolClient(asyncio.Protocol):
         on_part: Callable[[bytes], None] | None = None,
         room: int = 0,
     ) -> T:
-        """Call a method and wait for the reply. Raises FileNotFoundError and IsADirectoryError for files in the
-        sandbox. Raises RuntimeFailure for other failures, including arguments that cannot be encoded.
+        """Call a method, and wait for the reply. `FileNotFoundError` and `IsADirectoryError` are raised for files in
+        the sandbox. Any other failure raises RuntimeFailure, also arguments that cannot be encoded.
 
-        `seconds` is the call's time limit in the sandbox. If no reply arrives within GRACE_SECONDS after it, the server
-        counts as stuck. `room` is the maximum size of all parts together, in bytes. If the server sends more, the
-        connection is dropped.
+        seconds: the call's time limit in the sandbox. If no reply arrives within GRACE_SECONDS after it, the server is
+            treated as stuck.
+        room: the maximum size of all parts together, in bytes. If the server sends more, the connection is dropped.
         """
         self._check()
         if self._transport is None:
@@ -241,8 +243,8 @@ class ToolClient(asyncio.Protocol):
         try:
             fields = await outcome
         except asyncio.CancelledError:
-            # Make the server kill the call's processes, and wait up to CANCEL_SECONDS for its confirmation. This is not
-            # needed if the reply arrived just as the call was cancelled. Then `outcome` is not cancelled.
+            # Let the server kill the call's processes, and wait for its confirmation for up to CANCEL_SECONDS. This is
+            # not needed if the reply arrived just as the call was cancelled: `outcome` is then not cancelled.
             if self._lost is None and outcome.cancelled():
                 ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
                 self._calls[number] = CallInFlight(ended)
@@ -260,12 +262,12 @@ class ToolClient(asyncio.Protocol):
             raise self._failure(f"the tool server sent a wrong reply: {error}", inside=True) from error
 
     def send(self, method: str, args: Mapping[str, Any]) -> None:
-        """Call a method that has no reply. Does nothing when the connection is lost."""
+        """Call a method that sends no reply. Does nothing if the connection is lost."""
         if self._transport is not None and self._lost is None:
             self._send(0, method, args)
 
     def backlog(self) -> int:
-        """Return how many sent bytes still wait in this process."""
+        """Return how many bytes wait in this process to be sent."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def _stuck(self, number: int, method: str) -> None:
@@ -274,17 +276,17 @@ class ToolClient(asyncio.Protocol):
             self._lose(f"the tool server is stuck in {method}", "stuck")
 
     def fail_all(self, reason: str) -> None:
-        """Fail the calls in flight. The connection stays open for new calls."""
+        """Let all calls in flight fail. The connection stays open for new calls."""
         failure = self._failure(reason)
         for call in self._calls.values():
             if not call.outcome.done():
                 call.outcome.set_exception(failure)
-                # Mark the exception as retrieved. If the caller is being cancelled, nobody else retrieves it, and
-                # asyncio would log it.
+                # Read the exception here. If the caller is being cancelled, nobody else reads it, and asyncio would log
+                # it.
                 call.outcome.exception()
 
     async def close(self) -> None:
-        """Drop the connection, and wait until it is closed. Calls in flight fail, and the server exits."""
+        """Drop the connection, and wait until it is closed. Calls in flight fail, and the server then exits."""
         self._lose("the sandbox was stopped", "closed")
         if self._transport is not None:
             await self._closed.wait()
@@ -307,7 +309,8 @@ class ToolClient(asyncio.Protocol):
         elif reply.status == "part":
             data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)
-            # A small last part counts as PART_MIN, so an allowed reply may bring `room` below 0 by up to PART_MIN.
+            # The last part may be small and still count as PART_MIN. So a reply within its limit may bring `room` below
+            # 0, but not below -PART_MIN.
             if call.room < -PART_MIN:
                 self._lose("the tool server sent more than it was asked for", "wrong")
             elif call.on_part is not None:
@@ -341,6 +344,6 @@ class ToolClient(asyncio.Protocol):
         self._lost, self.loss = reason, loss
         if self._transport is not None:
             self._transport.abort()
-        elif self._end is not None:  # None if `open` has taken over the socket
+        elif self._end is not None:  # `_end` is None if `open` has passed the socket on
             self._end.close()
         self.fail_all(reason)

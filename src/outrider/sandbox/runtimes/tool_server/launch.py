@@ -1,8 +1,9 @@
-"""The common parts of every runtime's `launch`: connecting to a tool server, configuring it, and undoing each step.
+"""What the `launch` functions of all runtimes have in common: they connect to a tool server, configure it, and undo
+each step.
 
-A runtime with a tool server has one async context manager `launch(spec, context)`. It makes the sandbox, starts the
+Each runtime with a tool server has an async context manager `launch(spec, context)`. It makes the sandbox, starts the
 tool server inside, and yields a `RunningServer`. Leaving the context undoes all steps. Invariant: when `undone` returns
-or raises, its `step` has ended, even after a cancellation.
+or raises an error, its `step` has ended, even after a cancellation.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from outrider.spec import RuntimeSpec
 log = logging.getLogger("outrider.runtime")
 
 BRIDGE_PORT = 61080
-"""Port of the gateway inside a sandbox. It is above Linux's dynamic ports and the ports that programs commonly
-choose."""
+"""The port at which programs in a sandbox reach the gateway. It is above the dynamic ports of Linux, and above the
+ports that programs commonly choose."""
 BRIDGE_URL = f"http://127.0.0.1:{BRIDGE_PORT}"
 HOME = "/root"
 """The home folder in a sandbox that has its own root file system."""
@@ -52,15 +53,15 @@ async def always() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningServer:
-    """A tool server that runs in its sandbox, connected and configured. The functions may be called until the sandbox
-    is stopped.
+    """A tool server that runs in its sandbox, and is connected and configured. The functions may be called until the
+    sandbox is stopped.
 
-    - `group` is the sandbox's control group, or None if a daemon enforces the limits.
-    - `ended_inside` is called when the connection is gone. It returns whether programs inside ended the tool server.
+    - `group` is the sandbox's control group. It is None if a daemon enforces the limits.
+    - `ended_inside` is called when the connection is lost. It returns whether programs inside ended the tool server.
     - `stopped_inside` is called when the server does not respond. It returns whether programs inside stopped the server
-      by a signal.
-    - `image_is_current` returns whether a sandbox started now would have the same image.
-    - `layer_limit` is the maximum size in bytes of an archive of the writable layer, or 0 if the runtime cannot save
+      with a signal.
+    - `image_is_current` returns whether a sandbox that starts now would get the same image.
+    - `layer_limit` is the maximum size in bytes of an archive of the writable layer. It is 0 if the runtime cannot save
       the layer.
     """
 
@@ -72,13 +73,13 @@ class RunningServer:
     layer_limit: int = 0
 
     def starved(self) -> bool:
-        """Return whether the kernel has killed a process of this sandbox because the host, not the sandbox, ran out of
-        memory."""
+        """Return whether the kernel has killed a process of this sandbox because the host ran out of memory, and not
+        the sandbox."""
         return self.group is not None and self.group.starved()
 
     def crowded(self) -> bool:
-        """Return whether programs in this sandbox have reached its limit of processes, as a fork bomb does. The tool
-        server may then get too little CPU time to respond."""
+        """Return whether programs in this sandbox have reached its limit of processes, as a fork bomb does. In this
+        case, the tool server may get too little CPU time to respond."""
         return self.group is not None and self.group.was_crowded()
 
 
@@ -86,11 +87,13 @@ Launch = Callable[[RuntimeSpec, SandboxContext], AbstractAsyncContextManager[Run
 
 
 def died_inside(tools: ToolClient, group: ControlGroup | None, *, killable: bool = False) -> bool:
-    """Return whether programs in the sandbox ended the tool server, judged by the server's control group and its log.
+    """Return whether programs in the sandbox ended the tool server. The server's control group and its log tell the
+    cause:
 
-    Usually the server is the first process of a pid namespace, so programs inside cannot kill it by a signal. If they
-    ended it, its log has the reason or the sandbox's memory ran out. A `killable` server is not the first process:
-    programs can kill it by a signal, and its log is then empty. If the host's memory ran out, the cause is outside."""
+    - Usually the server is the first process of a pid namespace, so programs inside cannot kill it by a signal. If they
+      ended it, its log has the reason, or the sandbox ran out of memory.
+    - A `killable` server is not the first process. Programs can kill it by a signal, and its log is then empty.
+    - If the host ran out of memory, the cause is outside the sandbox."""
     if group is not None and group.ran_out():
         return True
     starved = group is not None and group.starved()
@@ -98,16 +101,16 @@ def died_inside(tools: ToolClient, group: ControlGroup | None, *, killable: bool
 
 
 class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a tool server, sent before any program runs.
+    """The configuration of a tool server, which is sent before any program runs.
 
     - `files` and `folders` are made before any program runs.
     - `bridge_port` is a port in the sandbox. Connections to it are forwarded to the gateway's socket, `bridge_socket`.
-      0 disables forwarding.
-    - `python` is the command that starts Python, for a sandbox without its own Python.
-    - `memory` is the maximum bytes of memory of all programs together, or 0 if the server need not enforce it.
-    - `lifetime` is in seconds (0: unlimited). After this time the server and all programs in the sandbox exit, whatever
-      the state of the host.
-    - `own_processes` is true if the server sees only processes of its sandbox. Only then does it list them.
+      0 means no forwarding.
+    - `python` is the command that starts Python, for a sandbox without a Python of its own.
+    - `memory` is the maximum bytes of memory of all programs together. It is 0 if the server need not enforce it.
+    - `lifetime` is in seconds, and 0 means unlimited. After this time, the server and all programs in the sandbox exit,
+      whatever the state of the host.
+    - `own_processes` is true if the server sees only processes of its sandbox. Otherwise it does not list them.
     - `mark` is in the environment of every process (see kernel/process_marks.py)."""
 
     env: dict[str, str]
@@ -124,7 +127,8 @@ class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
     mark: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
 
     def marking(self) -> dict[str, str]:
-        """Return the environment variable that marks the tool server, and all processes that no call has started."""
+        """Return the environment variable with the mark. The tool server has it, and so have all processes that no call
+        has started."""
         return {VARIABLE: f"{self.mark}:0"}
 
 
@@ -138,8 +142,9 @@ def rooted_setup(
     bridge_socket: str = "",
     libraries: str = "",
 ) -> ToolServerSetup:
-    """Return the set-up of a sandbox with its own root. The spec's variables override the image's, and the GPU
-    variables override both. Libraries in the sandbox's folder `libraries` are found before the image's."""
+    """Return the set-up of a sandbox with its own root. The spec's variables override the image's variables, and the
+    GPU variables override both. `libraries` is a folder in the sandbox. Libraries in it are found before those of the
+    image."""
     env = {**image_env, **spec.env, **variables(context.gpus)}
     if libraries:
         env["LD_LIBRARY_PATH"] = ":".join(filter(None, (libraries, env.get("LD_LIBRARY_PATH"))))
@@ -157,7 +162,8 @@ def rooted_setup(
 
 
 def clean_environment(env: Mapping[str, str], home: str) -> dict[str, str]:
-    """Return the variables that every sandbox has, overridden by `env`. The service's own environment is not used."""
+    """Return the variables that every sandbox has, together with those in `env`, which override them. None comes from
+    the service's own environment."""
     clean = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": home,
@@ -168,8 +174,8 @@ def clean_environment(env: Mapping[str, str], home: str) -> dict[str, str]:
 
 
 async def environment_of(tools: ToolClient) -> dict[str, str]:
-    """Return the environment variables of the tool server, except its mark. Raises RuntimeFailure, also if the server
-    does not reply within START_SECONDS."""
+    """Return the environment variables of the tool server, except its mark. Raises RuntimeFailure, for example if the
+    server does not reply within START_SECONDS."""
     try:
         async with asyncio.timeout(START_SECONDS):
             told = await tools.call("environ", {}, ToolPart)
@@ -192,8 +198,9 @@ async def configure(tools: ToolClient, setup: ToolServerSetup) -> None:
 
 
 def share_gateway(gateway: Path, folder: Path) -> None:
-    """Make `folder`, which the caller mounts in a sandbox, and hard-link the gateway's socket into it. Root in the
-    sandbox may be a different host user than the node's, so everyone may connect to the socket. Raises OSError."""
+    """Make `folder`, and hard-link the gateway's socket into it. The caller mounts the folder in a sandbox. Root in
+    the sandbox may be another user of the host than the node's user, so everyone may connect to the socket. Raises
+    OSError."""
     folder.mkdir(mode=0o711)
     with contextlib.suppress(PermissionError):
         gateway.chmod(0o666)
@@ -202,10 +209,11 @@ def share_gateway(gateway: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield both ends of a new connection. The second end is for a new process, as its standard input and output.
+    """Make a new connection, and yield both ends. The second end is for a new process, as its standard input and
+    output.
 
-    The second end is closed when the block ends. The first end belongs to the caller, and is closed here only if the
-    block raises."""
+    The second end is closed when the block ends. The first end belongs to the caller. It is closed here only if the
+    block raises an error."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     with theirs:
         try:
@@ -216,12 +224,12 @@ def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, 
 
 
 async def undone(sandbox: str, step: Callable[[], Awaitable[object]]) -> None:
-    """Run `step`, which undoes part of a launch, to its end, even if the caller is cancelled meanwhile.
+    """Run `step`, which undoes a part of a launch, to its end, even if the caller is cancelled meanwhile.
 
-    A failure is logged and not raised, because `Runtime.stop` never raises, and the launch's other steps must be undone
-    too."""
+    A failure is logged and not raised, because `Runtime.stop` never raises an error, and the remaining steps must also
+    be undone."""
     try:
         await shielded(step)
-    except Exception as error:  # whatever the error is, the other steps must be undone
+    except Exception as error:  # after any error, the remaining steps must still be undone
         bug = not isinstance(error, (RuntimeFailure, OSError))
         log.error("%s is not stopped in full: %s", sandbox, error, exc_info=bug)

@@ -1,8 +1,8 @@
-"""A sandbox with a tool server inside: the `Runtime` of every kind that runs real programs.
+"""A sandbox with a tool server inside. It is the `Runtime` of every kind that runs real programs.
 
-The kind supplies a `launch` function and the mapping of paths. All else is done by calls to the tool server.
-Invariants: this module exchanges data with the sandbox only through the one connection to the tool server; the launch
-is undone when `stop` has returned, or after a `start` that raised.
+The kind supplies a function `launch`, and the mapping of paths. Everything else is done by calls to the tool server.
+Invariants: the connection to the tool server is the only way in which this module exchanges data with the sandbox. The
+launch has been undone when `stop` returns, and after a `start` that raised an error.
 """
 
 from __future__ import annotations
@@ -68,33 +68,33 @@ GLOB_SECONDS = 90.0
 RESTORE_SECONDS = 600.0
 
 SHOWN_MAX = 9 << 20
-"""Maximum bytes of the rich results of one input. The interpreter's own limit is 8 MiB, and the rest is a margin. Only
-an agent's program that itself writes to the interpreter's descriptor sends more."""
+"""Maximum bytes of the rich results of one input. The interpreter itself sends at most 8 MiB. More can only come from
+an agent's program that writes to the interpreter's descriptor."""
 DISPLAYS = msgspec.msgpack.Decoder(
     Annotated[
         list[Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=64)]],
         msgspec.Meta(max_length=1000),
     ]
 )
-"""Decoder of rich results. It checks how many results there are, and how many formats each has. It does not decode the
-data in these formats."""
+"""Decoder of rich results. It limits the number of results, and the number of formats of each. The data in these
+formats is not decoded here."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
-"""The first bytes that a text can have in msgpack."""
+"""The bytes with which a text can begin in msgpack."""
 KILLED = 128 + signal.SIGKILL
 
 
 @dataclass(frozen=True)
 class SandboxPaths:
-    """Maps the paths given by callers to paths in a sandbox.
+    """Maps the paths that callers give to paths in a sandbox.
 
-    `work` is the host folder that replaces the spec's `workdir`, or None in a sandbox with its own root. With `work`,
-    relative paths and absolute paths at or below `workdir` are mapped into it. Any other absolute path is a path on the
-    host."""
+    `work` is the host folder that takes the place of the spec's `workdir`. It is None in a sandbox with its own root.
+    If it is set, relative paths are mapped into it, and so are absolute paths at or below `workdir`. Any other absolute
+    path is a path on the host."""
 
     workdir: str
     work: str | None = None
 
-    def place(self, path: str) -> str:
+    def server_path(self, path: str) -> str:
         """Return the absolute path that the tool server uses for `path`."""
         if self.work is None:
             return posixpath.join(self.workdir, path)
@@ -107,11 +107,11 @@ class SandboxPaths:
         return self._seen(path).lstrip("/")
 
     def outermost(self, paths: Sequence[str]) -> list[str]:
-        """Return the paths that are not inside another of the paths, without duplicates. Paths on the host are left
-        out, because all sandboxes on the host share them."""
+        """Return the paths without duplicates, and without paths that are inside another one of them. Paths on the host
+        are also left out, because all sandboxes on the host share them."""
         own = paths
         if self.work is not None:
-            own = [path for path in paths if f"{self.place(path)}/".startswith(f"{self.work}/")]
+            own = [path for path in paths if f"{self.server_path(path)}/".startswith(f"{self.work}/")]
         named = {f"{self.member(path)}/": path for path in own}
         return [path for name, path in named.items() if not any(name.startswith(up) for up in named if up != name)]
 
@@ -120,7 +120,7 @@ class SandboxPaths:
 
 
 class ToolServerSandbox:
-    """One sandbox, made by a `launch` function. See `Runtime` for the methods."""
+    """One sandbox, which a function `launch` makes. `Runtime` explains the methods."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class ToolServerSandbox:
 
     @property
     def server(self) -> RunningServer:
-        """The running server. Raises RuntimeFailure when the sandbox does not run."""
+        """The running tool server. Raises RuntimeFailure if the sandbox does not run."""
         if self._server is None:
             raise RuntimeFailure("the sandbox does not run")
         return self._server
@@ -160,7 +160,7 @@ class ToolServerSandbox:
             raise RuntimeFailure("a sandbox starts once")
         self._begun = True
         self._lifetime_end = asyncio.get_running_loop().time() + self._spec.lifetime_seconds
-        # This timeout never expires by itself. `stop` reschedules it to cancel the launch, and only the launch.
+        # This timeout never expires by itself. `stop` reschedules it, to cancel the launch and nothing else.
         starting = asyncio.timeout(None)
         try:
             async with self._changing, starting:
@@ -206,8 +206,8 @@ class ToolServerSandbox:
         return await self.server.image_is_current()
 
     async def save_layer(self, target: Path) -> None:
-        """See `SavesLayers`. All programs in the sandbox are killed first. Only the user of this process can read the
-        new file."""
+        """Save the writable layer (see `SavesLayers`). All programs in the sandbox are killed first. Only the user of
+        this process can read the new file."""
         limit = self.server.layer_limit
         if limit == 0:
             raise RuntimeFailure(f"{self._spec.kind!r} sandboxes cannot save their writable layer")
@@ -231,7 +231,7 @@ class ToolServerSandbox:
             "script": command if by_shell else "",
             "merged": merged,
             "env": dict(env),
-            "cwd": self._paths.place(cwd or "."),
+            "cwd": self._paths.server_path(cwd or "."),
             "stdin": stdin,
             "ms": round(seconds * 1000),
             "cap": MAX_OUTPUT,
@@ -258,7 +258,7 @@ class ToolServerSandbox:
     async def open_shell(self, kind: ShellKind = "bash") -> ToolServerShell:
         args = {
             "kind": kind,
-            "cwd": self._paths.place("."),
+            "cwd": self._paths.server_path("."),
             "program": "" if kind == "bash" else await asyncio.to_thread(shell_program, kind),
             "fallback": ipython_command() if kind == "ipython" else [],
         }
@@ -288,7 +288,7 @@ class ToolServerSandbox:
         ]
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
-        place = self._paths.place(path)
+        place = self._paths.server_path(path)
         pieces: list[bytes] = []
         total = 0
         while True:
@@ -305,7 +305,7 @@ class ToolServerSandbox:
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
         mode = 0o755 if executable else 0o644
         for offset in range(0, max(1, len(data)), PIECE):
-            await self._write(self._paths.place(path), data[offset : offset + PIECE], mode, append=offset > 0)
+            await self._write(self._paths.server_path(path), data[offset : offset + PIECE], mode, append=offset > 0)
 
     async def _write(self, place: str, data: bytes, mode: int, *, append: bool) -> None:
         args = {"path": place, "data": data, "mode": mode, "append": append}
@@ -316,7 +316,7 @@ class ToolServerSandbox:
 
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
         fixed, wild = split_pattern(pattern)
-        args = {"root": self._paths.place(fixed or "."), "pattern": wild, "limit": limit}
+        args = {"root": self._paths.server_path(fixed or "."), "pattern": wild, "limit": limit}
         data = bytearray()
         try:
             await self.server.tools.call("glob", args, Done, seconds=GLOB_SECONDS, on_part=data.extend, room=MAX_ANSWER)
@@ -339,7 +339,7 @@ class ToolServerSandbox:
 
     async def upload(self, source: Path, target: str) -> None:
         for entry in await asyncio.to_thread(lambda: list(entries(source))):
-            place = self._paths.place(posixpath.join(target, entry.name) if entry.name else target)
+            place = self._paths.server_path(posixpath.join(target, entry.name) if entry.name else target)
             if entry.link is not None:
                 await self.server.tools.call("link", {"path": place, "target": entry.link}, Done)
             elif entry.folder:
@@ -355,14 +355,14 @@ class ToolServerSandbox:
                         await self._write(place, b"", mode, append=False)
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        named = [[self._paths.place(path), self._paths.member(path)] for path in paths]
+        named = [[self._paths.server_path(path), self._paths.member(path)] for path in paths]
         await download_archive(
             self.server.tools, "snapshot", {"paths": named, "alone": alone}, target, limit=MAX_SNAPSHOT
         )
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
         outermost = self._paths.outermost(paths)
-        roots = [[posixpath.normpath(self._paths.place(path)), self._paths.member(path)] for path in outermost]
+        roots = [[posixpath.normpath(self._paths.server_path(path)), self._paths.member(path)] for path in outermost]
         args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
         tools = self.server.tools
         async with opened_in_thread(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
@@ -401,7 +401,7 @@ class ToolServerShell:
         output = done.out.decode("utf-8", "replace")
         try:
             displays = unpacked_displays(done.shown)
-        except UNREADABLE:  # user code can write anything to the descriptor for rich results
+        except UNREADABLE:  # an agent's code can write anything to the descriptor for rich results
             displays = ()
             output += "[the rich results of this input cannot be read]\n"
         return ShellResult(output=output, exit_code=done.code, timed_out=done.timed_out, displays=displays)
@@ -411,8 +411,8 @@ class ToolServerShell:
 
 
 def unpacked_displays(packed: bytes) -> tuple[Display, ...]:
-    """Decode the rich results from an interpreter. Raises one of UNREADABLE for invalid data, which an agent may have
-    sent."""
+    """Decode the rich results that an interpreter sent. Raises one of the errors in UNREADABLE for invalid data, which
+    an agent may have sent."""
     if len(packed) > SHOWN_MAX:
         raise ValueError("the rich results are larger than an interpreter sends")
     found = DISPLAYS.decode(packed) if packed else []
@@ -426,8 +426,8 @@ def form_of(value: msgspec.Raw) -> str | bytes:
 
 
 def split_pattern(pattern: str) -> tuple[str, str]:
-    """Split a pattern into a fixed path and the rest. The rest begins at the first part with a wildcard, or is the last
-    part if there is no wildcard. The fixed path is "" or ends with a slash."""
+    """Split a pattern into a path without wildcards, and the rest. The rest begins at the first part with a wildcard.
+    If there is no wildcard, it is the last part. The path is "" or ends with a slash."""
     parts = re.sub("/+", "/", pattern).split("/")
     fixed = 0
     while fixed < len(parts) - 1 and not any(char in parts[fixed] for char in "*?["):

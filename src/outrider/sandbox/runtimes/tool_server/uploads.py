@@ -1,8 +1,8 @@
 """Lists and opens the files, folders and links of a host folder that is copied into a sandbox.
 
-A path may be changed between its check and its opening. Therefore each folder of a path is opened relative to its
-parent, and never through a link. Invariant: no byte is read through a symbolic link, and no link that leads out of the
-folder is copied.
+Somebody may change a path between its check and its opening. So each folder of a path is opened relative to its parent,
+and never through a link. Invariant: no byte is read through a symbolic link, and no link that leads out of the folder
+is copied.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UploadEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file, folder or link to upload. `name` is relative to the target of the upload, and "" for the target itself.
-    `id` is the file's device and inode."""
+    """One file, folder or link to upload. `name` is its path relative to the target of the upload, and "" for the
+    target itself. `id` is the device and inode of the file."""
 
     name: str
     path: Path
@@ -33,10 +33,10 @@ class UploadEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def entries(source: Path) -> Iterator[UploadEntry]:
-    """Yield the entries of a host file or folder, parents before children.
+    """Yield the entries of a host file or folder. A folder comes before its content.
 
-    Raises RuntimeFailure for a symbolic link that leaves the folder, for a link in the path `source` itself, and for an
-    entry that is not a file, folder or link.
+    Raises RuntimeFailure for a symbolic link that leads out of the folder, for a link in the path `source` itself, and
+    for an entry that is not a file, folder or link.
     """
     source = Path(os.path.abspath(source))
     waiting = [""]
@@ -60,9 +60,11 @@ def entries(source: Path) -> Iterator[UploadEntry]:
 
 
 def open_plain(path: Path) -> tuple[int, int]:
-    """Open a regular file, and return a descriptor for reading and the file's mode bits. No part of the path may be a
-    link. The file may have been replaced since it was listed, so its type is checked before it is opened: opening a
-    pipe would wait for a writer, and opening a device may have side effects. Raises RuntimeFailure."""
+    """Open a regular file. Returns a descriptor for reading, and the file's mode bits. No part of the path may be a
+    link. Raises RuntimeFailure.
+
+    The file may have been replaced since it was listed, so its type is checked before it is opened. Opening a pipe
+    would wait for a writer, and opening a device may have side effects."""
     with _held(path) as held:
         mode = os.fstat(held).st_mode
         if not stat.S_ISREG(mode):
@@ -72,8 +74,8 @@ def open_plain(path: Path) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[int]:
-    """Yield a descriptor that identifies the file but cannot read it (O_PATH). Only the last part of the path may be a
-    link. Raises RuntimeFailure, also instead of an OSError that the block raises."""
+    """Yield a descriptor (O_PATH) that identifies a file, but cannot read it. Only the last part of the path may be a
+    link. Raises RuntimeFailure. If the block raises an OSError, RuntimeFailure takes its place."""
     *folders, name = path.parts[1:] or ["."]
     steps = [*((folder, FLAGS | os.O_DIRECTORY) for folder in folders), (name, FLAGS)]
     held = os.open("/", FLAGS)
@@ -92,7 +94,7 @@ def _held(path: Path) -> Iterator[int]:
 
 
 def _link(path: Path, root: Path) -> str:
-    """Return the target of the link, relative to the link's folder. Raises RuntimeFailure for a target outside of
+    """Return the target of a link, relative to the link's folder. Raises RuntimeFailure if the target is outside
     `root`."""
     try:
         goal = path.resolve()

@@ -1,8 +1,8 @@
 """Opens, writes and archives files of a sandbox for the host.
 
-An agent may make any link. A link through `/proc/self` leads the tool server to the server's own descriptors, which the
-agent itself cannot reach. Therefore links are followed only to the sandbox's own files. Invariant: the type of a file
-is checked before the file is opened, so that no pipe blocks and no device is touched.
+An agent may make any link. A link through `/proc/self` would lead the tool server to its own descriptors, which the
+agent cannot reach otherwise. So links are followed only to the sandbox's own files. Invariant: the type of a file is
+checked before the file is opened, so that no pipe blocks and no device is touched.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def open_file(path: str, follow: bool = True, flags: int = posix.O_RDONLY) -> in
             raise OSError(errno.ELOOP, posix.strerror(errno.ELOOP), path)
         if kind != REGULAR:
             raise ValueError("not a regular file: " + path)
-        # The file is opened through its descriptor, because the path may lead elsewhere by now.
+        # Opened through the descriptor, because the path may lead to another file by now.
         return posix.open(f"/proc/self/fd/{held}", flags | posix.O_CLOEXEC)
     finally:
         posix.close(held)
 
 
 def hold(path: str, flags: int) -> int:
-    """Return a descriptor that identifies the file at a path but cannot read it (O_PATH). Raises PermissionError if the
-    file is not below the sandbox's root, or is a kernel file in /proc or /sys."""
+    """Return a descriptor (O_PATH) that identifies the file at a path, but cannot read it. Raises PermissionError if
+    the file is outside the sandbox's root, or is a kernel file in /proc or /sys."""
     held = posix.open(path, posix.O_PATH | posix.O_CLOEXEC | flags)
     try:
         where = posix.readlink(f"/proc/self/fd/{held}")
@@ -49,8 +49,8 @@ def hold(path: str, flags: int) -> int:
 
 
 def is_at(where: str, held: int) -> bool:
-    """Return whether `where`, the text of a descriptor's link in /proc/self/fd, is a path of the descriptor's file. For
-    a file in memory, or any other file without a path below this root, the text only looks like a path."""
+    """Return whether the descriptor's file is at the path `where`. `where` is the text of the descriptor's link in
+    /proc/self/fd. For some files, such as a file in memory, this text only looks like a path."""
     try:
         return identity(posix.lstat(where)) == identity(posix.fstat(held))
     except OSError:
@@ -70,7 +70,7 @@ def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
         fd = open_file(path, flags=flags)
     except FileNotFoundError:
         make_folders(folder_of(path) or ".")
-        # Another program may have made a pipe at this path. O_NONBLOCK keeps the opening of a pipe from blocking.
+        # Another program may just have made a pipe at this path. With O_NONBLOCK, opening a pipe does not block.
         posix.close(posix.open(path, posix.O_WRONLY | posix.O_CREAT | posix.O_NONBLOCK | posix.O_CLOEXEC, 0o666))
         fd = open_file(path, flags=flags)
     try:
@@ -81,9 +81,9 @@ def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
 
 
 def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
-    """Archive files, given as pairs `[path, name in the archive]`. A path that is missing, or that is deleted
-    meanwhile, is left out. Raises OSError if it cannot be determined whether a path exists, and OSError with EFBIG for
-    more than `limit` bytes."""
+    """Write files to an archive. Each item of `paths` is a pair `[path, name in the archive]`. A path that is missing,
+    or deleted meanwhile, is left out. Raises OSError if it is unclear whether a path exists. Raises OSError with EFBIG
+    for more than `limit` bytes."""
     import tarfile  # slow to load, and only a fork needs it
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:

@@ -1,7 +1,8 @@
 """Finds the paths in a sandbox that match a pattern.
 
-The rules are those of Python's `glob.glob(pattern, recursive=True)`: a hidden name matches only if that part of the
-pattern begins with a dot. Invariant: a search ends, whatever links there are, because `**` does not follow links.
+The rules are those of Python's `glob.glob(pattern, recursive=True)`. A name that begins with a dot only matches a part
+of the pattern that also begins with a dot. Invariant: every search ends, even if links form a cycle, because `**` does
+not follow links.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ WILD = "*?["
 
 
 def found_paths(root: str, pattern: str, limit: int) -> bytes:
-    """Return the matching paths below `root`, sorted, each followed by a NUL. Returns at most `limit` + 1 paths, so
-    that the host can tell when there are more than `limit`."""
+    """Return the sorted matching paths below `root`, with a NUL byte after each. Returns at most `limit` + 1 paths: the
+    additional path tells the host that there are more than `limit`."""
     found: set[str] = set()
     for path in matches(root, "", pattern.split("/")):
         found.add(path)
@@ -29,8 +30,8 @@ def found_paths(root: str, pattern: str, limit: int) -> bytes:
 
 
 def matches(root: str, above: str, parts: list[str]) -> Iterator[str]:
-    """Yield the matching paths. `above` is the path so far: "" or a folder with a slash at its end. An empty last part
-    of the pattern matches only folders."""
+    """Yield the matching paths. `above` is the folder in which to search, with a final slash, or "". `parts` are the
+    remaining parts of the pattern. An empty last part matches only folders."""
     part, rest = parts[0], parts[1:]
     if part == "**":
         yield from matches_below(root, above, rest)
@@ -49,8 +50,9 @@ def matches(root: str, above: str, parts: list[str]) -> Iterator[str]:
 
 
 def matches_below(root: str, above: str, rest: list[str]) -> Iterator[str]:
-    """Yield the matches of `rest`, the pattern after `**`, in `above` and in every folder below it. If `rest` is empty,
-    yield everything below `above`. `**` skips hidden names and does not follow links."""
+    """Yield the matches of `rest`, which is the pattern after `**`. They are searched in `above` and in every folder
+    below it. If `rest` is empty, everything below `above` matches. `**` skips hidden names and does not follow
+    links."""
     waiting = [above]  # no recursion, because an agent can nest folders deeper than Python's stack
     while waiting:
         folder = waiting.pop()
@@ -74,7 +76,7 @@ def names_in_folder(folder: str) -> list[str]:
 
 
 def matching_names(folder: str, part: str) -> list[str]:
-    import fnmatch  # slow to load, because it imports `re`, and only a fork needs it
+    import fnmatch  # imported here, because it loads slowly and only a forked child needs it
 
     names = names_in_folder(folder)
     if not part.startswith("."):

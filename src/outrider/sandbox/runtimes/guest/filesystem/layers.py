@@ -1,10 +1,10 @@
-"""Saves a sandbox's writable layers as an archive, and restores them. The layers contain all files written in the
-sandbox.
+"""Saves a sandbox's writable layers as a tar archive, and restores them. The layers contain all files that were written
+in the sandbox.
 
-An archive is a tar. The name of each member begins with the number of its layer. Removals are stored as in overlayfs: a
-character device 0:0 stands for a removed file, and an attribute marks a folder that hides the folder of the same path
-below the layer. Invariant: while a layer is unpacked, it is the root, so whatever an archive contains, nothing outside
-of the layer is changed.
+The name of each member begins with the number of its layer. Removals are stored as in overlayfs. A character device 0:0
+stands for a removed file. An extended attribute marks a folder that hides the folder of the same path in lower layers.
+Invariant: while a layer is unpacked, it is the root folder. So whatever an archive contains, nothing outside the layer
+is changed.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from outrider.sandbox.runtimes.guest.filesystem.tree_writer import (
 from outrider.sandbox.runtimes.guest.filesystem.trees import Packer
 
 OPAQUE = "user.overlay.opaque"
-"""The extended attribute by which overlayfs marks a folder that hides the folder below it, for mounts with the option
-`userxattr`."""
+"""The extended attribute with which overlayfs marks a folder that hides the folder below it. This name is for mounts
+with the option `userxattr`."""
 OPAQUE_HEADER = "SCHILY.xattr." + OPAQUE
-"""The name of this attribute in an archive, in the form of GNU tar and star."""
+"""The name of the attribute OPAQUE in an archive. GNU tar and star use the same form."""
 
 
 def save_layers(out: int, layers: list[int]) -> None:
-    """Write an archive of the layers to the descriptor `out`. `layers` are descriptors of the layers' folders. Sockets
-    are left out. The working directory changes, so only a fork may call this function."""
+    """Write an archive of the layers to the descriptor `out`. `layers` are descriptors of their folders. Sockets are
+    left out. Only a forked child may call this function, because it changes the working directory."""
     with open(out, "wb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for number, layer in enumerate(layers):
             Packer(archive, describe).add_tree(os.dup(layer), ".", str(number))
 
 
 def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
-    """If the member is a folder with the attribute OPAQUE, add the attribute to the member."""
+    """If the archive member is a folder with the attribute OPAQUE, store the attribute in the member."""
     if member.isdir():
-        os.fchdir(folder)  # no call for extended attributes takes a folder's descriptor and a name
+        os.fchdir(folder)  # the functions for extended attributes take no `dir_fd`
         if OPAQUE in os.listxattr(name, follow_symlinks=False):
             member.pax_headers = {OPAQUE_HEADER: os.getxattr(name, OPAQUE, follow_symlinks=False).decode("ascii")}
 
 
 def restore_layers(source: int, folders: list[str]) -> None:
-    """Fill the empty folders from the archive at the descriptor `source`. Raises OSError.
+    """Fill empty folders from the archive that the descriptor `source` reads. Raises OSError.
 
-    A fork does the work, because each folder becomes the root of the process in turn. So nothing in the archive can
-    lead out of the folder.
+    A forked child does this. Each folder becomes the child's root in turn, so nothing in the archive can lead out of
+    the folder.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -77,7 +77,8 @@ def restore_layers(source: int, folders: list[str]) -> None:
 
 
 def unpack(source: int, prefix: str) -> None:
-    """Write one layer to `/`. If `prefix` is `0/`, the layer consists of the member `0` and all members below it."""
+    """Write the files of one layer to `/`. For example, the prefix `0/` chooses the member `0` and all members below
+    it."""
     top = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     cursor = FolderCursor(top)
     with open(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
@@ -90,7 +91,7 @@ def unpack(source: int, prefix: str) -> None:
 
 
 def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor, prefix: str) -> None:
-    """Write one member. Does nothing if the member's path contains `..`, or leads through a file or a link."""
+    """Write one member of an archive. Skips a member whose path contains `..`, or leads through a file or a link."""
     parts = parts_of(member.name, prefix)
     above = cursor.to(parts[:-1])
     if above < 0 or ".." in parts:
@@ -102,7 +103,7 @@ def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor,
         put_folder(member, above, name)
     elif member.isreg():
         put_file(archive, member, above, name, member.mode & 0o7777)
-    elif member.islnk():  # a hard link shares the owner of its file, which is already set
+    elif member.islnk():  # a hard link has the same owner as its file, which is already set
         link(member, cursor, above, name, parts_of(member.linkname, prefix))
         return
     elif member.issym():
@@ -116,7 +117,8 @@ def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor,
         return
     if (member.uid, member.gid) != (0, 0):
         os.chown(name, member.uid, member.gid, dir_fd=above, follow_symlinks=False)
-        if member.mode & 0o6000 and not member.issym():  # changing the owner removes these bits
+        # a change of the owner clears the set-user-id and set-group-id bits
+        if member.mode & 0o6000 and not member.issym():
             os.chmod(name, member.mode & 0o7777, dir_fd=above)
 
 

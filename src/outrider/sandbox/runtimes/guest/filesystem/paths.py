@@ -1,7 +1,7 @@
-"""Functions for paths and programs that `posix` lacks. Importing `os` would lengthen the interpreter's start by a
-sixth.
+"""Functions for paths and programs that the module `posix` lacks. `os` has them, but importing it would make the
+interpreter's start longer by a sixth.
 
-Invariant: each function behaves like the function of `os` named in its docstring, or as its docstring describes.
+Invariant: each function behaves like the function of `os` that its docstring names, or as its docstring describes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ DEFAULT_PATH = "/bin:/usr/bin"
 
 
 def folder_of(path: str) -> str:
-    """Like `os.path.dirname`: the part before the last slash, without slashes at its end; "" if there is no slash."""
+    """Like `os.path.dirname`: return the part before the last slash, without slashes at its end. Returns "" if there is
+    no slash."""
     head = path[: path.rfind("/") + 1]
     return head.rstrip("/") or head
 
@@ -36,7 +37,7 @@ def mode_of(path: str, status_of: Callable[[str], posix.stat_result] = posix.lst
 
 
 def exists(path: str) -> bool:
-    """Like `os.path.lexists`: True also for a link that leads nowhere."""
+    """Like `os.path.lexists`: also return True for a link to a missing file."""
     return mode_of(path) != 0
 
 
@@ -62,7 +63,7 @@ def make_folders(path: str) -> None:
                 raise
             missing.append(above)
             continue
-        except OSError:  # an existing folder does not always give EEXIST: macOS and read-only mounts differ
+        except OSError:  # for an existing folder, macOS and read-only mounts raise other errors than EEXIST
             if not is_folder(missing[-1]):
                 raise
         missing.pop()
@@ -77,8 +78,8 @@ def find_program(name: str, path: str) -> bool:
 
 
 def execute(argv: list[str], env: dict[str, str]) -> None:
-    """Like `os.execvpe`: replace this process by the program, found by the PATH of `env`. Never returns. Raises
-    OSError."""
+    """Like `os.execvpe`: replace this process by a program, which is searched in the PATH of `env`. Never returns.
+    Raises OSError."""
     name = argv[0]
     if "/" in name:
         posix.execve(name, argv, env)

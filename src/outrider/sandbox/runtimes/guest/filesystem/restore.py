@@ -1,10 +1,11 @@
 """Restores files from an archive of another sandbox. A forked child reads the archive from a pipe.
 
-An agent may have manipulated the archive. So only the given roots are written, and ownership, set-user-id bits,
-devices, sockets and pipes are left out. A symbolic link that leads out of the roots is left out too, unless it leads to
-one of the system's folders. Otherwise an agent could make the grader read the grader's own files instead of the
-agent's. Invariant: files are written, linked to and removed only at and below the roots, and no link of the archive is
-ever followed.
+An agent may have manipulated the archive. So only the given root paths are written. Ownership, set-user-id bits,
+devices, sockets and pipes are left out. A symbolic link is left out if it leads out of the roots, unless it leads to a
+system folder. Otherwise an agent could make the grader read the grader's own files instead of the agent's.
+
+Invariant: files are written, linked to and removed only at and below the roots, and no link of the archive is ever
+followed.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     import tarfile
 
 FIRST_SIGNAL = 128
-"""The lowest exit code of a child that a signal has ended."""
+"""Exit codes from this number on mean that a signal has ended the child."""
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt")
-"""System folders to which links in a restored folder may lead, as they do in virtual environments."""
+"""System folders to which links in a restored folder may lead. Virtual environments have such links."""
 LEFT_OUT = (
     *MOUNTED,
     *(errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG),
@@ -45,8 +46,9 @@ LEFT_OUT = (
 
 
 class Restore:
-    """One restore. The archive arrives in any number of calls, one at a time. The server replies to a call when the
-    pipe has taken its data, and to the last call when all files are restored. The exit of the child closes the pipe."""
+    """One restore. The host sends the archive in any number of calls, one after the other. The server replies to a call
+    when the pipe to the child has taken its data. It replies to the last call when all files are restored. The exit of
+    the child closes the pipe."""
 
     def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
         self.calls = calls
@@ -68,7 +70,7 @@ class Restore:
             send_signal(self.pid, SIGKILL)
 
     def _written(self, gone: bool) -> None:
-        if self.last or gone:  # `gone`: the child no longer reads, and its exit code gives the reason
+        if self.last or gone:  # `gone` means that the child no longer reads; its exit code tells why
             self.writer.close()
             self._finish()
         else:
@@ -81,8 +83,8 @@ class Restore:
         self._finish()
 
     def _finish(self) -> None:
-        """Reply if the child has exited and a call waits. The child exits at the end of the pipe, or at an error. If no
-        call waits then, the next call gets the error."""
+        """Reply to the waiting call if the child has exited. The child exits at the end of the archive, or at an error.
+        If no call waits, the next call gets the error."""
         if self.code is None or self.call not in self.calls.running:
             return
         self.calls.running.pop(self.call)
@@ -96,8 +98,8 @@ class Restore:
 
 
 def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
-    """Empty the roots and fill them from the archive. Each root is a pair `[path, name in the archive]`. Runs in the
-    child."""
+    """Empty the roots, and fill them from the archive. Each root is a pair `[path, name in the archive]`. Runs in the
+    forked child."""
     import tarfile  # slow to load, and only a fork needs it
 
     with open(reader, "rb") as source:
@@ -115,8 +117,8 @@ def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
 
 
 class RestoredRoot:
-    """One root of a restore: its name, and a descriptor of its parent folder. That folder is opened before any file of
-    the archive could redirect the path."""
+    """One root of a restore: its name, and a descriptor of its parent folder. The parent is opened first, so that no
+    file of the archive can redirect the path."""
 
     def __init__(self, path: str) -> None:
         above = folder_of(path) or "."
@@ -127,8 +129,8 @@ class RestoredRoot:
         self.filled = False
 
     def empty(self) -> None:
-        """Remove everything at the root. Raises OSError if the root is a symbolic link, because its target's content
-        comes from this sandbox, and the grader would take it for the agent's."""
+        """Remove everything at the root. Raises OSError if the root is a symbolic link. Its target is a file of this
+        sandbox, which the grader would mistake for the agent's."""
         try:
             folder = posix.open(self.name, FOLDER, dir_fd=self.above)
         except FileNotFoundError:
@@ -175,14 +177,14 @@ class RestoredRoots:
                 raise
 
     def finish(self) -> None:
-        """Remove the roots that have no member in the archive, because they did not exist in the other sandbox."""
+        """Remove the roots that are missing in the archive, because they did not exist in the other sandbox."""
         for place in self.roots.values():
             if not place.filled:
                 remove_below(place.above, place.name)
 
     def above(self, name: str) -> int:
-        """Return a descriptor of the folder that contains a member. Missing folders are made. Returns -1 for a member
-        outside of the roots, and for a member whose path leads through a file or a link."""
+        """Return a descriptor of the folder that contains a member. Missing folders are made. Returns -1 if the member
+        is outside the roots, or if its path leads through a file or a link."""
         parts = name.split("/")
         if not {"", ".", ".."}.isdisjoint(parts):
             return -1
@@ -194,8 +196,9 @@ class RestoredRoots:
         return place.cursor.to([place.name, *parts[root.count("/") + 1 :]][:-1])
 
     def stays(self, name: str, target: str) -> bool:
-        """Return whether a link leads to a root, below a root, or into a system folder. `..` is allowed only at the
-        beginning of the target: further on, it could be relative to the target of another link."""
+        """Return whether a link leads to a root, to a path below a root, or into a system folder. In the link's target,
+        `..` is allowed only at the beginning. Further on, it could follow another link and be relative to that link's
+        target."""
         goal = [] if target.startswith("/") else name.split("/")[:-1]
         parts = [part for part in target.split("/") if part not in ("", ".")]
         while parts[:1] == [".."]:
@@ -207,8 +210,8 @@ class RestoredRoots:
         return inside or whole.split("/")[0] in SYSTEM
 
     def link(self, above: int, name: str, member: tarfile.TarInfo) -> None:
-        """Make a hard link. The file that it names is from this archive, like everything below the roots."""
-        kept = posix.dup(above)  # finding the folder of the linked file may close `above`
+        """Make a hard link to a file that this restore wrote. All files below the roots come from the archive."""
+        kept = posix.dup(above)  # the search for the linked file's folder may close `above`
         try:
             source = self.above(member.linkname)
             if source >= 0 and member.linkname != member.name:

@@ -1,7 +1,6 @@
-"""Writes, empties and removes folder trees of any depth through descriptors.
+"""Writes, empties and removes trees of folders. Trees may have any depth, because the functions work with descriptors.
 
-Invariant: entries are written, made and removed only in and below the folder of the given descriptor, and no link is
-followed.
+Invariant: entries are changed only in and below the folder of the given descriptor, and no link is followed.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
     import tarfile
 
 MOUNTED = (errno.EROFS, errno.EBUSY)
-"""Errors from attempts to remove a mount. Mounts stay in place: they are read-only, and the same in every sandbox of
+"""Errors of attempts to remove a mount. Mounts stay in place, because they are read-only, and equal in every sandbox of
 the task."""
 
 
 class FolderCursor:
-    """Finds folders at any depth below the folder `top`. The cursor stays at the last folder found, because successive
+    """Finds folders at any depth below the folder `top`. It stays at the last folder that it found, because successive
     members of an archive are mostly in the same folder."""
 
     def __init__(self, top: int) -> None:
@@ -32,8 +31,8 @@ class FolderCursor:
         self.parts: list[str] = []
 
     def to(self, parts: list[str]) -> int:
-        """Return a descriptor of the folder with the path `parts`, valid until the next call. Missing folders are made.
-        Returns -1 if something other than a folder is in the way."""
+        """Return a descriptor of the folder with the path `parts`. It is valid until the next call. Missing folders are
+        made. Returns -1 if a file or link is in the way."""
         shared = len(self.parts) if self.parts == parts[: len(self.parts)] else 0
         while shared < min(len(self.parts), len(parts)) and self.parts[shared] == parts[shared]:
             shared += 1
@@ -59,7 +58,7 @@ def new_folder(above: int, name: str) -> bool:
 
 
 def make_folder(above: int, name: str, mode: int) -> int:
-    """Return the descriptor of a folder, which is made if missing. A file or link of the same name is replaced."""
+    """Return a descriptor of a folder. A missing folder is made. A file or link of the same name is replaced."""
     try:
         folder = posix.open(name, FOLDER, dir_fd=above)
     except OSError:
@@ -126,8 +125,8 @@ class Level:
 
 
 def empty_folder(folder: int) -> bool:
-    """Remove everything in a folder, and close its descriptor. Returns False if the folder contains a mount, which
-    stays. Raises OSError."""
+    """Remove everything in a folder, and close its descriptor. Returns False if the folder contains a mount, because
+    mounts stay. Raises OSError."""
     try_chmod(folder, 0o755)
     descent = Descent(folder)
     try:
@@ -154,7 +153,7 @@ def empty_folder(folder: int) -> bool:
 
 
 def remove_below(above: int, name: str) -> bool:
-    """Remove a name and everything below it. Returns False if a mount is in the way."""
+    """Remove a file, or a folder with everything in it. Returns False if it is or contains a mount."""
     try:
         inner = posix.open(name, FOLDER, dir_fd=above)
     except OSError:

@@ -1,9 +1,11 @@
 """Walks folder trees of any depth with one open descriptor, and archives them.
 
-Other processes may change a tree during the walk. Invariants: no link is followed, and no file that could block is
-read. A missing or unreadable file is left out. A file that shrinks meanwhile is padded with zeros. Neither affects the
-rest of the archive. All other errors are raised, because they do not depend on the file, and so must not make it go
-missing (see ABSENT).
+Other processes may change a tree during the walk. Invariants:
+
+- No link is followed, and no file that could block is read.
+- A missing or unreadable file is left out. A file that shrinks while it is read is padded with zeros. Neither affects
+  the rest of the archive.
+- All other errors are raised. They do not depend on the file, so it must not be left out silently (see ABSENT).
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ if TYPE_CHECKING:
 
 FOLDER = posix.O_RDONLY | posix.O_DIRECTORY | posix.O_NOFOLLOW | posix.O_CLOEXEC
 PLAIN_FILE = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
-"""Flags for opening a file that was just found to be regular. O_NONBLOCK is needed because a pipe may have replaced
-it."""
+"""Flags for opening a file that was a regular file a moment ago. O_NONBLOCK is needed, because a pipe may have replaced
+the file."""
 KINDS = {REGULAR: b"0", LINK: b"2", DEVICES[0]: b"3", DEVICES[1]: b"4", DIRECTORY: b"5", PIPE: b"6"}
-"""The type of a tar member for the type bits of a file's mode. Sockets have no entry, because tar has no type for
-them."""
+"""The types of archive members, by the type bits of a file's mode. Sockets are missing, because a tar archive has no
+type for them."""
 
 ABSENT = (
     *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ESTALE, errno.EACCES, errno.EPERM),
     *(errno.EINVAL, errno.ESRCH),
 )
-"""Errors which mean that one file is gone or unreadable. EINVAL: the file was a link a moment ago. ESRCH: the file's
-process has ended. Other errors, such as too many open descriptors or no memory, do not depend on the file. If they were
-ignored, the file would be lost silently."""
+"""Errors which mean that one file has disappeared or is unreadable. EINVAL: the file was a link a moment ago. ESRCH:
+the file's process has ended.
+
+Other errors, such as too many open descriptors or no memory, do not depend on the file. Ignoring them would silently
+lose the file."""
 
 
 def must_be_absent(error: OSError) -> None:
@@ -46,21 +50,23 @@ def identity(status: posix.stat_result) -> tuple[int, int]:
 
 
 class Descent:
-    """A position in a tree. `fd` is a descriptor of the current folder.
+    """The current folder of a walk through a tree. `fd` is a descriptor of this folder.
 
-    The way up is `..`, so one descriptor is enough at any depth. Other processes may move folders meanwhile. Therefore
-    the inodes of the folders above are stored, and `up` succeeds only if `..` still leads to the same folder.
+    The way up is `..`, so one descriptor is enough at any depth. Other processes may move folders meanwhile. So the
+    object stores the inodes of the folders above, and `up` succeeds only if `..` still leads to the right folder.
     """
 
     def __init__(self, fd: int) -> None:
-        """Start at the top, the folder `fd`. The instance owns the descriptor from now on."""
+        """Start in the folder `fd`, the top of the tree. The object owns this descriptor from now on. The caller closes
+        the descriptor that is in `fd` at the end."""
         self.fd = fd
         self.here = identity(posix.fstat(fd))
         self.above: list[tuple[int, int]] = []
 
     def down(self, name: str, mode: int = 0) -> bool:
         """Enter the folder `name`. If `mode` is not 0, the folder first gets this mode. Returns False if there is no
-        such folder, or if its `..` is not the current folder. Raises OSError on errors unrelated to the folder."""
+        such folder, or if its `..` is not the current folder. Raises OSError for an error that does not depend on the
+        folder."""
         try:
             fd = posix.open(name, FOLDER, dir_fd=self.fd)
         except OSError as error:
@@ -81,8 +87,8 @@ class Descent:
         return True
 
     def up(self) -> bool:
-        """Return to the folder above. Returns False if `..` leads elsewhere by now, which ends the walk. Raises OSError
-        on errors unrelated to the folder."""
+        """Return to the folder above. Returns False if `..` now leads to another folder, which ends the walk. Raises
+        OSError for an error that does not depend on the folder."""
         try:
             fd = posix.open("..", FOLDER, dir_fd=self.fd)
         except OSError as error:
@@ -101,7 +107,7 @@ class Descent:
 
 
 def try_chmod(fd: int, mode: int) -> None:
-    """Set a mode. A failure is ignored: if the folder cannot be used without the mode, its next use fails."""
+    """Set a mode, and ignore a failure. If the folder cannot be used without the mode, its next use fails anyway."""
     try:
         posix.fchmod(fd, mode)
     except OSError:
@@ -109,7 +115,7 @@ def try_chmod(fd: int, mode: int) -> None:
 
 
 def names_in(fd: int) -> list[str]:
-    """Return the names in a folder in reverse order, for `list.pop`. The list is empty if the folder is unreadable."""
+    """Return the names in a folder, in reverse order for `list.pop`. Returns no names if the folder cannot be read."""
     try:
         return sorted(posix.listdir(fd), reverse=True)
     except OSError as error:
@@ -118,9 +124,9 @@ def names_in(fd: int) -> list[str]:
 
 
 def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
-    """Yield a name and a path for each file and folder below the current folder of `descent`, parents before children.
-    The name is relative to the folder that is current at that moment. The path begins with `above`. If another process
-    moves a folder so that `..` leads elsewhere, the walk ends."""
+    """Yield every file and folder below the current folder of `descent`, as a name and a path. A folder comes before
+    its content. The name is relative to the current folder of `descent` at that moment. The path begins with `above`.
+    If another process moves a folder so that `..` leads elsewhere, the walk ends."""
     # There is no recursion, because a tree may be deeper than Python's stack.
     levels = [(names_in(descent.fd), len(above))]
     while levels:
@@ -139,11 +145,11 @@ def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
 
 
 class Packer:
-    """Adds trees to an archive.
+    """Adds trees of files to an archive.
 
-    `adjust(member, folder, name)` may change a member before it is added. `limit` is the maximum bytes of all files
-    together. If a file is larger than the rest of `limit`, EFBIG is raised before it is read: a sparse file takes no
-    room on the disk, but has its full size in an archive.
+    `adjust(member, folder, name)` may change a member before it is added. `limit` is the maximum size of all files
+    together, in bytes. A file that exceeds the rest of the limit raises EFBIG before it is read. A sparse file, for
+    example, takes no room on the disk, but would be stored in full size.
     """
 
     def __init__(
@@ -157,8 +163,8 @@ class Packer:
         added as hard links to the first one."""
 
     def add_tree(self, folder: int, name: str, path: str) -> None:
-        """Add the entry `name` of a folder, and everything below it, to the archive under the name `path`. If `name` is
-        ".", this is the folder itself. Closes the folder's descriptor."""
+        """Add a file or a folder with everything in it to the archive. It is the entry `name` of `folder`, and gets the
+        name `path` in the archive. The name "." stands for `folder` itself. Closes the folder's descriptor."""
         descent = Descent(folder)
         self.add(descent.fd, name, path)
         if name == "." or descent.down(name):
@@ -185,9 +191,9 @@ class Packer:
         self.archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever added
 
     def describe(self, member: tarfile.TarInfo, status: posix.stat_result, folder: int, name: str) -> bool:
-        """Fill in a member. Returns False for a type of file that a tar cannot hold. tarfile's own `gettarinfo` is not
-        used, because it reads the names of users from the sandbox's files, which an agent may have made slow or
-        endless."""
+        """Fill in the fields of an archive member. Returns False if an archive cannot hold this type of file. tarfile's
+        own `gettarinfo` is not used: it reads the names of users from files of the sandbox, which an agent may have
+        made slow or endless."""
         kind = status.st_mode & KIND
         if kind not in KINDS:
             return False
@@ -204,7 +210,7 @@ class Packer:
         return True
 
     def add_file(self, member: tarfile.TarInfo, fd: int) -> None:
-        """Add a regular file with its current size, and close the descriptor."""
+        """Add a regular file with its current size. Closes the descriptor."""
         try:
             status = posix.fstat(fd)
             if status.st_mode & KIND != REGULAR:
@@ -221,8 +227,8 @@ class Packer:
 
 
 class PaddedFile:
-    """A file that returns as many bytes as requested, with zeros after its end. The header of an archive member states
-    the file's size, but the file may shrink while it is read."""
+    """A file that returns as many bytes as requested, with zeros after its end. The header of an archive member already
+    states the file's size, but the file may shrink while it is read."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -1,11 +1,11 @@
-"""The last steps of confinement in a container, before the tool server takes any call.
+"""The last steps that confine the tool server of a container, before it takes a call.
 
 Container engines give a container's programs different rights. These steps reduce them to the rights in a namespace
-sandbox. Apptainer gives the most: the first process of its containers has all capabilities of the user namespace, a
+sandbox. Apptainer gives most rights: the first process of its containers has all capabilities of the user namespace, a
 writable /proc, and file systems as large as half of the host's memory. Invariant: once `enter` has returned, neither
-this process nor any descendant can undo a step.
+this process nor a descendant can undo a step.
 
-The module is not part of the tool server's program, but loaded before it (see `confined` in
+The module is not part of the tool server's program. It is loaded before that program (see `confined` in
 sandbox/runtimes/tool_server/bundle.py).
 """
 
@@ -17,14 +17,14 @@ from outrider.sandbox.runtimes.guest.isolation import seccomp, syscalls
 
 MS_REMOUNT = 32
 WRITABLE = (("/dev", syscalls.MS_NOSUID), ("/dev/shm", syscalls.MS_NOSUID | syscalls.MS_NODEV))
-"""Apptainer's file systems in memory, with the flags of their mounts. The one at /dev also holds all other writable
-folders."""
+"""Apptainer's file systems in memory, and the flags of their mounts. The file system at /dev also holds all other
+writable folders."""
 
 
 def enter(arguments: list[str]) -> None:
-    """Confine this process. `arguments` are words: `memory=BYTES` (see `ToolServerSetup.memory`), and limits such as
-    `RLIMIT_DATA=1024`. With Apptainer they also include `bytes=N` and `files=N`, the maximum size and number of written
-    files."""
+    """Confine this process. `arguments` are words such as `memory=BYTES` (see `ToolServerSetup.memory`), and limits
+    such as `RLIMIT_DATA=1024`. For Apptainer, `bytes=N` and `files=N` are also given: the maximum size and number of
+    written files."""
     options = dict(argument.split("=", 1) for argument in arguments)
     memory = int(options["memory"])
     by_apptainer = "files" in options
@@ -39,8 +39,9 @@ def enter(arguments: list[str]) -> None:
 
 
 def limit_apptainer(options: dict[str, str], memory: int) -> bool:
-    """Limit the file systems in memory, replace /proc, and bring the loopback up. Returns True if programs may use
-    System V's shared memory, because its size is limited or memory is not counted."""
+    """Limit Apptainer's file systems in memory, replace /proc, and start the loopback interface. Returns True if
+    programs may use System V's shared memory. They may if its size is limited, or if the sandbox's memory is not
+    counted."""
     from outrider.sandbox.runtimes.guest.isolation import isolate  # only Apptainer's bundle contains this module
 
     for target, flags in WRITABLE:

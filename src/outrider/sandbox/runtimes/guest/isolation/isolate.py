@@ -1,10 +1,11 @@
-"""Turns a newly cloned process into the first process of a sandbox, with its own root, limits and confinement.
+"""Turns a newly cloned process into the first process of a sandbox. The process gets its own root, limits and
+confinement.
 
-A plan (see runtimes/namespace/plan.py), a mapping of plain values, describes the sandbox. Invariants:
+A plan describes the sandbox. It is a mapping of plain values (see runtimes/namespace/plan.py). Invariants:
 
-- Every path of the sandbox is resolved with the sandbox's root as `/`, so nothing in an image can lead outside.
-- Of the host, only the files in the plan and a few devices are visible, all mounted read-only.
-- Once `enter` has returned, neither this process nor any descendant can undo a step.
+- Every path of the sandbox is resolved with the sandbox's root as `/`, so nothing in an image can lead out of it.
+- The sandbox sees only those files of the host that the plan names, and a few devices. All are mounted read-only.
+- Once `enter` has returned, neither this process nor a descendant can undo a step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 UNSHARED = syscalls.NEWNS | syscalls.NEWIPC | syscalls.NEWUTS | syscalls.NEWNET | syscalls.NEWCGROUP
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
-"""Errors that mean that a resource is exhausted. They are not the fault of a single file. ENOSPC: the namespace has its
+"""Errors which mean that the machine lacks a resource. A single file is not their cause. ENOSPC: the namespace has its
 maximum number of mounts."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 DEVICE_LINKS = {
@@ -38,36 +39,37 @@ DEVICE_LINKS = {
 }
 USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
 """Capabilities of root in a sandbox with several users: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
-setpcap, net_bind_service, sys_chroot. They apply only to the sandbox's own users."""
+setpcap, net_bind_service and sys_chroot. They are valid only for the sandbox's own users."""
 READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
-"""Entries of /proc that are read-only in the sandbox. Their files belong to the host's root, who may write to them
-without any capability. If the node runs as the host's root, so do the sandbox's programs."""
+"""Entries of /proc that are read-only in the sandbox. Their files belong to the host's root, who needs no capability to
+write to them. If the node runs as the host's root, the sandbox's programs do, too."""
 COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
-"""Entries of /proc that an empty file or folder covers in the sandbox, because they reveal facts about the host.
-Container engines cover them too."""
+"""Entries of /proc that tell facts about the host. In the sandbox, an empty file or folder covers each. Container
+engines do the same."""
 PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
 DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
-"""Attributes of the mounts of devices. Programs can write to a device through a read-only mount. Without ATTR_RDONLY,
-the owner of the host's device file could also change its mode and times. The owner is the sandbox's root if the node
-runs as the host's root."""
+"""Attributes for the mounts of devices. A read-only mount still allows programs to write to the device. It keeps the
+owner of the host's device file from changing the file's mode and times. If the node runs as the host's root, this owner
+is the sandbox's root."""
 PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
 PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
-"""`max` is needed because all sandboxes share the host's maximum of some thousands of terminals."""
+"""Options for the sandbox's terminals. `max` is needed, because all sandboxes share the host's maximum of some
+thousands of terminals."""
 IPC_BYTES = 64 << 20
 IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
-"""Maximum numbers of segments, semaphores and queues: Linux's old defaults. Each of the three then takes less than 3
-MiB, apart from the segments' pages, which IPC_BYTES limits."""
+"""Maximum numbers of System V's shared memory segments, semaphores and message queues. They are Linux's old defaults.
+With them, each of the three takes less than 3 MiB, not counting the segments' pages, which IPC_BYTES limits."""
 WATCHES_SHARE, MIN_WATCHES = 16, 1024
-"""A sandbox may have 1/WATCHES_SHARE of a user's maximum of inotify watches, and at least MIN_WATCHES."""
+"""A sandbox may use 1/WATCHES_SHARE of the inotify watches that a user may have, and at least MIN_WATCHES."""
 INOTIFY_MAX = 32
-"""Maximum number of inotify instances in a sandbox. The kernel also counts them against the node's user, who may have
-some 128 for all sandboxes together."""
+"""Maximum number of inotify instances in a sandbox. The kernel also counts them for the node's user, who may have some
+128 for all sandboxes together."""
 
 
 def become_root(plan: Plan) -> None:
-    """Become root of the user namespace. In a sandbox with one user, this process writes the user maps itself. It may
-    not map several users, so the zygote has already written those maps."""
+    """Become root of the user namespace. In a sandbox with one user, this process writes its user maps itself. It may
+    not map several users, so the zygote has already written maps for them."""
     if len(plan["uids"]) == 1:
         write("/proc/self/setgroups", "deny")  # an unprivileged process must do this before it writes gid_map
         write("/proc/self/uid_map", mapping(plan["uids"]))
@@ -85,12 +87,12 @@ def mapping(ids: list[list[int]]) -> str:
 
 
 def bare_layers(plan: Plan) -> dict[int, int]:
-    """Copy the layers' folders in which the host has mounts (see `Plan.inner`). A copy lacks these mounts. Returns a
-    mapping from a layer's number to the descriptor of its copy.
+    """Copy those folders of layers in which the host has mounts (see `Plan.inner`). A copy does not contain the mounts.
+    Returns the descriptor of each copy, by the layer's number.
 
-    Copies are needed because an overlay cannot be mounted over a folder that contains a mount. Only the zygote can make
-    them, because it is not in a sandbox's user namespace. A layer that cannot be copied is left out. Raises OSError if
-    a resource is exhausted."""
+    Copies are needed, because an overlay cannot be mounted over a folder that contains a mount. Only the zygote can
+    make them, because it is outside the sandbox's user namespace. A layer that cannot be copied is left out. Raises
+    OSError if the machine lacks a resource."""
     bare = {}
     for number, (lower, target) in enumerate(plan["layers"]):
         if any(inside.startswith(f"{target}/") for _, inside in plan["inner"]):
@@ -102,15 +104,15 @@ def bare_layers(plan: Plan) -> dict[int, int]:
 
 
 def must_not_be_scarce(error: OSError) -> None:
-    """Raise the error again if it means that a resource is exhausted."""
+    """Raise the error again if it means that the machine lacks a resource (see SCARCE)."""
     if error.errno in SCARCE:
         raise error
 
 
 def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
-    """Confine this process as planned. `bare` is the result of `bare_layers`. Returns descriptors of the layers'
-    upper folders, in the plan's order. They are needed for saving a layer, because no path leads to these folders
-    any more."""
+    """Confine this process as the plan describes. `bare` is the result of `bare_layers`. Returns the descriptors of the
+    layers' upper folders, in the plan's order. They are needed for saving a layer, because no path leads to these
+    folders any more."""
     for group in plan["cgroups"]:
         write(group, "0")
     syscalls.unshare(UNSHARED)
@@ -128,14 +130,14 @@ def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
 
 
 def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
-    """Make the plan's root the root of this process.
+    """Make the root that the plan describes the root of this process.
 
-    First, the host's files and mounts are opened. Then the root is changed, after which no path leads to the host. An
-    image may have links anywhere, so paths of the sandbox, except those of the layers, are resolved only after the
-    change.
+    The host's files and mounts are opened first. Then the root is changed, after which no path leads to the host. Paths
+    of the sandbox are resolved only after this change, because an image may have links anywhere. The paths of layers
+    are an exception.
     """
     base = plan["base"]
-    # no mount made here may propagate to the host
+    # mounts that are made here must not appear on the host
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     folders = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["folders"]]
     shown = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["shown"]]
@@ -143,7 +145,8 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
     devices = [(syscalls.clone_tree(source, DEVICE_MOUNT), target) for source, target in (*own, *plan["devices"])]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
-    owners = read_whole(plan["owners"]) if plan["owners"] and saved < 0 else b""  # a saved layer already has the owners
+    # The files of a saved layer already have their owners.
+    owners = read_whole(plan["owners"]) if plan["owners"] and saved < 0 else b""
     syscalls.mount("none", base, "tmpfs", PLAIN_MOUNT, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
     os.mkdir(f"{base}/root")
     os.mkdir(f"{base}/shm")
@@ -164,21 +167,20 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
             mount_layer(number, lower, target, bare.get(number))
         except OSError as error:
             must_not_be_scarce(error)
-            # A folder that cannot get a writable layer is shown read-only. There are two exceptions: the root, which
-            # needs its layer, and a saved layer with files, because an agent's files must not be lost silently.
+            # Without a writable layer, the folder is shown read-only. The error is raised in two cases: the root needs
+            # its layer, and a saved layer may contain an agent's files, which must not be lost silently.
             if number == 0 or os.listdir(f"upper{number}"):
                 raise
             folders.insert(0, (syscalls.clone_tree(lower, SHOWN_MOUNT), target))
             whole.append(f"{target}/")
     inner = []
     for source, target in plan["inner"]:
-        # The folders in `whole` were copied together with the mounts inside them.
+        # The folders in `whole` already contain copies of the mounts inside them.
         there = target.startswith(tuple(whole))
         tree = None if there or not source else clone_inner(source)
         covered = not source or (not there and tree is None)
         inner.append((covered, tree, syscalls.clone_tree("/dev/null", DEVICE_MOUNT), target))
-    # /proc is made before the root changes, because the kernel allows a new /proc only to a process that still sees
-    # one.
+    # A new /proc is mounted before the root changes. The kernel allows this only to a process that still sees a /proc.
     proc = syscalls.new_mount("proc", PROC_MOUNT)
     os.chdir(f"{base}/root")
     syscalls.pivot_root(".", ".")  # mounts the old root over the new one, at the same path
@@ -192,29 +194,30 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     for tree, target in shown:
         attach_at(tree, target)
     make_dev(devices)
-    make_proc(proc)  # /proc is attached last, because its links lead to the descriptors held here, and so to the host.
-    # If a target of the plan is `/` itself, its mount covers the confined root, and `/..` leads into this mount.
+    make_proc(proc)  # attached last, because its links lead to descriptors of this process, and so to the host
+    # If the plan has the target `/`, its mount covers the confined root. `/..` then leads into this mount.
     if not os.path.samestat(os.stat("/.."), os.stat("/")):
         raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")
     return uppers
 
 
 def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
-    """Mount a throw-away writable layer over a folder of the host, or over its `bare` copy. Raises OSError if this is
-    impossible, because the folder contains a mount, or is itself an overlay over an overlay.
+    """Mount a writable layer over a folder of the host, or over its `bare` copy. The layer is thrown away with the
+    sandbox. Raises OSError if the folder contains a mount, or is itself an overlay over an overlay.
 
-    The first target is `/`. Every other target is a plain folder in the first layer's lower folder. Programs inside can
-    read the mount's options, so the paths in these options are relative or below /proc, and do not reveal the host's
-    paths.
+    The target of the first layer is `/`. Every other target is a plain folder in the first layer's lower folder.
+    Programs inside can read the options of the mount. So paths in the options are relative or below /proc, and do not
+    tell the host's paths.
     """
     if bare is not None:
         os.mkdir(f"lower{number}")
-        syscalls.attach(bare, f"lower{number}")  # an overlay accepts no unattached folder
+        syscalls.attach(bare, f"lower{number}")  # an overlay only accepts a folder that is attached to a path
         lower = f"lower{number}"
-    # The task may name the folder of the first layer. Part of that path may be a link by now, and `open_plain` refuses
-    # links.
+    # The task may choose the folder of the first layer. A part of this path may have become a link, which `open_plain`
+    # refuses.
     held = syscalls.open_plain(lower) if target == "/" and bare is None else os.open(lower, os.O_PATH | os.O_DIRECTORY)
-    os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)  # the merged folder gets the upper folder's mode
+    # the merged folder gets the upper folder's mode
+    os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)
     where = f"lowerdir=/proc/self/fd/{held},upperdir=upper{number},workdir=work{number},userxattr"
     try:
         syscalls.mount("overlay", f"root{target}", "overlay", PLAIN_MOUNT, where)
@@ -223,8 +226,8 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
 
 
 def give_owners(listed: bytes, plan: Plan) -> None:
-    """Give the files of an image to their owners. `listed` has the format of sandbox/rootfs/owners.py: `UID GID PATH`
-    and a NUL for each file. A file is skipped if its owner's id does not exist in the sandbox.
+    """Give an image's files to their owners. `listed` has the format of sandbox/rootfs/owners.py: `UID GID PATH` and a
+    NUL for each file. A file is skipped if the sandbox has no user with the owner's id.
 
     Each file is copied to the writable layer. This is safe, because no program of the sandbox runs yet, and no path
     leads through a link."""
@@ -236,7 +239,7 @@ def give_owners(listed: bytes, plan: Plan) -> None:
 
 
 def clone_inner(source: str) -> int | None:
-    """Copy the mount at a path of the host. Returns None if the mount is gone or this user may not copy it."""
+    """Copy a mount of the host. Returns None if the mount no longer exists, or if this user may not copy it."""
     try:
         return syscalls.clone_tree(source, SHOWN_MOUNT)
     except OSError as error:
@@ -245,14 +248,16 @@ def clone_inner(source: str) -> int | None:
 
 
 def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> None:
-    """Attach `tree`, a copy of a mount below a folder of the host, at its path in the sandbox. `tree` is None if the
-    mount is already attached. If `hidden` is true, or if the file is neither a folder nor a regular file, `cover` is
-    attached instead. A socket, for example, would lead to the host."""
+    """Attach a mount at its path in the sandbox. `tree` is a copy of the mount, which is below a folder of the host. It
+    is None if the mount is already attached.
+
+    If `hidden` is true, the path is covered instead: a file by `cover`, and a folder by an empty file system. So it is
+    if the file is neither a folder nor a regular file: a socket, for example, would lead to the host."""
     kind = syscalls.file_type(target)
     if kind and kind != stat.S_IFDIR and tree is not None:
         kind = stat.S_IFMT(os.fstat(tree).st_mode)
     if kind in (0, stat.S_IFLNK):
-        pass  # in the saved layer, the agent had removed this path or replaced it by a link
+        pass  # an agent removed this path or replaced it by a link, before the layer was saved
     elif hidden or kind not in (stat.S_IFDIR, stat.S_IFREG):
         if kind == stat.S_IFDIR:
             syscalls.mount("none", target, "tmpfs", PLAIN_MOUNT | syscalls.MS_RDONLY, "size=0")
@@ -275,8 +280,9 @@ def make_proc(proc: int) -> None:
 
 
 def limit_ipc(memory: int) -> bool:
-    """Limit System V's shared memory to a quarter of `memory`, at most 64 MiB, and limit semaphores and messages.
-    memory_watch.py does not count these objects, because they belong to no process. They are not forbidden, because
+    """Limit System V's shared memory to a quarter of `memory`, but at most 64 MiB. Also limit semaphores and messages.
+
+    memory_watch.py does not count these objects, because they belong to no process. They are still allowed, because
     databases need a few pages. Returns False on Linux before 6.0, where only the host's root can set the limits."""
     pages = min(IPC_BYTES, memory // 4) // os.sysconf("SC_PAGE_SIZE")
     try:
@@ -288,7 +294,7 @@ def limit_ipc(memory: int) -> bool:
 
 
 def protect_proc() -> None:
-    """Make the kernel's settings in /proc read-only, and cover the files that reveal facts about the host."""
+    """Make the kernel's settings in /proc read-only, and cover the files that tell facts about the host."""
     for name in READ_ONLY_IN_PROC:
         if os.path.exists(f"/proc/{name}"):
             syscalls.attach(syscalls.clone_tree(f"/proc/{name}", syscalls.ATTR_RDONLY), f"/proc/{name}")
@@ -311,19 +317,20 @@ def make_dev(devices: list[tuple[int, str]]) -> None:
 
 
 def make_root_folder(folder: str) -> None:
-    """Make a folder directly below the root. Raises OSError if the image has a link or file at this path."""
+    """Make a folder directly below the root. Raises OSError if the image has a file or link with this name."""
     make_folders(folder)
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise OSError(errno.ENOTDIR, f"{folder} of the sandbox's root is not a folder")
 
 
 def attach_at(tree: int, target: str) -> None:
-    """Attach mounts at a path. The path is made if missing."""
+    """Attach a copied mount at a path. A missing path is made."""
     if stat.S_ISDIR(os.fstat(tree).st_mode):
         make_folders(target)
     else:
         make_folders(folder_of(target))
-        with contextlib.suppress(FileExistsError):  # an existing file is not opened, because it may be a pipe and block
+        # an existing file is not opened: it may be a pipe, which would block
+        with contextlib.suppress(FileExistsError):
             os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC))
     syscalls.attach(tree, target)
 

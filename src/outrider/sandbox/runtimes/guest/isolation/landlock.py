@@ -1,10 +1,10 @@
-"""Confines a tool server by Landlock, on a host that allows no user namespaces.
+"""Confines a tool server with Landlock. This is for a host that does not allow user namespaces.
 
-The process and all its descendants may use only some folders and one TCP port, and can signal only each other, as far
-as the kernel's version of Landlock supports this. Invariant: once `enter` has returned, neither this process nor any
-descendant can undo a step. Numbers and structures are from linux/landlock.h.
+The process and its descendants may use only some folders. If the kernel's version of Landlock supports it, they may
+also connect only to one TCP port, and send signals only to each other. Invariant: once `enter` has returned, neither
+this process nor a descendant can undo a step. Numbers and structures are from linux/landlock.h.
 
-The module is not part of the tool server's program, but loaded before it (see `confined` in
+The module is not part of the tool server's program. It is loaded before that program (see `confined` in
 sandbox/runtimes/tool_server/bundle.py).
 """
 
@@ -27,25 +27,25 @@ TRUNCATE, IOCTL_DEVICE = 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
 ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 RIGHTS_SINCE = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEVICE))
-"""Rights on files: pairs of a version of Landlock and the bits of the rights that this version introduced. The kernel
-refuses a ruleset that contains a right it does not support."""
+"""Rights on files: for each version of Landlock, the bits of the rights that it introduced. The kernel refuses a
+ruleset with a right that it does not support."""
 NETWORK_SINCE, SCOPES_SINCE = 4, 6
 CONNECT_TCP = 2
 SCOPES = 1 | 2
-"""Flags that forbid signals to processes outside of this confinement, and connections to their abstract Unix
+"""Flags that forbid two things: signals to processes outside this confinement, and connections to their abstract Unix
 sockets."""
 
 
 def version() -> int:
-    """Return the version of the kernel's Landlock, or 0 if there is none."""
+    """Return the version of the kernel's Landlock, or 0 if the kernel does not have it."""
     number = syscalls.LIBC.syscall(SYS_CREATE_RULESET, None, ctypes.c_size_t(0), CREATE_VERSION)
     return int(max(0, number))
 
 
 def enter(arguments: list[str]) -> None:
-    """Confine this process. The first argument is the only TCP port that may be connected to. The others are words such
-    as `read=/usr`, `write=/tmp/x`, `memory=0` (see `ToolServerSetup.memory`) and `RLIMIT_CORE=1`. Missing paths are
-    skipped."""
+    """Confine this process. The first argument is the only TCP port to which programs may connect. The other arguments
+    are words such as `read=/usr`, `write=/tmp/x`, `memory=0` (see `ToolServerSetup.memory`) and `RLIMIT_CORE=1`. A
+    missing path is skipped."""
     port, *words = arguments
     given = [(name, value) for name, _, value in (word.partition("=") for word in words)]
     have = version()
@@ -67,8 +67,8 @@ def enter(arguments: list[str]) -> None:
 
 
 def create(have: int, rights: int) -> int:
-    """Create a ruleset for the kernel's version `have`. The structure contains only the fields of this version, because
-    older kernels refuse later fields."""
+    """Create a ruleset for version `have` of Landlock. The structure contains only the fields of this version, because
+    older kernels refuse later ones."""
     network = CONNECT_TCP if have >= NETWORK_SINCE else 0
     scopes = SCOPES if have >= SCOPES_SINCE else 0
     fields = (rights, network, scopes)[: 3 if have >= SCOPES_SINCE else 2 if have >= NETWORK_SINCE else 1]
@@ -77,8 +77,8 @@ def create(have: int, rights: int) -> int:
 
 
 def allow_path(ruleset: int, path: str, rights: int) -> None:
-    """Allow the rights at and below a path. If the path is a file, rights that apply only to folders are left out,
-    because the kernel refuses them. A missing path is skipped."""
+    """Allow the rights at a path and below it. For a file, rights that concern only folders are left out, because the
+    kernel refuses them. A missing path is skipped."""
     try:
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

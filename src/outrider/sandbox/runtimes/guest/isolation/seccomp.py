@@ -1,8 +1,8 @@
-"""The seccomp filter of a sandbox: it refuses system calls that the sandbox's programs may not make.
+"""The seccomp filter of a sandbox. It refuses system calls that the sandbox's programs must not make.
 
-DENIED and DENIED_EVERYWHERE are the calls that container engines deny by default, and the calls that they allow only
-with certain capabilities. Invariant: a call by the call numbers of another architecture is never allowed. Pure, except
-for `core_limit`, `confine` and `install`.
+DENIED and DENIED_EVERYWHERE list the calls that container engines deny by default, and the calls that they allow only
+with certain capabilities. Invariant: a call with the call numbers of another architecture is never allowed. All
+functions are pure, except `core_limit`, `confine` and `install`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ EPERM, ENOSYS, EPROTONOSUPPORT = 1, 38, 93
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 AT_NUMBER, AT_MACHINE = 0, 4
 FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40
-"""Offsets of a call's first four arguments in `struct seccomp_data`. Each argument has 64 bits. Its lower half is at
-its offset, and the upper half is UPPER bytes further."""
+"""Offsets of a call's first four arguments in `struct seccomp_data`. Each argument has 64 bits: the lower half is at
+its offset, and the upper half UPPER bytes after it."""
 UPPER = 4
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""The first number of the x32 interface of x86-64, which gives the same calls other numbers."""
+"""The first call number of x32, an interface of x86-64 that gives the same calls other numbers."""
 UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
-"""The allowed address families of sockets. Other families, such as vsock between a virtual machine and its host, ignore
-network namespaces."""
+"""The address families of sockets that are allowed. Other families ignore network namespaces, such as vsock between a
+virtual machine and its host."""
 ASKED = (0, 4, 15, 16)
-"""The allowed protocols of netlink, for queries to the kernel: ROUTE, SOCK_DIAG, KOBJECT_UEVENT, GENERIC. USERSOCK is
-excluded, because with it programs could send to each other. If the sandbox has the host's network, they could also send
-to the host's programs."""
+"""The protocols of netlink that are allowed, for queries to the kernel: ROUTE, SOCK_DIAG, KOBJECT_UEVENT and GENERIC.
+USERSOCK is not allowed, because programs could send to each other with it. In a sandbox with the host's network, they
+could also send to the host's programs."""
 STREAM, SEQUENCED, KIND = 1, 5, 0xF
 TCP = 6
 FASTOPEN = 0x20000000
@@ -63,9 +63,9 @@ PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
 F_SETLEASE, F_SETDELEG = 1024, 1040
-"""The commands that set leases, which are refused. The owner of a file may lease it, and a program that opens a leased
-file waits up to 45 seconds. If a sandbox is shown a file of the host that its programs own, they could block the host's
-programs this way."""
+"""The commands of `fcntl` that set leases. They are refused. The owner of a file can lease it, and a program that opens
+a leased file then waits up to 45 seconds. If the sandbox sees a file of the host that its programs own, they could
+block the host's programs with a lease."""
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
@@ -87,22 +87,22 @@ LOOKED_AT: Numbers = {
     "sendmmsg": (307, 269),
     "sched_setattr": (314, 274),
 }
-"""Numbers of the calls that `checks` allows or refuses according to their arguments."""
+"""The calls that `checks` allows or refuses by their arguments, with their numbers."""
 HOST_WIDE = {
     "x86_64": (29, 30, 31, *range(64, 67), *range(68, 72), 220, *range(240, 246)),
     "aarch64": (*range(180, 197),),
 }
 """Numbers of the calls for System V's shared memory, semaphores and messages, and for POSIX's messages. Without
 namespaces, all programs of the host share these objects, and an object outlives the program that made it. `shmdt` is
-not listed, because it only releases memory."""
+missing, because it only releases memory."""
 
 UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
-"""Numbers of `remap_file_pages`, `vmsplice`, `memfd_create` and `memfd_secret`. memory_watch.py cannot count memory
-from these calls: it belongs to a descriptor or pipe, or is not listed in the process's files in /proc."""
+"""Numbers of the calls `remap_file_pages`, `vmsplice`, `memfd_create` and `memfd_secret`. memory_watch.py cannot count
+their memory, because it belongs to a descriptor or a pipe, or is missing in the process's files in /proc."""
 
 CLONE3 = 435
-"""Number of the call clone3. It is refused with ENOSYS, because a filter cannot read its flags, which are in memory.
-The C library then uses `clone` instead."""
+"""Number of the call `clone3`. The filter refuses it with ENOSYS, because a filter cannot read the call's flags, which
+are in memory. The C library then uses `clone` instead."""
 
 DENIED_EVERYWHERE = {
     "io_uring_setup": 425,
@@ -167,11 +167,12 @@ DENIED: Numbers = {
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
 }
-"""Numbers of the denied calls. They differ between architectures."""
+"""The calls that are always refused, with their numbers on each architecture."""
 
 
 def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """Return one instruction of the classic BPF machine. `then` and `otherwise` are numbers of instructions to skip."""
+    """Return one instruction of the classic BPF machine. After a test, `then` and `otherwise` are how many instructions
+    to skip."""
     return struct.pack("HBBI", code, then, otherwise, value)
 
 
@@ -182,12 +183,12 @@ SIZE = len(PASSED)
 
 
 def refuse(at: int, *values: int, test: int = EQUAL) -> bytes:
-    """Return instructions that refuse a call if the argument at `at` matches a value."""
+    """Return instructions that refuse a call if its argument at the offset `at` matches one of the values."""
     return step(LOAD, at) + b"".join(step(test, value, 0, 1) + REFUSED for value in values)
 
 
 def require(at: int, *values: int, mask: int = 0xFFFFFFFF) -> bytes:
-    """Return instructions that refuse a call unless the argument at `at` is one of the values."""
+    """Return instructions that refuse a call unless its argument at the offset `at` is one of the values."""
     tests = [step(EQUAL, value, len(values) - place) for place, value in enumerate(values)]
     return b"".join([step(LOAD, at), step(AND, mask), *tests, REFUSED])
 
@@ -199,12 +200,12 @@ def accept(at: int, value: int) -> bytes:
 
 
 def when(at: int, value: int, steps: bytes) -> bytes:
-    """Return instructions that run `steps` only if the argument at `at` equals `value`."""
+    """Return instructions that run `steps` only if the call's argument at the offset `at` equals `value`."""
     return step(LOAD, at) + step(EQUAL, value, 0, len(steps) // SIZE) + steps
 
 
 def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
-    """Return the instructions for each call of LOOKED_AT. A call that they do not refuse is allowed."""
+    """Return the instructions for each call in LOOKED_AT. If they do not refuse a call, it is allowed."""
     asks = b"".join(accept(THIRD, protocol) for protocol in ASKED) + step(RETURN, ERRNO | EPROTONOSUPPORT)
     found = {
         "clone": refuse(FIRST, NAMESPACES, test=ANY_BIT),
@@ -225,8 +226,8 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     found["setpriority"] = refuse(FIRST, PRIORITY_OF_USER) + second
     found["ioprio_set"] = refuse(FIRST, IO_PRIORITY_OF_USER) + second
     lower, upper = step(LOAD, THIRD) + step(EQUAL, 0, 0, 3), accept(THIRD + UPPER, 0)
-    # prlimit64 without a new limit only reads, and is allowed. A call that sets the limit of core dumps does nothing,
-    # because a program could set 0, which is worse than the result of `core_limit` (see there).
+    # Without a new limit, prlimit64 only reads, and is allowed. A call that sets the limit of core dumps does nothing
+    # and reports success. A program could set 0, which is worse than one byte (see `core_limit`).
     found["prlimit64"] = lower + upper + when(SECOND, RLIMIT_CORE, SKIPPED) + first
     found["setrlimit"] = when(FIRST, RLIMIT_CORE, SKIPPED)
     return found
@@ -238,23 +239,23 @@ def numbers_on(machine: str, calls: Numbers) -> dict[str, int]:
 
 
 def denied(machine: str) -> dict[str, int]:
-    """Return the numbers of all calls that are always refused, whatever their arguments."""
+    """Return the numbers of all calls that are refused whatever their arguments are."""
     return {**DENIED_EVERYWHERE, **numbers_on(machine, DENIED)}
 
 
 @functools.lru_cache(maxsize=4)
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
-    """Return the filter as a BPF program. `machine` is an architecture, named as by `uname -m`. Raises KeyError if it
-    is not in MACHINES.
+    """Return the filter as a BPF program. `machine` is an architecture with its name in `uname -m`. Raises KeyError if
+    MACHINES does not have it.
 
-    Programs cannot change the scheduling and the limits of the processes with the ids 1 and `server`.
+    Programs cannot change the scheduling and limits of process 1 and of the process with the id `server`.
 
-    - `tcp_only` is for a sandbox without namespaces, whose programs run beside the host's. A program can then change
-      only its own scheduling and limits, and cannot make the calls of HOST_WIDE. It can open only pairs of Unix
+    - `tcp_only` is for a sandbox without namespaces, whose programs run beside the host's programs. A program can then
+      change only its own scheduling and limits, and cannot make the calls in HOST_WIDE. It can open only pairs of Unix
       sockets, TCP sockets, and sockets for queries to the kernel.
-    - `counted` means that memory_watch.py counts and limits memory. The calls of UNCOUNTED, and changes of a pipe's
+    - `counted` means that memory_watch.py counts and limits memory. The calls in UNCOUNTED, and changes of a pipe's
       size, are then refused.
-    - Without `ipc`, the calls of HOST_WIDE are refused.
+    - Without `ipc`, the calls in HOST_WIDE are refused.
     """
     steps = [
         step(LOAD, AT_MACHINE),
@@ -276,17 +277,19 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
 
 
 def core_limit() -> int:
-    """Return the RLIMIT_CORE of untrusted programs. It is one byte, too few for any core dump. With 0, the kernel would
-    still start the program that /proc/sys/kernel/core_pattern may name: outside of the sandbox, as the host's root,
-    once for each crash in the sandbox. The result is 0 only if this process's own hard limit is 0."""
+    """Return the limit of core dumps (RLIMIT_CORE) for untrusted programs. It is one byte, too small for any core dump.
+
+    With the limit 0, the kernel would still start the program that /proc/sys/kernel/core_pattern may name, for each
+    crash in the sandbox. This program runs outside the sandbox, as the host's root. The result is 0 only if the hard
+    limit of this process is 0."""
     return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # -1 means no limit
 
 
 def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:
-    """Install the filter on this process, the tool server, and on all its descendants. Also protect this process from
-    its descendants. Neither can be undone. Raises OSError, and KeyError as `program` does."""
+    """Install the filter on this process, which is the tool server, and on all its descendants. Also protect this
+    process from its descendants. Neither can be undone. Raises OSError, and KeyError for an unknown architecture."""
     install(program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc))
-    # Programs of the same user could otherwise read and change the memory and descriptors of this process through
+    # Without this, programs of the same user could read and change the memory and descriptors of this process through
     # /proc.
     prctl(PR_SET_DUMPABLE, 0)
 

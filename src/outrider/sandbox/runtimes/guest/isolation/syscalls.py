@@ -1,7 +1,7 @@
-"""System calls that the standard library lacks: namespaces, mounts, capabilities and process attributes.
+"""System calls that the standard library lacks, for namespaces, mounts, capabilities and attributes of processes.
 
-The module requires Linux 5.12 or newer, on x86-64 or arm64. Invariant: every function but `file_type` either succeeds
-or raises OSError. An error raised by `checked` names the system call.
+The module needs Linux 5.12 or newer, on x86-64 or arm64. Invariant: every function except `file_type` either succeeds
+or raises OSError. An error that `checked` raises names the system call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 MOVE_MOUNT_F_EMPTY_PATH = 4
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
 
-# New system calls have the same number on every architecture. The two old ones in BY_MACHINE do not.
+# These calls are new, and have the same number on every architecture. The two old calls in BY_MACHINE do not.
 SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
 SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432
 FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC, FSCONFIG_CMD_CREATE = 1, 1, 6
@@ -62,8 +62,8 @@ def syscall(name: str, number: int, *args: object) -> int:
 
 
 def clone(flags: int) -> int:
-    """Fork, with the child in new namespaces. Only a process with one thread may call this function, because the usual
-    preparations for a fork, such as taking locks, are skipped."""
+    """Fork a child in new namespaces. Only a process with one thread may call this function. It skips the usual
+    preparations for a fork, such as taking locks."""
     return syscall("clone", NUMBERS["clone"], flags | SIGCHLD, 0, 0, 0, 0)
 
 
@@ -72,8 +72,8 @@ def unshare(flags: int) -> None:
 
 
 def prctl(option: int, argument: int = 0) -> None:
-    # prctl is variadic, so ctypes would pass a plain int as 32 bits and leave the upper 32 bits undefined. c_ulong sets
-    # all 64.
+    # prctl takes a variable number of arguments. For a plain int, ctypes would pass 32 bits and leave the upper 32 bits
+    # undefined. c_ulong sets all 64 bits.
     checked(f"prctl({option})", LIBC.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(0), 0, 0))
 
 
@@ -91,13 +91,13 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def clone_tree(path: str, attributes: int = 0) -> int:
-    """Copy the mounts at a path, and add attributes. Returns a descriptor of the copy. The copy is not attached to any
-    path, and keeps its content when the root changes. Automounts are not triggered."""
+    """Copy the mounts at a path and below it, with additional attributes. Returns a descriptor of the copy, which is
+    not attached to a path. The copy keeps its content when the root changes. Automounts are not triggered."""
     return copy_mounts(path, attributes, AT_FDCWD, path, AT_RECURSIVE)
 
 
 def clone_plain(path: str, attributes: int) -> int:
-    """Copy mounts like `clone_tree`, at a path without symbolic links."""
+    """Copy mounts like `clone_tree`. Raises OSError if the path contains a symbolic link."""
     held = open_plain(path)
     try:
         return copy_mounts(path, attributes, held, "", AT_RECURSIVE | AT_EMPTY_PATH)
@@ -106,9 +106,10 @@ def clone_plain(path: str, attributes: int) -> int:
 
 
 def clone_bare(path: str, attributes: int) -> int:
-    """Copy the mount at a path like `clone_tree`, but without the mounts below it. The files that these mounts hide are
-    visible in the copy. Requires privileges over the process's mount namespace, and the mount must be in it."""
-    # The copy is private. Otherwise mounts that the host makes later below the path would appear in it.
+    """Copy the mount at a path like `clone_tree`, but not the mounts below it. The copy shows the files that these
+    mounts hide. This needs privileges over the mount namespace of this process, and the mount must be in that
+    namespace."""
+    # The copy is private, so that mounts which the host later makes below the path do not appear in it.
     return copy_mounts(path, attributes, AT_FDCWD, path, 0, MS_PRIVATE)
 
 
@@ -129,7 +130,7 @@ def copy_mounts(path: str, attributes: int, folder: int, name: str, flags: int, 
 
 def open_plain(path: str) -> int:
     """Return a descriptor of the file at an absolute path. Raises OSError if a part of the path is a symbolic link,
-    because the link may have been created after the path was resolved and checked."""
+    because somebody may have created the link after the path was checked."""
     held = os.open("/", os.O_PATH | os.O_CLOEXEC)
     for part in filter(None, path.split("/")):
         try:
@@ -144,8 +145,8 @@ def open_plain(path: str) -> int:
 
 
 def file_type(path: str) -> int:
-    """Return the type bits of the mode of the file at a path, or 0 if the file is missing or invisible. A file system
-    mounted at the path is not contacted, because it might never reply. Automounts are not triggered."""
+    """Return the type bits in the mode of the file at a path. Returns 0 if the file is missing or cannot be seen. If a
+    file system is mounted there, it is not contacted, because it might never reply. Automounts are not triggered."""
     found = ctypes.create_string_buffer(STATX_BYTES)
     flags = AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT | AT_STATX_DONT_SYNC
     if LIBC.statx(AT_FDCWD, path.encode(), flags, STATX_TYPE, found):
@@ -154,8 +155,8 @@ def file_type(path: str) -> int:
 
 
 def new_mount(kind: str, attributes: int) -> int:
-    """Make a new file system of the given kind. Returns a descriptor of its mount, which is not yet attached to a
-    path."""
+    """Make a new file system of the given kind. Returns a descriptor of its mount, which is not attached to a path
+    yet."""
     context = syscall(f"fsopen {kind}", SYS_FSOPEN, kind.encode(), FSOPEN_CLOEXEC)
     try:
         syscall(f"fsconfig {kind}", SYS_FSCONFIG, context, FSCONFIG_CMD_CREATE, 0, 0, 0)
@@ -171,13 +172,13 @@ def attach(tree: int, target: str) -> None:
 
 
 def keep_capabilities(kept: frozenset[int]) -> None:
-    """Keep these capabilities and drop all others for good. They are also dropped from the bounding set, so that a
-    program with file capabilities, or one that root executes, does not regain them."""
+    """Keep these capabilities, and drop all others for good. They are also dropped from the bounding set. Otherwise a
+    program could get them back, if it has file capabilities or is executed by root."""
     for capability in range(64):
         if capability in kept:
             continue
         if LIBC.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
-            break  # no higher capability exists
+            break  # the kernel knows no higher capability
     low = sum(1 << capability for capability in kept)
     header = struct.pack("II", CAPABILITY_VERSION_3, 0)
     checked("capset", LIBC.capset(header, struct.pack("6I", low, low, 0, 0, 0, 0)))
@@ -188,7 +189,7 @@ def set_host_name(name: bytes) -> None:
 
 
 def raise_loopback() -> None:
-    """Bring `lo` up, because it is down in a new network namespace."""
+    """Start the loopback interface `lo`, which is down in a new network namespace."""
     import _socket
     import fcntl
 
@@ -198,8 +199,8 @@ def raise_loopback() -> None:
 
 
 def rename_process(name: bytes) -> None:
-    """Overwrite the command line that `ps` shows for this process and its forks, because it contains paths of the host.
-    Fields 48 and 49 of /proc/PID/stat give its position in memory."""
+    """Replace the command line that `ps` shows for this process and its forks, because it contains paths of the host.
+    Fields 48 and 49 of /proc/PID/stat tell where it is in memory."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])

@@ -1,13 +1,13 @@
-"""The zygote: a loaded but not yet confined tool server, from which all namespace sandboxes of a node are forked.
+"""The zygote: a tool server that is loaded but not yet confined. All namespace sandboxes of a node are forked from it.
 
-Forking it costs less than starting a program, needs no interpreter in the sandbox, and shares memory. The zygote is a
-separate program, started by `python -I -S -c` with one end of a socket as its standard input. Its environment contains
-only the node's mark. Invariants: the zygote has one thread and never runs a sandbox's programs; it exits when its
-socket ends; when it exits, all its sandboxes are killed.
+Forking is faster than starting a program, shares memory, and needs no interpreter in the sandbox. The zygote is a
+separate program, which `python -I -S -c` starts with one end of a socket as its standard input. Its environment
+contains only the node's mark. Invariants: the zygote has one thread and never runs a sandbox's programs. It exits when
+its socket ends. Whenever it exits, all its sandboxes are killed.
 
 A request is one message with a number and three descriptors: a file with the plan (see isolate.py), the tool server's
-connection, and the file for the server's standard error. The reply is `[number, pid, error]`, with a pidfd unless there
-is an error.
+connection, and the file for the server's standard error. The reply is `[number, pid, error]`. If there is no error, it
+also has a pidfd.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 FAILED = 125
-"""Exit code of a child that could not become a sandbox. The child's standard error gives the reason."""
+"""Exit code of a child that could not become a sandbox. The reason is in the child's standard error."""
 
 
 class Zygote:
-    """Handles requests, one after another, and reaps the forked children."""
+    """Handles one request after another, and collects the exit codes of the forked children."""
 
     def __init__(self, loop: Loop, control: _socket.socket) -> None:
         self.loop = loop
@@ -62,8 +62,8 @@ class Zygote:
         plan = Unpacker(os.pread(file, os.fstat(file).st_size, 0)).value()
         if len(plan["uids"]) == 1:
             return self._clone(plan, connection, log)
-        # The child waits on this pipe until the zygote has mapped its users. The child cannot do this, because only a
-        # process outside of its user namespace may map several users.
+        # The child waits on this pipe until the zygote has mapped the sandbox's users. Only a process outside the
+        # child's user namespace may map several users.
         mapped_reader, mapped_writer = os.pipe()
         try:
             pid = self._clone(plan, connection, log, mapped_reader, mapped_writer)
@@ -89,7 +89,8 @@ class Zygote:
         return pid
 
     def _answer(self, number: int, pid: int) -> None:
-        pidfd = os.pidfd_open(pid)  # the pid is still valid, because the loop reaps children only after this handler
+        # the pid is still valid, because the loop collects exit codes only after this handler
+        pidfd = os.pidfd_open(pid)
         try:
             self._say([number, pid, ""], pidfd)
         finally:
@@ -104,8 +105,8 @@ class Zygote:
 
 def give_users(pid: int, plan: dict[str, Any]) -> None:
     """Map several users into the child's user namespace. A zygote that runs as root writes the maps itself. Otherwise
-    newuidmap and newgidmap write them, as /etc/subuid and /etc/subgid allow. Raises OSError; the caller then closes the
-    child's pipe, and the child exits."""
+    the programs newuidmap and newgidmap write them, within the ranges in /etc/subuid and /etc/subgid. Raises OSError.
+    The caller then closes the child's pipe, and the child exits."""
     for kind in ("uid", "gid"):
         ids = plan[f"{kind}s"]
         if os.geteuid() == 0:
@@ -121,8 +122,8 @@ def give_users(pid: int, plan: dict[str, Any]) -> None:
 def become_sandbox(
     plan: dict[str, Any], connection: int, log: int, bare: dict[int, int], mapped_reader: int, mapped_writer: int
 ) -> None:
-    """Confine the child, which is the first process of its pid namespace, and serve as its tool server. Never
-    returns."""
+    """Confine this process, and serve as the sandbox's tool server. The process is the first one of its pid namespace.
+    Never returns."""
     code = FAILED
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills the sandbox when the zygote exits
@@ -149,8 +150,7 @@ def become_sandbox(
 def main() -> None:
     """Serve requests from the socket on descriptor 0 until it ends."""
     preload()
-    # These calls fill the cache of `program`, which the forks inherit. The arguments must be exactly those that
-    # `confine` passes.
+    # Fill the cache of `program`, which the forks inherit. The arguments must be exactly those that `confine` uses.
     for counted, ipc in ((False, True), (True, True), (True, False)):
         seccomp.program(platform.machine(), False, 1, counted=counted, ipc=ipc)
     syscalls.rename_process(b"outrider-sandbox")
@@ -161,5 +161,5 @@ def main() -> None:
     loop = Loop()
     Zygote(loop, control)
     gc.collect()
-    gc.freeze()  # otherwise a garbage collection in a fork would write to, and so copy, every shared page
+    gc.freeze()  # a garbage collection in a fork would otherwise write to every shared page, and so copy it
     loop.run()

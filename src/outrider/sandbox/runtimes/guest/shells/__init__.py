@@ -1,1 +1,2 @@
-"""Live shells of a sandbox (bash, sh, Python and IPython), and the programs that run in the Python and IPython ones."""
+"""Live shells of a sandbox: bash, sh, Python and IPython. Also has the programs that run inside a Python or IPython
+shell."""

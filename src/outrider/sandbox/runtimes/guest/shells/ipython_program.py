@@ -1,9 +1,9 @@
 """The program of a live IPython shell. It runs inputs as a notebook does, but without Jupyter and its messages.
 
-This source is appended to that of python_program.py, and both run as one program. Output is plain text without colours.
-Pictures, HTML and JSON are returned separately as displays. The program writes nothing to the home folder and keeps no
-history. Invariant: all displays of one input together have at most DISPLAY_MAX bytes. A short note replaces a value
-that would exceed this limit.
+This source is appended to the source of python_program.py, and both run as one program. Output is plain text without
+colours. Pictures, HTML and JSON are returned separately as displays. The program writes nothing to the home folder and
+keeps no history. Invariant: all displays of one input together have at most DISPLAY_MAX bytes. A short note replaces a
+value that would exceed this limit.
 """
 
 import binascii
@@ -28,23 +28,24 @@ except ImportError as error:
     sys.exit(f"IPython cannot be imported: {error}")
 
 DISPLAY_MAX = 8 << 20
-"""Maximum bytes of all displays of one input. The tool server accepts frames of up to 10 MiB."""
+"""Maximum bytes of all displays of one input. A frame of the tool server may have up to 10 MiB."""
 DISPLAYS_MAX = 1000
-FORMS_MAX = 60
+FORMATS_MAX = 60
 MIME_MAX = 100
-"""Maximum number of displays of an input, of formats of a display, and of characters in a MIME type. The program drops
-anything beyond. The limits are small, because the host decodes all displays of an input at once."""
+"""Maximum number of displays per input, of formats per display, and of characters in a MIME type. The program drops
+what exceeds them. The limits are small, because the host decodes all displays of an input at once."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
-"""Matches code that may use IPython's own syntax. All other code is plain Python, unless it is only the name of a magic
-or an alias."""
+"""Matches code that may use IPython's own syntax. All other code is plain Python, except a line with only the name of a
+magic command or an alias."""
 WORD = re.compile(r"\w+")
 PLAIN_TYPES = (int, float, complex, bool, str, bytes)
 
 
 def plain_data(mime: str, value: Any) -> Any:
-    """Convert the value of a display to bytes (for pictures) or str (for everything else, such as JSON)."""
+    """Convert a value of a display to str or bytes. The base64 text of a picture or PDF becomes bytes, and JSON becomes
+    str."""
     if mime in BINARY and isinstance(value, str):
         try:
             return binascii.a2b_base64(value)
@@ -56,7 +57,7 @@ def plain_data(mime: str, value: Any) -> Any:
 
 
 class Gallery:
-    """Collects the displays of one input, within the limits above."""
+    """Collects the displays of one input. Keeps the limits above."""
 
     def __init__(self, session: InputResults) -> None:
         self.session = session
@@ -67,11 +68,11 @@ class Gallery:
         self.session.displays = []
 
     def add(self, data: dict[str, Any]) -> None:
-        """Add a display. Plain text alone is not added, because the program prints it."""
+        """Add a display. A display of plain text only is not added, because the program prints it."""
         if set(data) <= {"text/plain"}:
             return
         kept: dict[str, Any] = {}
-        for mime, value in list(data.items())[:FORMS_MAX]:
+        for mime, value in list(data.items())[:FORMATS_MAX]:
             value = plain_data(mime, value)
             size = len(value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
             if len(mime) > MIME_MAX or self.size + size > DISPLAY_MAX:
@@ -84,14 +85,14 @@ class Gallery:
 
 
 class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in full
-    """Prints the value of an input's last expression, without IPython's `Out[n]:`. It keeps only the last three values,
-    as `_`, `__` and `___`. IPython's own hook keeps every value in `Out`, so a long session would need ever more
+    """Prints the value of an input's last expression, without IPython's `Out[n]:`. The last three values are kept as
+    `_`, `__` and `___`. IPython's own hook keeps every value in `Out`, so a long session would need more and more
     memory."""
 
     kept: tuple[Any, ...] = ("", "", "")
 
     def record_plain_printers(self) -> None:
-        """Record IPython's printers for simple types, to notice later if an input has replaced one."""
+        """Record IPython's printers for simple types, to detect later whether an input has replaced one of them."""
         formatter = self.shell.display_formatter
         text = formatter.formatters["text/plain"].type_printers
         self.text_printers = text
@@ -114,8 +115,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         return super().compute_format_data(result)  # type: ignore[no-any-return]  # IPython is not typed in full
 
     def update_user_ns(self, result: object) -> None:
-        """Assign the last three results to `_`, `__` and `___`. Does nothing if the user has assigned one of these
-        names."""
+        """Assign the last three results to `_`, `__` and `___`, unless the user has assigned one of these names."""
         names = self.shell.user_ns
         if all(names.get("_" * length, "") is self.kept[length - 1] for length in (1, 2, 3)):
             self.kept = (result, *self.kept[:2])
@@ -141,7 +141,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
 
 
 class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not typed in full
-    """Receives the displays of an input. Plain text is printed, and displays with other formats go to the gallery."""
+    """Receives the displays of an input. Prints plain text, and passes displays with other formats to the gallery."""
 
     def publish(self, data: dict[str, Any], metadata: object = None, **options: object) -> None:
         self.shell.gallery.add(data)
@@ -166,8 +166,8 @@ class NoProfile:
 
 
 class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not typed in full
-    """An IPython shell that writes no files to the home folder. IPython creates the only instance itself, so the
-    session and the gallery are attributes of the class."""
+    """An IPython shell that writes no files to the home folder. IPython itself creates the only instance, so `session`
+    and `gallery` are attributes of the class."""
 
     session: InputResults
     gallery: Gallery
@@ -186,7 +186,7 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
 
     @property
     def db(self) -> dict[str, Any]:
-        """Storage for magics. It is in memory, because IPython's own storage is a file in the home folder."""
+        """Storage for magic commands. It is in memory, because IPython would store it in a file in the home folder."""
         return self.kept
 
     @db.setter
@@ -201,7 +201,7 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
         self.system_raw(cmd)
 
     def showtraceback(self, exc_tuple: object = None, *args: object, **options: object) -> None:
-        """Print an exception. Interrupts are ignored until the next input, because printing takes longer than the time
+        """Print an exception. Interrupts are ignored until the next input, because printing takes longer than the pause
         between two interrupts."""
         self.session.interruptible = False
         error = sys.exc_info()[1]
@@ -211,8 +211,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
 
 
 class RichEngine:
-    """Runs inputs with IPython's own steps. Steps that would change nothing are skipped, because they take most of the
-    time of a short input."""
+    """Runs inputs in the same steps as IPython. Steps that would change nothing are skipped, because they take most of
+    the time of a short input."""
 
     def __init__(self, session: InputResults) -> None:
         os.environ.setdefault("MPLBACKEND", BACKEND)
@@ -224,12 +224,12 @@ class RichEngine:
             config=settings(), display_pub_class=DisplayKeeper, displayhook_class=EchoHook
         )
         self.shell.displayhook.record_plain_printers()
-        self.shell.builtin_trap.__enter__()  # never exited, because an input may start threads that run on after it
+        self.shell.builtin_trap.__enter__()  # never exited, because threads of an input may still run after it
         self.shell.display_trap.__enter__()
         self.transformers = self.count_transformers()
 
     def run(self, source: str, number: int) -> int:
-        """Run one input. Returns the same as `PlainEngine.run`."""
+        """Run one input. Returns a status, as `PlainEngine.run` does."""
         self.gallery.clear()
         self.session.interruptible = True
         self.shell.source = source
@@ -238,7 +238,7 @@ class RichEngine:
 
     def execute(self, source: str) -> object:
         """Run an input as `InteractiveShell.run_cell` does, but without a history. Returns the exception that ended the
-        input, or None."""
+        input, if any."""
         shell = self.shell
         cell, failed = source, None
         if self.may_be_special(source):

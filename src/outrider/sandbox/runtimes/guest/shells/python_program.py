@@ -1,15 +1,15 @@
-"""The program of a live Python shell. It runs one input after another, keeps their variables, and prints the value of
-an input's last expression.
+"""The program of a live Python shell. It runs one input after another and keeps their variables. After each input, it
+echoes the value of the input's last expression.
 
-It uses only the standard library and runs in Python 3.8 or newer. The tool server starts it as `python3 -c SOURCE`.
-What an input prints goes to standard output. Otherwise the program and the tool server exchange these messages:
+It needs only the standard library, and Python 3.8 or newer. The tool server starts it as `python3 -c SOURCE`. Text that
+an input prints goes to standard output. The program and the tool server also exchange these messages:
 
 - Input, on descriptor 3: u32 length, u32 number, source code.
 - Result, on descriptor 4, after each input: u32 length, u32 number, u32 status, u32 length of the echo, the echo, and
   the displays (see `packed`). The echo is the text of the last expression's value.
 - A first result with the number 0 says that the program is ready.
 
-The program has no time limits. SIGINT raises KeyboardInterrupt only in code of an input.
+The program has no time limits. SIGINT raises KeyboardInterrupt only in the code of an input.
 """
 
 import ast
@@ -26,12 +26,12 @@ from typing import Any
 INPUTS = 3
 RESULTS = 4
 ECHO_MAX = 1 << 15
-"""Maximum characters of the echo in a result. A longer echo is printed instead, because the tool server can shorten
-printed output."""
+"""Maximum characters of the echo in a result. A longer echo is printed, because the tool server can shorten printed
+output."""
 
 
 class InputResults:
-    """What the running input has produced so far, except for printed text."""
+    """The results of the running input so far, apart from printed text."""
 
     def __init__(self) -> None:
         self.echo = ""
@@ -39,7 +39,7 @@ class InputResults:
         self.interruptible = False
 
     def show(self, text: str) -> None:
-        """Add the value of a last expression to the echo. If the echo becomes longer than ECHO_MAX, print it
+        """Add the value of a last expression to the echo. If the echo would become longer than ECHO_MAX, print it
         instead."""
         if len(text) + len(self.echo) > ECHO_MAX:
             sys.stdout.write(self.echo + text)
@@ -52,8 +52,8 @@ class InputResults:
             raise KeyboardInterrupt
 
     def watch_interrupts(self) -> None:
-        """Install the handler for SIGINT, which an input may have replaced. Ignoring the signal would not work, because
-        programs that an input starts would then ignore it, too. They do not inherit a handler."""
+        """Install the handler for SIGINT again, because an input may have replaced it. The signal is not ignored
+        instead: programs that an input starts would then also ignore it, while they do not inherit a handler."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 
@@ -75,7 +75,8 @@ class PlainEngine:
             self.session.show(repr(value) + "\n")
 
     def run(self, source: str, number: int) -> int:
-        """Run one input. Returns 0 on success, 1 after an exception, and the exit status if the input calls `exit`."""
+        """Run one input. Returns 0 on success, and 1 after an exception. If the input calls `exit`, returns its exit
+        status."""
         name = f"<input {number}>"
         # Tracebacks take the source lines from this cache.
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
@@ -113,7 +114,7 @@ def left_with(stop: SystemExit) -> int:
 
 
 class Inputs:
-    """Reads inputs from a descriptor. Most inputs need only one system call. Raises EOFError when the descriptor is
+    """Reads inputs from a descriptor, mostly with one system call each. Raises EOFError when the descriptor is
     closed."""
 
     def __init__(self, fd: int) -> None:
@@ -137,8 +138,8 @@ class Inputs:
 
 
 def packed(displays: list[dict[str, Any]]) -> bytes:
-    """Encode displays as msgpack. Each display is a dictionary with str or bytes values. Returns b"" if there are
-    none."""
+    """Encode displays as msgpack. Each display is a dictionary whose values are str or bytes. Returns b"" for no
+    displays."""
     if not displays:
         return b""
     out = b"\xdd" + len(displays).to_bytes(4, "big")
@@ -162,7 +163,7 @@ def answer(number: int, status: int, session: InputResults) -> None:
 
 
 def flush() -> None:
-    """Flush standard output and standard error. An input may have closed or replaced them."""
+    """Flush standard output and standard error, even if an input has closed or replaced them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -187,7 +188,7 @@ def serve(engine: type) -> None:
         session.watch_interrupts()
         try:
             status = runner.run(source, number)
-        except KeyboardInterrupt:  # SIGINT arrived during the handling of another exception
+        except KeyboardInterrupt:  # SIGINT arrived while another exception was handled
             status = 1
         session.interruptible = False
         flush()

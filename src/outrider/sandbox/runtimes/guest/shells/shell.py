@@ -1,11 +1,11 @@
-"""Live shells, which keep their state from one input to the next. Bash and sh run on a terminal, and Python and IPython
+"""Live shells, which keep their state from one input to the next. Bash and sh run on a terminal. Python and IPython run
 on pipes.
 
-The code for bash and sh uses only POSIX features, except for PRELUDES. Python and IPython send each result as a
-length-prefixed frame (see python_program.py). Invariants:
+The code for bash and sh uses only features of POSIX, except PRELUDES. Python and IPython send each result as a frame
+with a length (see python_program.py). Invariants:
 
-- About two seconds after an input's time limit, the shell accepts the next input or has ended.
-- A Python shell is reported as open only after its first frame. It has OPEN_SECONDS to send this frame.
+- About two seconds after an input's time limit, the shell has either ended or accepts the next input.
+- A Python shell is reported as open only after its first frame. It must send this frame within OPEN_SECONDS.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 INTERRUPT_EVERY = 0.1
-"""Seconds between two interrupts of an input that does not end."""
+"""If an input does not end, seconds between two interrupts."""
 KILL_AFTER = 3
 """From this interrupt on (counted from 1), the programs that the input has started are also killed."""
 RESTART_AFTER = 20
-"""After this many interrupts (two seconds), the shell itself is killed and started again. The sh of busybox can hang:
-if SIGINT arrives while it allocates memory, it waits for a lock that is never released."""
+"""After this many interrupts (two seconds), the shell itself is killed and started again. This is needed, because the
+sh of busybox can hang. If SIGINT arrives while it allocates memory, it waits for a lock that is never released."""
 
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "--noediting", "-i"],
@@ -51,32 +51,34 @@ PRELUDES = {
 }
 """Commands that turn off the prompt and the history. In bash, they also turn off the expansion of `!`."""
 STATUS = b' __status=0; __set_status() { return "$1"; }; '
-"""Definitions that let each input start with the previous input's status in `$?`. For the first input, it is 0."""
+"""Shell code that lets each input start with the exit status of the previous input in `$?`. The first input starts with
+0."""
 GREETING_MAX = 1 << 16
-"""Maximum bytes that a shell may print before its first marker (see `Bash`). This output is dropped. If no marker has
-arrived by then, the shell is used without it."""
+"""Maximum bytes that a shell may print before its first marker (see `Bash`). This output is dropped. If the marker has
+not arrived by then, the shell is used without it."""
 STATUS_MAX = 8
 r"""Maximum bytes of the exit status in a marker (see `Bash`), including the \x1e at its end."""
 TERMIOS_SIZE = 64
-"""Size of a buffer that is large enough for a `struct termios` on every architecture."""
+"""Size of a buffer that can hold a `struct termios` of any architecture."""
 
 FRAME_MAX = 10 << 20
-"""Maximum bytes of a frame. Results are always smaller, unless an input itself writes to the descriptor for results."""
+"""Maximum bytes of a frame. Results are always smaller, unless an input itself writes to the program's descriptor for
+results."""
 OPEN_SECONDS = 25.0
-"""A program that is not ready after this many seconds is killed, and the next command is tried. IPython takes long to
-load from a slow disk."""
+"""A shell's program that is not ready after this many seconds is killed, and the next command is tried. The time is
+long, because IPython loads slowly from a slow disk."""
 WHY_MAX = 2000
-"""Maximum bytes to keep of the output of an interpreter that fails to start."""
+"""Maximum bytes that are kept of the output of an interpreter that fails to start."""
 
 
 class LiveShell:
     """A live shell. It runs one input at a time. Output that arrives between two inputs is returned with the output of
-    the second one.
+    the second input.
 
-    `program`: starts the process, sends inputs and reads output.
-    `commands`: the commands to try, in this order. The first one that works is used.
-    `opening`: the number of the host's call that opens the shell, or 0 once that call has its reply.
-    `ticks`: how often the running input has been interrupted.
+    program: starts the shell's process, sends inputs and reads output.
+    commands: the commands that start the process. They are tried in order, and the first one that works is used.
+    opening: the number of the host's call that opens the shell. 0 after the reply to this call.
+    ticks: how often the running input has been interrupted.
     """
 
     def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
@@ -106,7 +108,7 @@ class LiveShell:
 
     def _open(self) -> None:
         """Start the next command. If none is left, report that the shell cannot be opened. Raises OSError if the
-        program cannot be started; all descriptors are then closed."""
+        program cannot be started. All descriptors are then closed."""
         if not self.commands:
             self._give_up()
             return
@@ -132,8 +134,8 @@ class LiveShell:
         self._open_again()
 
     def _open_again(self) -> str:
-        """Call `_open`, and return its error message or "". If the call that opens the shell still waits for its reply,
-        it also gets the error. Raises nothing, because the event loop does not handle exceptions."""
+        """Call `_open`, and return its error message or "". If the call that opens the shell has no reply yet, it also
+        gets the error. Raises no error, because the event loop does not handle exceptions."""
         try:
             self._open()
         except OSError as error:
@@ -146,7 +148,7 @@ class LiveShell:
         return ""
 
     def opened(self) -> None:
-        """Report that the shell is open and its program runs. A second call does nothing."""
+        """Report that the shell is open, because its program runs. A second call does nothing."""
         if self.opening:
             self._answer_opening({"shell": self.number})
 
@@ -164,7 +166,7 @@ class LiveShell:
 
     @property
     def dead(self) -> bool:
-        """True if the program does not run. Its descriptors are closed when it ends."""
+        """True if the shell's program does not run. The descriptors are closed when it ends."""
         return not self.descriptors
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
@@ -209,11 +211,11 @@ class LiveShell:
         self.calls.reply(call, fields)
 
     def cancel(self) -> None:
-        """Interrupt the running input now, and again every INTERRUPT_EVERY seconds until it ends.
+        """Interrupt the running input now, and then every INTERRUPT_EVERY seconds until it ends.
 
         Each time, the input's process group gets SIGINT, and its programs in other process groups get SIGKILL. From
-        interrupt KILL_AFTER on, all its programs get SIGKILL. After RESTART_AFTER interrupts, the shell is
-        restarted.
+        interrupt KILL_AFTER on, all its programs get SIGKILL. After RESTART_AFTER interrupts, the shell is started
+        again.
         """
         if not self.call:
             return
@@ -281,8 +283,8 @@ class Bash:
 
     Inputs arrive on a pipe. On a terminal, the sh of busybox would edit lines, and the kernel would process every input
     first. After the output of each input, the shell prints a marker on the same terminal: ``\x1e TOKEN.SEQUENCE :
-    STATUS \x1e``. So all output of an input comes before its marker. The first marker has the number 0, and text before
-    it is dropped.
+    STATUS \x1e``. So all output of an input comes before its marker. The first marker has the number 0, and all text
+    before it is dropped.
     """
 
     def __init__(self, shell: LiveShell) -> None:
@@ -296,7 +298,8 @@ class Bash:
         return [SHELLS[self.shell.calls.shell()]]
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program, and report the shell as open at once. If something is wrong, its first input shows it."""
+        """Start the program, and report at once that the shell is open. If the start failed, the first input will show
+        it."""
         self.token = posix.urandom(8).hex().encode()
         self.pending = bytearray()
         self.begun = False
@@ -321,8 +324,8 @@ class Bash:
         """Send an input to the shell."""
         keep_terminal(self.shell.output, self.mode)
         quoted = text.replace(b"\0", b"").replace(b"'", b"'\\''")
-        # Without `command`, sh would drop the rest of the line after a syntax error in `eval`. Standard input is
-        # /dev/null, because programs would otherwise read the next input.
+        # `command` is needed: without it, sh would drop the rest of the line after a syntax error in `eval`. Standard
+        # input is /dev/null, because programs would otherwise read the shell's next input.
         line = b"__set_status $__status; command eval '" + quoted + b"\n' </dev/null; __status=$?; "
         self.shell.writer.write(line + self._report(self.shell.sequence) + b"\n")
 
@@ -350,7 +353,7 @@ class Bash:
                     self.shell.finish(int(status))
                 return
             if not end and len(status) < STATUS_MAX and (status + b"0").isdigit():
-                return  # the rest of the marker is still missing
+                return  # the rest of the marker has not arrived yet
             self._print(start + 1)
             start = self.pending.find(marker)
         last = self.pending.rfind(b"\x1e", -len(marker))
@@ -366,8 +369,8 @@ class Bash:
         self._print(len(self.pending))
 
     def clean(self, out: bytes) -> bytes:
-        """Remove markers from the output of an interrupted input. Usually the shell drops such a marker, but sometimes
-        it prints it."""
+        """Remove markers from the output of an interrupted input. Usually the shell does not print the marker of such
+        an input, but sometimes it does."""
         marker = b"\x1e" + self.token
         while marker in out:
             start = out.index(marker)
@@ -376,8 +379,8 @@ class Bash:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """Return the terminal's foreground process group, which is to be interrupted, and the processes to kill if they
-        ignore the interrupt."""
+        """Return two things for an interrupt: the terminal's foreground process group, which gets the interrupt, and
+        the processes to kill if they ignore it."""
         try:
             group = posix.tcgetpgrp(self.shell.output)
         except OSError:
@@ -385,8 +388,8 @@ class Bash:
         return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Make the shell print a new marker. After an interrupt, it drops the rest of its line with the input's own
-        marker."""
+        """Let the shell print a new marker. An interrupted shell drops the rest of its line, which would print the
+        input's own marker."""
         self.shell.sequence += self.shell.ticks == 1
         self.shell.writer.write(b"\n" + self._report(self.shell.sequence) + b"\n")
 
@@ -405,8 +408,8 @@ def raw_terminal(fd: int) -> bytes:
 
 
 def keep_terminal(fd: int, mode: bytes) -> None:
-    """Restore the terminal's mode if a program has changed it. It is compared first, because reading is ten times as
-    fast as setting."""
+    """Restore the terminal's mode if a program has changed it. The mode is first read and compared, because reading is
+    ten times as fast as setting."""
     import fcntl
     import termios
 
@@ -415,8 +418,8 @@ def keep_terminal(fd: int, mode: bytes) -> None:
 
 
 class Interpreter:
-    """A live Python or IPython. Its output arrives on one pipe. After each input, the result arrives as a frame on
-    another pipe."""
+    """A live Python or IPython shell. Its output arrives on one pipe. After each input, the result arrives as a frame
+    on another pipe."""
 
     def __init__(self, shell: LiveShell) -> None:
         self.shell = shell
@@ -433,7 +436,7 @@ class Interpreter:
         return commands + ([spare] if spare and find_program(spare[0], "") else [])
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program. When it is ready, it sends a frame with the number 0."""
+        """Start the program. It sends a frame with the number 0 when it is ready."""
         shell = self.shell
         self.frames = bytearray()
         shell.capture = Capture(WHY_MAX)
@@ -474,7 +477,8 @@ class Interpreter:
                 return
             frame = bytes(self.frames[4 : 4 + size])
             del self.frames[: 4 + size]
-            # A frame contains: number, status, length of the echo, the echo, the displays (see python_program.py).
+            # A frame has these parts: number, status, length of the echo, the echo, the displays (see
+            # python_program.py).
             number, status, length = (int.from_bytes(frame[at : at + 4], "big") for at in (0, 4, 8))
             shell.drain()
             if number == 0 and shell.opening:
@@ -486,15 +490,15 @@ class Interpreter:
                 shell.finish(status)
 
     def ended(self) -> None:
-        """Do nothing, because an interpreter's output is never pending."""
+        """Do nothing, because an interpreter keeps no output back."""
 
     def clean(self, out: bytes) -> bytes:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """Return the program's own process group, which is to be interrupted, and the processes to kill if they ignore
-        the interrupt."""
+        """Return two things for an interrupt: the program's own process group, which gets the interrupt, and the
+        processes to kill if they ignore it."""
         return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Do nothing, because the program sends a frame even after an interrupt."""
+        """Do nothing, because the program sends its frame even after an interrupt."""
