@@ -1,5 +1,5 @@
-"""The command line `outrider ...`. A module of this package defines one command or one group of commands. `commands.py`
-combines them into one program."""
+"""The command line `outrider ...`. The modules of this package define the commands, and `commands.py` combines the
+commands into one program."""
 
 from __future__ import annotations
 

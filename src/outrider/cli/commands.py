@@ -1,7 +1,8 @@
 """The program `outrider`: lists all commands, runs one of them, and prints its error.
 
 The work of each command is done in another module. Invariant: an OutriderError is printed as one line, never as a
-traceback. So is an error of the operating system, such as a full disk.
+traceback. So is an error that comes from the machine: a full disk, a missing file, or a lack of descriptors, memory or
+threads.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 def commands() -> CliGroup:
     """Return the group of all commands. A command's module is imported only when the command runs, or when its own help
-    is shown."""
+    or the help of its group is shown. `outrider --help` imports none."""
     version = CliOption("--version", callback=_version, help="Show the version and exit.")
     return CliGroup(
         {name: line for name, (_, line) in COMMANDS.items()} | {name: line for name, (line, _) in GROUPS.items()},
@@ -254,8 +255,8 @@ def _is_shown(error: BaseException) -> bool:
 
 
 def _shown(error: BaseException) -> OutriderError:
-    """Return the error as an OutriderError. An error about a resource that this machine lacks, such as disk space, gets
-    a hint."""
+    """Return the error as an OutriderError. An error that comes from the machine, such as a full disk, gets a hint if
+    there is one for it."""
     if isinstance(error, OutriderError):
         return error
     log.debug("the command failed", exc_info=error)

@@ -29,7 +29,8 @@ def list_consumers(terminal: Terminal, service: Client) -> None:
     """List the consumers with their positions.
 
     A consumer is a named reader of the results. The service keeps a group until
-    every consumer has acknowledged it, so remove a consumer that no longer reads.
+    every consumer that reads it has acknowledged it, unless `outrider gc --force`
+    removes it. So remove a consumer that was last seen long ago.
 
     Example:
 

@@ -56,14 +56,14 @@ def demo(
 
     With --train, the library TRL trains the model. Its sessions run in a service
     in another process. The training ends when the model is right nearly every
-    time. Ctrl-C ends it after the current step, and keeps the weights and the
-    curve of the reward. A second Ctrl-C ends it at once.
+    time, or after 48 steps. Ctrl-C ends it after the current step, and keeps the
+    weights and the curve of the reward. A second Ctrl-C ends it at once.
 
     With --open, the service's page opens in a browser before the first session,
     and the service runs until Ctrl-C.
 
     Exit code 1: a session failed, or a recorded token differs from the engine's
-    token. With --train: the reward did not rise from below 0.3 to above 0.85.
+    token. With --train, also: the reward did not rise from below 0.3 to above 0.85.
     Exit code 130: Ctrl-C.
 
     Examples:

@@ -49,7 +49,8 @@ def diagnose(
     """List the faults of a run, with evidence and the next step.
 
     The command reads the results of all sessions, and the turns of only a sample
-    of them. Without a label or a group, it reads all groups of the service.
+    of them. Without a label or a group, it reads all groups of the service. Of a
+    run with more than 200,000 sessions, it reads only the newest groups.
 
     Examples:
 
@@ -105,8 +106,8 @@ def _finding(finding: RunFinding) -> Iterator[Text]:
 
 
 def _time_line(seconds: RunSeconds) -> str:
-    """Return how the sessions spent their time, the largest share first: `model 62%, tools 30%`. Returns "" if they
-    spent none."""
+    """Return how the sessions spent their time, the largest share first: `time: model 62%, tools 30%`. Shares below
+    0.5 % are left out. Returns "" if the sessions spent no time."""
     used = {name: getattr(seconds, name) for name in RunSeconds.__struct_fields__}
     total = sum(used.values())
     if not total:

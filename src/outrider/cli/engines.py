@@ -20,7 +20,7 @@ def list_engines(terminal: Terminal, service: Client) -> None:
     """List the engines with their load.
 
     The load of an engine is the number of requests in flight, of sessions, and
-    of tokens generated since the service started.
+    of tokens generated since the engine was added.
 
     Example:
 

@@ -44,12 +44,12 @@ PAGE = 20
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider export --json`.
 
-    left_out: the number of samples without a reward, or with a reward below `--min-reward`.
+    left_out: the number of samples that `--min-reward` left out, because their reward is lower or they have none.
     evaluations: the number of left-out groups that evaluate a policy.
     cursor: the value of `--after` for the next export.
     sha256: the SHA-256 digest of the written file.
-    images: the number of different images in the samples that the service stores.
-    image_files: the folder with the written images.
+    images: the number of different images in the samples, without images that the service does not store.
+    image_files: the folder with the written images. None if no image was written.
     """
 
     samples: int

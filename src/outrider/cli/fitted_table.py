@@ -16,7 +16,7 @@ from rich.text import Text
 GAP = 2
 """Number of spaces between two columns of the table."""
 TEXT_WIDTH = 24
-"""Minimum width of the last column if its cells contain text that may wrap."""
+"""The last column is not wrapped to less than this width, if its cells contain text that may wrap."""
 
 
 class FittedTable:
@@ -77,7 +77,7 @@ class FittedTable:
         return min(self._widths[0], room // 2)
 
     def _widened(self, columns: dict[int, int], room: int) -> dict[int, int]:
-        """Widen columns from their minimum widths, from left to right, until no room is left."""
+        """Widen columns from their minimum widths to their full widths, from left to right, until no room is left."""
         left = room - sum(columns.values()) - GAP * (len(columns) - 1)
         widths = {}
         for at, width in columns.items():

@@ -157,7 +157,7 @@ def _version_row(harness: HarnessSpec) -> RowVerdict:
 
 
 def print_certificate(terminal: Terminal, certificate: Certificate) -> None:
-    """Print the certificate: the table of rows, the reasons of rows that do not hold, the ends of logs, and the result.
+    """Print the certificate: the table of rows, the reasons for the rows' verdicts, the ends of logs, and the result.
     No line is wider than the terminal."""
     cells = []
     for row in certificate.rows:

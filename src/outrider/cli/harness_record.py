@@ -56,7 +56,7 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 class RecordedFiles(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider harness record --json`.
 
-    has_instruction: false if {instruction} occurs nowhere in the draft.
+    has_instruction: false if the drafted task does not pass its instruction to the program.
     refused: the number of model calls that got an error as reply, by method, path, status and reason."""
 
     task: str
@@ -70,7 +70,8 @@ class RecordedFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_and_draft(terminal: Terminal, answers: Answers) -> int:
-    """Run the program, write the transcript and the draft, and return the program's exit code. Raises InvalidField."""
+    """Run the program, write the transcript and the draft, and return the program's exit code. Returns FAILURE if a
+    signal ended the program. Raises InvalidField."""
     if not _NAME.fullmatch(answers.name):
         raise InvalidField(f"{answers.name!r} is no name of a file", field="--name", hint="letters, digits, . _ and -")
     env = dict(_pair(text) for text in answers.env)

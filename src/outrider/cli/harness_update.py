@@ -32,7 +32,7 @@ class VersionDifference(msgspec.Struct, frozen=True, kw_only=True):
 class TriedUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider harness update --json`.
 
-    ok: the newest version passes all checks, or is already the pinned version.
+    ok: the certificate of the newest version holds, or the newest version is already the pinned one.
     written: the command has pinned the newest version in the preset's file.
     of_pinned, of_newest: the certificates of both versions. None if the newest version is already the pinned one.
     """

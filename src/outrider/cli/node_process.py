@@ -127,8 +127,8 @@ class Starter:
 async def _join(join: Join, starter: Starter) -> None:
     """Join a service, and run its attempts until the service or the starting program closes the connection.
 
-    SIGTERM also ends this work. Batch systems and systemd send SIGTERM to every process of a job or unit, and the
-    sandboxes must end in time.
+    SIGTERM also ends this work. Batch systems and systemd send SIGTERM to all processes of a job or unit at once,
+    sandboxes included, so the results of the running attempts may be wrong.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starter.ending.set)
     async with asyncio.TaskGroup() as tasks:

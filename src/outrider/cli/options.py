@@ -90,8 +90,8 @@ Json = Annotated[bool, CliOption("--json", callback=_json, help="Write one JSON 
 
 
 def command(function: Callable[..., None]) -> CliCommand:
-    """Return the command that runs a function. Each parameter of the function becomes an option, except parameters of
-    these types:
+    """Return the command that runs a function. Each parameter of the function becomes an option or an argument, except
+    parameters of these types:
 
     - `Terminal`: the command's output.
     - `Client`: an open client of the service that --url, --token and --ca describe.

@@ -97,8 +97,8 @@ def update(
 ) -> None:
     """Set the policy's version, and have the engines load new weights.
 
-    The command pauses generation, loads the weights, sets the version, and
-    resumes generation.
+    The command pauses generation, has the engines load the weights (if --weights
+    is given), sets the version, and resumes generation.
 
     Example:
 

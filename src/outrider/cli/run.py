@@ -107,7 +107,7 @@ def run(
             task = with_harness(example.task, harness, agent, default=BUILT_IN)
             try:
                 validate_group({"task": task, "n": n, "priority": priority})
-            except InvalidField as error:
+            except InvalidField as error:  # raised before any task is submitted
                 raise InvalidField(
                     f"task {example.id!r} of {source}: {error.message}", field=error.field, hint=error.hint
                 ) from error

@@ -19,8 +19,8 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
     """Serve rollouts until Ctrl-C or SIGTERM.
 
     After the signal, running sessions have --stop-seconds to end. A second Ctrl-C
-    interrupts them. Interrupted and queued sessions are kept in the data folder:
-    the next service with this data folder runs them from the start.
+    interrupts them. The next service with the same data folder runs interrupted
+    sessions again from the start, and also runs queued ones.
 
     Examples:
 

@@ -219,8 +219,8 @@ def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None
 
 
 def _make_folder(data: Path, folder: Path) -> None:
-    """Make the data folder and the job's folder, which other users cannot read, and write a new token to a file. An
-    existing token is kept."""
+    """Make the data folder and the job's folder, and write a new token to a file. Other users cannot read what this
+    function makes. An existing folder or token is kept. Raises InvalidField if others can read the existing token."""
     for each in (data, folder):
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / TOKEN_FILE

@@ -136,8 +136,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def run_table(done: RolledOut) -> RenderableType:
-    """Return a table with the totals of a data set's run. The column `mixed groups` counts the groups with different
-    rewards."""
+    """Return a table with the totals of a data set's run. The column `mixed groups` counts the groups whose rewards
+    are not all equal."""
     columns = ("tasks>", "sessions>", "graded>", "reward>", "mixed groups>", "turns>", "sampled>", "trained>")
     counts = (done.mixed, done.turns, done.sampled, done.trained)
     return table(columns, [(len(done.groups), done.sessions, done.graded, done.mean_reward, *counts)])
@@ -221,7 +221,7 @@ def token_table(tokens: Iterable[TokenView]) -> RenderableType:
 
 def node_table(node: NodeStats) -> RenderableType:
     """Return a table about a node. It has a row for each lane, and a row for the resources that tasks have reserved.
-    Sandboxes that were started ahead of time have a row if there are any. So do stalls of the event loop. The column
+    Sandboxes that were started ahead of time have a row if there were any. So do stalls of the event loop. The column
     `waited` is the mean wait of all sessions served so far."""
     rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources

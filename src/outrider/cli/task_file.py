@@ -2,7 +2,7 @@
 
 This module does not validate the task, because the service does that. So it need not import the classes of tasks and
 the readers of data sets, which load slowly. Invariant: an `upload` step of a file or folder beside the TOML file
-becomes `write` steps with the same bytes, so that the service needs no copy of the file.
+becomes `write` steps of the same bytes to the same paths, so that the service needs no copy of the file.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def load_example(path: Path) -> Example:
 
 
 def load_table(path: Path) -> dict[str, Any]:
-    """Return the content of a task's TOML file. Each `upload` step of a file beside the TOML file becomes a `write`
-    step with the file's content."""
+    """Return the content of a task's TOML file. `upload` steps of files and folders beside the TOML file become `write`
+    steps with the files' content."""
     task = read_toml_file(path, field="task")
     places = [("task.runtime", task.get("runtime"))]
     graded = [("task.evaluator", task.get("evaluator"))]
@@ -82,7 +82,7 @@ def gold_of(table: Any, path: Path) -> Gold:
 
 def _inlined(step: Any, field: str, folder: Path) -> Iterator[Step]:
     """Yield the steps that are sent to the service in place of `step`. A step that uploads files from `folder` becomes
-    `write` steps. Any other step is sent unchanged."""
+    `write` steps, and `run` steps that make empty folders. Any other step is sent unchanged."""
     if not isinstance(step, dict) or step.keys() != {"upload", "to"}:
         yield step
         return

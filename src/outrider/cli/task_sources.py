@@ -89,7 +89,8 @@ def examples_in(
 ) -> list[Example]:
     """Return the tasks of a source. `source` is a name or a path. Raises InvalidField.
 
-    image, test_command: the image of the tasks, and the command that runs their tests.
+    image: the image of Harbor tasks that name none, and of the rows of a data set.
+    test_command: the command that runs the tests of the rows of a data set.
     offline: run Harbor tasks without the network that they request.
     network: what a Harbor task can reach if it requests a public network.
     faults: also return rows that lack something to become tasks. Otherwise, such a row raises InvalidField.
@@ -185,7 +186,7 @@ def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
 
 def read_tasks(path: Path) -> list[Example]:
     """Return the tasks in a file that `write_tasks` wrote. Raises InvalidField, whose message has the number of the
-    first broken task."""
+    first broken task, or the id that two tasks share."""
     examples: dict[str, Example] = {}
     for number, row in enumerate(read_rows(path), 1):
         try:

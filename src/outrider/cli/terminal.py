@@ -22,7 +22,7 @@ from outrider.printable import printable as printable
 from outrider.printable import printable_json
 
 WIDTH_OF_A_FILE = 240
-"""Width in columns of an output that is not a terminal. No table is wider."""
+"""Width in columns of an output that is not a terminal: wide enough that the rows of most tables need one line each."""
 
 
 class Terminal:
@@ -53,7 +53,8 @@ class Terminal:
             self.out.print(each, soft_wrap=isinstance(each, str))
 
     def error(self, record: ErrorRecord) -> None:
-        """Write the lines `error: ...` and `hint: ...`, and with --json also a JSON document."""
+        """Write a line `error: ...` that names the field, a line `hint: ...` and the end of the log. What the record
+        lacks is left out. With --json, also write a JSON document."""
         told = record.field and re.search(rf"\b{re.escape(record.field)}\b", record.message)
         named = f"{record.field}: " if record.field and not told else ""
         self._line("error", f"{named}{record.message}", "bold red")

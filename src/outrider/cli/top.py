@@ -76,8 +76,8 @@ class TopRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopView(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider top --once --json`. `rates` is None until the service has been read often enough.
-    `errors` is None if the query for errors failed."""
+    """The output of `outrider top --once --json`. `rates` is None while there are too few readings for an
+    average. `errors` is None if the query for errors failed."""
 
     at: float
     service: ServiceStatus
