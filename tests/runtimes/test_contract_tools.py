@@ -43,12 +43,17 @@ def mounts(ipython_home: Path) -> Iterator[tuple[Path, ...]]:
 
 
 @pytest.fixture(params=ALL)
-async def sandbox(request: pytest.FixtureRequest, world: World, mounts: tuple[Path, ...]) -> Runtime:
-    return await world.start(request.param, mounts=mounts)
+async def sandbox(request: pytest.FixtureRequest, world: World) -> Runtime:
+    return await world.start(request.param)
 
 
 @pytest.fixture(params=REAL)
-async def real(request: pytest.FixtureRequest, world: World, mounts: tuple[Path, ...]) -> Runtime:
+async def real(request: pytest.FixtureRequest, world: World) -> Runtime:
+    return await world.start(request.param)
+
+
+@pytest.fixture(params=REAL)
+async def with_ipython(request: pytest.FixtureRequest, world: World, mounts: tuple[Path, ...]) -> Runtime:
     return await world.start(request.param, mounts=mounts)
 
 
@@ -62,8 +67,8 @@ async def test_merged_output_is_in_order(sandbox: Runtime) -> None:
 
 
 @pytest.mark.deep
-async def test_ipython_keeps_state_and_echoes(real: Runtime) -> None:
-    shell = await real.open_shell("ipython")
+async def test_ipython_keeps_state_and_echoes(with_ipython: Runtime) -> None:
+    shell = await with_ipython.open_shell("ipython")
     assert (await shell.run("x = 20\nprint('hi')\nx + 1", seconds=30)).output == "hi\n21\n"
     assert (await shell.run("x", seconds=30)).output == "20\n"
     assert (await shell.run("'text'", seconds=30)).output == "'text'\n"
@@ -78,8 +83,8 @@ async def test_ipython_keeps_state_and_echoes(real: Runtime) -> None:
     await shell.close()
 
 
-async def test_rich_results(real: Runtime) -> None:
-    shell = await real.open_shell("ipython")
+async def test_rich_results(with_ipython: Runtime) -> None:
+    shell = await with_ipython.open_shell("ipython")
     assert (await shell.run(RICH, seconds=30)).displays == ()
     shown = await shell.run("display(chart)\nprint('between')\nchart", seconds=30)
     assert shown.output == "a chart\nbetween\na chart\n"
@@ -90,12 +95,12 @@ async def test_rich_results(real: Runtime) -> None:
         assert display.data["image/png"] == PIXEL
         assert json.loads(display.data.get("application/json", '{"points": [1, 2]}')) == {"points": [1, 2]}
     assert (await shell.run("1", seconds=30)).displays == ()
-    plain = await real.open_shell("python")
+    plain = await with_ipython.open_shell("python")
     assert (await plain.run(RICH + "\nchart", seconds=30)).displays == ()
 
 
-async def test_magics_and_commands(real: Runtime) -> None:
-    shell = await real.open_shell("ipython")
+async def test_magics_and_commands(with_ipython: Runtime) -> None:
+    shell = await with_ipython.open_shell("ipython")
     assert (await shell.run("!echo from the shell", seconds=30)).output == "from the shell\n"
     assert (await shell.run("found = !echo one; echo two\nfound[1]", seconds=30)).output == "'two'\n"
     assert (await shell.run("%%bash\nexit 0", seconds=30)).exit_code == 0
@@ -107,8 +112,8 @@ async def test_magics_and_commands(real: Runtime) -> None:
     assert (await shell.run("7;", seconds=30)).output == ""
 
 
-async def test_ipython_waits_exits_and_forgets_nothing(real: Runtime) -> None:
-    shell = await real.open_shell("ipython")
+async def test_ipython_waits_exits_and_forgets_nothing(with_ipython: Runtime) -> None:
+    shell = await with_ipython.open_shell("ipython")
     awaited = "import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    return 5\nawait f()"
     assert (await shell.run(awaited, seconds=30)).output == "5\n"
     assert (await shell.run("exit(3)", seconds=30)).exit_code == 3
@@ -117,13 +122,13 @@ async def test_ipython_waits_exits_and_forgets_nothing(real: Runtime) -> None:
     assert (await shell.run("6 * 7\n", seconds=30)).output == "42\n"
     assert (await shell.run("_ + 1", seconds=30)).output == "43\n"
     assert (await shell.run("f.__name__", seconds=30)).output == "'f'\n"
-    left = await real.exec("ls -A ~/.ipython ~/.cache 2>/dev/null", seconds=30)
+    left = await with_ipython.exec("ls -A ~/.ipython ~/.cache 2>/dev/null", seconds=30)
     assert left.stdout == b""
 
 
 @pytest.mark.deep
-async def test_ipython_is_interrupted_with_its_children(real: Runtime) -> None:
-    shell = await real.open_shell("ipython")
+async def test_ipython_is_interrupted_with_its_children(with_ipython: Runtime) -> None:
+    shell = await with_ipython.open_shell("ipython")
     late = await shell.run("!sleep 3010", seconds=0.5)
     assert late.timed_out
     late = await shell.run("print('begun')\nimport time\ntime.sleep(60)", seconds=2)
@@ -131,11 +136,11 @@ async def test_ipython_is_interrupted_with_its_children(real: Runtime) -> None:
     assert late.output.startswith("begun\n")
     assert "KeyboardInterrupt" in late.output
     assert (await shell.run("1 + 1", seconds=30)).output == "2\n"
-    assert not await alive(real, "3010")
+    assert not await alive(with_ipython, "3010")
 
 
-async def test_a_display_that_is_too_large_is_left_out(real: Runtime) -> None:
-    shell = await real.open_shell("ipython")
+async def test_a_display_that_is_too_large_is_left_out(with_ipython: Runtime) -> None:
+    shell = await with_ipython.open_shell("ipython")
     text = "display({'text/html': 'x' * (9 << 20)}, raw=True)\ndisplay({'text/html': 'y'}, raw=True)"
     displays = (await shell.run(text, seconds=60)).displays
     assert [display.data for display in displays] == [
@@ -145,8 +150,8 @@ async def test_a_display_that_is_too_large_is_left_out(real: Runtime) -> None:
 
 
 @pytest.mark.deep
-async def test_displays_of_few_characters_but_many_bytes_do_not_cost_the_shell(real: Runtime) -> None:
-    shell = await real.open_shell("ipython")
+async def test_displays_of_few_characters_but_many_bytes_do_not_cost_the_shell(with_ipython: Runtime) -> None:
+    shell = await with_ipython.open_shell("ipython")
     large = "state = 1\ndisplay({'text/html': chr(0x1F600) * (5 << 20)}, raw=True)"
     displays = (await shell.run(large, seconds=60)).displays
     assert [display.data for display in displays] == [{"text/plain": "[text/html of 20971520 bytes left out]"}]
@@ -156,8 +161,8 @@ async def test_displays_of_few_characters_but_many_bytes_do_not_cost_the_shell(r
     assert (await shell.run("state", seconds=60)).output == "1\n"
 
 
-async def test_an_input_that_writes_to_the_result_descriptor(real: Runtime) -> None:
-    shell = await real.open_shell("ipython")
+async def test_an_input_that_writes_to_the_result_descriptor(with_ipython: Runtime) -> None:
+    shell = await with_ipython.open_shell("ipython")
     broken = await shell.run("import os; os.write(4, b'\\xff' * 100)", seconds=30)
     assert broken.exit_code is None
     assert "started anew" in broken.output

@@ -1,7 +1,8 @@
 """An IPython for sandboxes whose own Python does not have IPython.
 
-One folder contains the interpreter of portable.py, IPython and the packages that IPython requires. A sandbox sees the
-folder at the same path as the host. Invariant: the folder contains no other packages of the service's environment.
+One folder contains the interpreter of portable.py, IPython and the packages that IPython requires, except jedi. A
+sandbox sees the folder at the same path as the host. Invariant: the folder contains no other packages of the service's
+environment.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from outrider.concurrency.build_once import build_once
 from outrider.environment import cache_home
 from outrider.sandbox.pythons.portable import portable_command, portable_digest, portable_python
 
+LEFT_OUT = ("jedi",)
+"""Packages that are not in the folder. IPython imports jedi only to complete names as a person types, and works without
+jedi. It has two thirds of all the folder's files, which every pod would copy."""
 WITHOUT_IPYTHON = (
     "install IPython for the sandbox's own python3, in its image; or install it beside Outrider "
     "(pip install ipython) and show it in the sandbox (mounts of pythons/ipython.py, as the built-in "
@@ -58,13 +62,13 @@ def _digest() -> str | None:
 
 def _closure(name: str) -> dict[str, metadata.Distribution]:
     """Return an installed package together with its installed requirements, direct and indirect. Requirements of extras
-    are left out. All other markers (`; python_version < "3.11"`) are ignored, because a package that a marker excludes
-    is usually not installed."""
+    and the packages of LEFT_OUT are not followed. All other markers (`; python_version < "3.11"`) are ignored, because
+    a package that a marker excludes is usually not installed."""
     found: dict[str, metadata.Distribution] = {}
     waiting = [name]
     while waiting:
         key = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
-        if key in found:
+        if key in found or key in LEFT_OUT:
             continue
         try:
             found[key] = metadata.distribution(key)
