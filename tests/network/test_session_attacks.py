@@ -227,7 +227,9 @@ with multiprocessing.Pool(16) as pool:
 """
 
 
-@pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=[pytest.mark.deep, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize(
+    "count", [2_000, pytest.param(100_000, marks=[pytest.mark.deep, pytest.mark.nightly, pytest.mark.timeout(600)])]
+)
 async def test_a_flood_of_requests_leaves_a_short_timeline_and_other_sessions(tmp_path: Path, count: int) -> None:
     """With more names than the timeline counts one by one. Another session runs beside it, without a delay of a
     minute."""
