@@ -77,7 +77,7 @@ class Section(BaseModel):
 
 
 class Setting(NamedTuple):
-    """How the command line shows a setting. `option` is the flag with its value, such as "--port PORT". `default` is
+    """A setting as the command line shows it. `option` is the flag with its value, such as "--port PORT". `default` is
     shown as the default if the field's own, such as None, explains nothing."""
 
     option: str | None = None

@@ -718,7 +718,7 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """How the done sessions of a run spent their time, in seconds over all sessions.
+    """The time of a run's done sessions by its use, in seconds over all sessions.
 
     - `queued`: waiting for a slot before the sandbox starts, not counting the time in the service's queue.
     - `waiting`: waiting for a slot with a prepared sandbox.

@@ -527,7 +527,7 @@ Policy = Literal["train", "mask", "drop"]
 
 
 class Branches(Spec):
-    """How the branches of each kind (`trajectory.BranchKind`) become training rows.
+    """The rules by which the branches of each kind (`trajectory.BranchKind`) become training rows.
 
     train: a row whose own sampled tokens are trained on with the session's reward.
     mask: a row without reward, in which no tokens are trained on.

@@ -53,7 +53,7 @@ def unpack_logprobs(packed: bytes) -> Logprobs:
 
 
 class JoinKind(StrEnum):
-    """How a request was added to its session's token tree (`tokens/tree/tree.py`)."""
+    """The way in which a request was added to its session's token tree (`tokens/tree/tree.py`)."""
 
     ROOT = "root"  # shares no history with earlier requests
     APPEND = "append"  # a recorded conversation plus new messages
@@ -91,7 +91,7 @@ class BranchKind(StrEnum):
 
 
 class BranchPolicy(StrEnum):
-    """What happens to the branches of a kind in the training data."""
+    """The treatment of the branches of a kind in the training data."""
 
     TRAIN = "train"
     MASK = "mask"  # delivered as a row in which nothing is trained on
@@ -99,7 +99,7 @@ class BranchPolicy(StrEnum):
 
 
 class TokenMode(StrEnum):
-    """Where a turn's token ids come from."""
+    """The source of a turn's token ids."""
 
     TOKENS = "tokens"  # the engine was given exactly the recorded ids
     CAPTURE = "capture"  # the engine was given text and reported its ids
@@ -151,7 +151,7 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an inference worker reports about a call. The report is only stored, never trained on. `timing` has times in
+    """An inference worker's report about a call. The report is only stored, never trained on. `timing` has times in
     seconds since the epoch, and durations in milliseconds if the name ends with `_ms`.
 
     output_ids, logprobs: the sampled ids (packed int32) and their log-probabilities (packed float64), if the reply does

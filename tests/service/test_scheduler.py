@@ -64,16 +64,8 @@ class Moments(Store):
             await self.read()
         return found
 
-    async def start_attempt(
-        self,
-        session_id: str,
-        *,
-        node: str,
-        lease_until: float,
-        policy_version: int | None = 0,
-        continues_turns: bool = False,
-    ) -> int:
-        number = await super().start_attempt(session_id, node=node, lease_until=lease_until)
+    async def start_attempt(self, session_id: str, **how: Any) -> int:
+        number = await super().start_attempt(session_id, **how)
         self.started()
         return number
 

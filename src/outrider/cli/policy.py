@@ -15,8 +15,7 @@ from outrider.schemas import PolicyStatus
 
 
 class Mode(StrEnum):
-    """What happens to generations in flight when the policy is paused: they finish, or they are aborted and continue
-    later."""
+    """The effect of a pause on generations in flight. They finish, or they are aborted and continue later."""
 
     FINISH = "finish"
     ABORT = "abort"

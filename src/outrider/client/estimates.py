@@ -14,7 +14,7 @@ MOST_RESAMPLED = 500
 """Maximum number of values for which an interval is computed by resampling. With more values, the normal approximation
 is as good."""
 NORMAL_QUANTILE = 1.959964
-"""How many standard errors the interval extends to each side of the mean, for CONFIDENCE."""
+"""Number of standard errors that the interval extends to each side of the mean, for CONFIDENCE."""
 
 
 def pass_at(k: int, passes: int, samples: int) -> float:

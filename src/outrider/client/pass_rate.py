@@ -137,7 +137,7 @@ async def evaluate(
         groups = await patiently(partial(client.wait, ids, watch))
     except BaseException:
         for group_id in ids if run is None else ():
-            with suppress(OutriderError):  # an error here must not hide the one that ended the evaluation
+            with suppress(OutriderError):  # the error that ended the evaluation is raised instead
                 await shielded(partial(client.cancel, group_id))
         raise
     after = (await patiently(client.policy)).version

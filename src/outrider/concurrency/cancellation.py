@@ -60,7 +60,7 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
         if cancelled is None:
             return task.result()
         if not task.cancelled():
-            task.exception()  # marks the error as read, because asyncio logs errors that nobody has read
+            task.exception()  # marks the error as read; asyncio would log an unread error
         raise cancelled
     finally:
         # The traceback of an error references this frame. If the frame also referenced the error, this cycle would keep

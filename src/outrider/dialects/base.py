@@ -150,7 +150,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about a reply when its stream begins."""
+    """The facts about a reply that are known when its stream begins."""
 
     id: str
     created: int

@@ -18,7 +18,7 @@ from outrider.spec import TaskSpec
 
 
 class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where programs inside the sandbox reach the session's model.
+    """The addresses at which programs inside the sandbox reach the session's model.
 
     base_url: `http://host:port/s/<key>`, without `/v1`.
     api_key: the credential of the session.
@@ -88,7 +88,7 @@ class ModelClient(Protocol):
 
 
 class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a harness gets for one session. `folders` are the session's folders in the sandbox."""
+    """The input of a harness for one session. `folders` are the session's folders in the sandbox."""
 
     task: TaskSpec
     runtime: Runtime

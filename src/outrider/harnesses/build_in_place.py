@@ -19,8 +19,8 @@ MARKER = ".outrider-sealed.json"
 
 
 class BuildInputs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a folder is built from. The marker file records it. If the marker has other inputs, the folder counts as
-    incomplete."""
+    """The inputs from which a folder is built. The marker file records it. If the marker has other inputs, the folder
+    counts as incomplete."""
 
     packages: tuple[str, ...]
     node: str | None = None

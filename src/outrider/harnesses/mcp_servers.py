@@ -24,7 +24,8 @@ FORMATS = (".json", ".toml", ".yaml")
 
 
 class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a program gets MCP servers. In `name`, `tool` and `allowed`, {server} stands for the name of a server.
+    """The form in which a program gets MCP servers. In `name`, `tool` and `allowed`, {server} stands for the name of a
+    server.
 
     file: the file with the servers. It may be one of the preset's files, and is written in the same way.
     key: the path of a table in `file`, with dots between nested tables. Its entries are the servers, by name.

@@ -94,15 +94,15 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SkillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a program gets skills: it reads them from `folder`, a path below HOME. For a task with skills, the variables
-    `env` are set."""
+    """The way in which a program gets skills: it reads them from `folder`, a path below HOME. For a task with skills,
+    the variables `env` are set."""
 
     folder: str
     env: dict[str, str] = {}
 
 
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the program is installed on a node. Install scripts of packages are never run.
+    """The installation of the program on a node. Install scripts of packages are never run.
 
     packages: the packages to install from the registry of `kind`. The first one is the program, and ends with
         `version`.
@@ -141,9 +141,9 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the model calls a tool of an MCP server by writing a program. The model calls the agent's tool `tool` with
-    the program as its `argument`. `text` is the program, in which {server}, {tool} and {arguments} (a JSON object) are
-    replaced."""
+    """The form in which the model calls a tool of an MCP server by writing a program. The model calls the agent's tool
+    `tool` with the program as its `argument`. `text` is the program, in which {server}, {tool} and {arguments} (a JSON
+    object) are replaced."""
 
     tool: str
     argument: str
@@ -175,7 +175,7 @@ feature."""
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `outrider harness check` finds out about the features of a preset's program in its default dialect. A test
+    """The findings of `outrider harness check` about the features of a preset's program in its default dialect. A test
     with the real programs compares these values.
 
     image: if the model looks at an image file with a tool, it gets the image.

@@ -89,11 +89,13 @@ class AttemptRecords:
     """The service's records of an attempt that runs on a node: what the service sent to the node, and the turns and
     artifacts stored since then."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(
+        self, attempt: Attempt, vocabularies: Mapping[str | None, Vocabulary], *, kept_here: bool
+    ) -> None:
         self.attempt = attempt
-        self.vocabularies: Mapping[str | None, Vocabulary] = {}
+        self.vocabularies = vocabularies
         """Vocabularies of the service's models; the policy's key is None."""
-        self.kept_here = False
+        self.kept_here = kept_here
         """True if the artifacts of the attempt arrive over the connection. A process on the service's machine writes
         artifacts to the disk itself."""
         self.began_here = attempt.stored is None

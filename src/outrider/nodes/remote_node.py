@@ -276,9 +276,9 @@ class NodeConnection:
         task = await asyncio.to_thread(lambda: attempt.task.model_dump_json().encode())
         if self.calls.ended or self.leaving:
             raise self._lost()
-        session, records = attempt.session, AttemptRecords(attempt)
-        records.vocabularies = {model: pool.vocabulary for model, pool in self._parts.pools.items()}
-        records.kept_here = self._dialled
+        session = attempt.session
+        vocabularies = {model: pool.vocabulary for model, pool in self._parts.pools.items()}
+        records = AttemptRecords(attempt, vocabularies, kept_here=self._dialled)
         request = messages.RunAttempt(session=session, task=task, reserved=attempt.reserved, stored=attempt.stored)
         self._running[session.id, session.attempt] = records
         self._recent[session.id, session.attempt] = None

@@ -66,7 +66,7 @@ of them, or a folder that contains one. docs/security.md has the same table."""
 
 
 class Located(NamedTuple):
-    """Where a path leads. `real` is the path with all links resolved. `ids` identify the file and then each folder
+    """The target of a path. `real` is the path with all links resolved. `ids` identify the file and then each folder
     above it."""
 
     real: str

@@ -36,7 +36,7 @@ from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_URL
 from outrider.spec import RUNTIME, Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
 
 PREPARE_PAUSES = RetryPolicy(first=1.0, longest=30.0)
-"""How long a prepare step waits between two attempts if it sets no pause itself."""
+"""Seconds that a prepare step waits between two attempts if it sets no pause itself."""
 
 
 class CommandFailed(RuntimeFailure):

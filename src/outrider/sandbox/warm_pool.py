@@ -59,7 +59,7 @@ MAX_FAILURES = 6
 """After this many failed starts in a row, a kind is not started again until a session requests it."""
 
 PAUSES = RetryPolicy(first=1.0, longest=300.0)
-"""How long to wait after a failed start before the next start of the same kind."""
+"""Seconds to wait after a failed start before the next start of the same kind."""
 
 NO_ROOM_SECONDS = 60.0
 """If there was no room for a session's sandbox, no warm sandbox of the same runtime starts for this many seconds."""

@@ -86,7 +86,7 @@ def end_of(error: BaseException) -> End:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about the end of a stage."""
+    """The facts about the end of a stage."""
 
     stage: Stage
     end: End
@@ -140,7 +140,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blame(StrEnum):
-    """What happens to the attempt when a rule applies."""
+    """The consequence for the attempt when a rule applies."""
 
     GRADE = "graded"
     UNGRADED = "not graded"

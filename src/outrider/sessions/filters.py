@@ -25,7 +25,7 @@ REPEATS = 4
 
 
 class EndedRun(msgspec.Struct, frozen=True):
-    """What filters examine: why the agent's run ended, its model calls, and its patch if the task carries a diff."""
+    """The input of filters: why the agent's run ended, its model calls, and its patch if the task carries a diff."""
 
     reason: StopReason
     turns: Sequence[Turn]

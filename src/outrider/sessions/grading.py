@@ -83,7 +83,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, eq=False):
-    """What a sandbox is made from: the runtime, the task's field that contains the runtime, and the mounts."""
+    """The origin of a sandbox: the runtime, the task's field that contains the runtime, and the mounts."""
 
     runtime: RuntimeSpec
     field: str
@@ -130,10 +130,10 @@ class Grading:
         self._lanes = lanes
         self._resources = resources
         self._agents = Origin(attempt.task.runtime, RUNTIME, mounts)
-        """What the agent's sandbox is made from."""
+        """The origin of the agent's sandbox."""
         own = attempt.task.evaluator.runtime
         self._graders = self._agents if own is None else Origin(own, f"{field}.runtime", ())
-        """What the sandboxes for grading are made from."""
+        """The origin of the sandboxes for grading."""
         self._goes_on = goes_on
         self._stopwatch = stopwatch
         self._timeline = timeline
@@ -208,7 +208,7 @@ class Grading:
         """
         verdict: Verdict | None = None
         origin = self._agents
-        """What the sandbox in which a failure occurs was made from."""
+        """The origin of the sandbox in which a failure occurs."""
         try:
             if self._carry is not None:
                 await self._decide_unchanged(sandbox.runtime, outcome)

@@ -204,7 +204,7 @@ class _Waiter(NamedTuple):
 
 
 class _Owner:
-    """What an owner has taken, the number of the owner's last turn, and the heap of its waiting requests."""
+    """The amount that an owner has taken, the number of the owner's last turn, and the heap of its waiting requests."""
 
     __slots__ = ("last", "taken", "waiters")
 

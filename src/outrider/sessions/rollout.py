@@ -109,8 +109,8 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
-    """How an agent's run ended. `failure` is set only for AGENT_EXCESS. It is an error from inside the agent's sandbox,
-    and the grading must still confirm that the agent caused the error."""
+    """The end of an agent's run. `failure` is set only for AGENT_EXCESS. It is an error from inside the agent's
+    sandbox, and the grading must still confirm that the agent caused the error."""
 
     reason: StopReason
     outcome: HarnessOutcome
@@ -123,7 +123,7 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ended: the stop reason, and the verdict or the error if there is one. For `run_reason` see
+    """The end of an attempt: the stop reason, and the verdict or the error if there is one. For `run_reason` see
     `SessionResult`, and for `patch` see `Grade`."""
 
     reason: StopReason

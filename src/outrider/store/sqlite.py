@@ -37,7 +37,7 @@ MAX_BATCH = 256
 """Maximum number of writes in one commit."""
 READERS = 2
 BUSY_SECONDS = 5.0
-"""How long to wait while another process locks the file, in seconds."""
+"""Seconds to wait while another process locks the file."""
 CHECKPOINT_SECONDS = 1.0
 CHECKPOINTS = "checkpoints of the database"
 """Name under which failed checkpoints appear in the list of failures."""

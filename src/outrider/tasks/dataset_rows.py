@@ -22,7 +22,7 @@ LEAVE_OUT = "leave the row out, or mend the file"
 
 
 class Additions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user adds to the tasks of a data set.
+    """The user's additions to the tasks of a data set.
 
     image: a template for the names of the tasks' images (`swebench.image_name`).
     test_command: the command that runs the tests.

@@ -44,7 +44,7 @@ class VerlSettings(BridgeSettings):
 
 @dataclass(frozen=True)
 class Terms:
-    """What verl's configuration requires of a rollout.
+    """The requirements of verl's configuration for a rollout.
 
     prompt_length, response_length: the maximum lengths in tokens, from verl's `rollout`.
     logprobs: whether log-probabilities are required (`rollout.calculate_log_probs`).

@@ -1,4 +1,4 @@
-"""What the protocols of all links share: close codes and reasons, heartbeats, and the MessagePack encoder."""
+"""The shared parts of the protocols of all links: close codes and reasons, heartbeats, and the MessagePack encoder."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
 
 def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
     """Return the fields of the sandbox's spec that the request overrides, and `image`, `memory_limit_multiplier` and
-    `offline`. If `offline` is true, the task gets no network, whatever its task.toml says."""
+    `offline`. If `offline` is true, the task gets no network, even if its task.toml asks for one."""
     given = dict(asked.environment_overrides or {})
     if strange := sorted(given.keys() - set(OVERRIDES)):
         raise InvalidField(

@@ -72,7 +72,7 @@ PROXY_SESSION = "_proxy_session_id"
 KNOWN_SESSION_STATUSES = (*STATES.values(), *ENDINGS.values())
 SESSION_ID = re.compile(SESSION_PATTERN)
 PAUSE_SECONDS = 300.0
-"""How long a pause waits by default until running generations have ended, in seconds."""
+"""Seconds that a pause waits by default until running generations have ended."""
 MOST_PAUSE_SECONDS = 3600.0
 TOO_LATE = 504
 """HTTP status if running generations have not ended in time for a pause."""

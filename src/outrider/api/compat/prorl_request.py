@@ -142,8 +142,8 @@ class AddressSpec(Spec):
 
 
 class Backends(NamedTuple):
-    """What the attached engines can do. `context_tokens` is the model's context length (None if unknown). `reports_ids`
-    says whether any engine reports token ids."""
+    """The abilities of the attached engines together. `context_tokens` is the model's context length (None if unknown).
+    `reports_ids` is True if any engine reports token ids."""
 
     context_tokens: int | None
     reports_ids: bool

@@ -1,7 +1,7 @@
 """Creates the result record of a ProRL job from its session's stored turns, training rows and verdict.
 
-The module does not read the store, and does not await. Invariants: a record has all fields, whatever happened to the
-session; without a verdict, `resolved` is null and there is no reward.
+The module does not read the store, and does not await. Invariants: every record has all fields. The record
+of a session without a verdict has no reward, and its `resolved` is null.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parses one `Content` (a message) of a Google request: the text, images, calls and tool results in its parts.
 
-Each content is parsed by itself; `history.py` assigns tool results to calls. Invariant: a part that cannot be shown to
+Each content is parsed on its own. `history.py` assigns tool results to calls. Invariant: a part that cannot be shown to
 the model raises RequestError. The only exceptions are parts written by tools on Google's own servers
 (`WirePart.hosted`). These parts are left out, and the names of their fields are added to the request's notes.
 

@@ -88,9 +88,9 @@ class _PartRange(msgspec.Struct, frozen=True, gc=False):
 
 
 class _ReadContent(msgspec.Struct, frozen=True, gc=False):
-    """What is stored about a content. A user's content has `ranges`; a model's content has the fields after it. `said`
-    is the digest of the model's text and calls, without ids and thoughts. `hosted` has the names of the fields that
-    tools on Google's servers wrote."""
+    """The stored facts about one content of a conversation. A user's content has `ranges`; a model's content has the
+    fields after it. `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` has the
+    names of the fields that tools on Google's servers wrote."""
 
     role: Role
     digest: bytes
@@ -120,8 +120,8 @@ class HistoryMemory:
 
 
 class _Span(msgspec.Struct, frozen=True, gc=False):
-    """Where a message is in the request. `contents` are the indexes of its contents, and [start, stop) is its range of
-    parts. `ids` are the ids of the message's calls, or the id of the call that a tool result answers. Messages with
+    """The place of a message in the request. `contents` are the indexes of its contents, and [start, stop) is its range
+    of parts. `ids` are the ids of the message's calls, or the id of the call that a tool result answers. Messages with
     equal `key` are parsed to equal messages."""
 
     key: bytes

@@ -72,8 +72,8 @@ class _Generation(msgspec.Struct, rename="camel"):
 
 
 class GeminiContext(msgspec.Struct, frozen=True):
-    """What the writer of the reply needs from the request. `thoughts` is True if the reply shows thoughts. `events` is
-    True if a stream consists of server-sent events, and False if it is one JSON array."""
+    """The values of the request that the writer of the reply needs. `thoughts` is True if the reply shows thoughts.
+    `events` is True if a stream consists of server-sent events, and False if it is one JSON array."""
 
     history: GeminiHistory
     thoughts: bool = False

@@ -111,8 +111,8 @@ class _Source(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """Where one of our messages is in the request. It consists of the request's messages [first, last). If it is only a
-    part of one user message, it consists of that message's blocks [start, stop)."""
+    """The place of one of our messages in the request. It consists of the request's messages [first, last). If it is
+    only a part of one user message, it consists of that message's blocks [start, stop)."""
 
     role: Role
     first: int

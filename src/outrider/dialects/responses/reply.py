@@ -31,7 +31,7 @@ _PREFIX = "resp_"
 
 
 class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What the writer of the reply needs from the request.
+    """The values of the request that the writer of the reply needs.
 
     - `echo`: the request's fields that the response repeats, ready to encode.
     - `table`: the tools by the names that the model sees.
@@ -209,8 +209,8 @@ _UNOPENED = Opening(id="unopened", created=0, model="")
 
 
 class _ItemForm(msgspec.Struct, frozen=True):
-    """How one kind of item is streamed: the prefix of its ids, the key for the index of a part, and the names of its
-    events."""
+    """The rules for streaming one kind of item: the prefix of its ids, the key for the index of a part, and the names
+    of its events."""
 
     id_prefix: str
     index_key: str

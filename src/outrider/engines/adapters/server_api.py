@@ -1,4 +1,4 @@
-"""What the APIs of engine servers have in common: finish reasons, log-probabilities, penalties, structured outputs, and
+"""Shared parts of the APIs of engine servers: finish reasons, log-probabilities, penalties, structured outputs, and
 the list of models.
 
 Invariant: no function here replaces a missing log-probability by a placeholder.

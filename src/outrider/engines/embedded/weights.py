@@ -24,8 +24,8 @@ StateDict = Mapping[str, Tensor]
 
 
 class FusedSlice(msgspec.Struct, frozen=True):
-    """Where a published tensor belongs: the tensor `name` is rows [start, start + rows) of the model's parameter
-    `parameter`."""
+    """The place of a published tensor in the model: the tensor `name` is rows [start, start + rows) of the model's
+    parameter `parameter`."""
 
     name: str
     parameter: str

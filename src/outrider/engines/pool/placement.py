@@ -99,7 +99,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How one process uses an engine, and what it has observed there. `EngineStatus` explains the fields except
+    """One process's use of an engine, and its observations of the engine. `EngineStatus` explains the fields except
     `pace`."""
 
     in_flight: Count = 0
@@ -190,9 +190,9 @@ class EngineRecord:
     failures: int = 0
     misbehaved: int = 0
     suspect: str | None = None
-    """What was wrong with the reply that made the engine suspect, or None if it is not suspect."""
+    """The defect of the reply that made the engine suspect, or None if the engine is not suspect."""
     uses: dict[str, EngineUse] = field(default_factory=dict)
-    """How each follower uses the engine, by the follower's name."""
+    """Each follower's use of the engine, by the follower's name."""
     load_elsewhere: float = 0.0
     """The load that other processes put on the engine. Set only in a follower."""
     paused: bool = False

@@ -53,8 +53,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about a recorded run, for drafting a task. `place` is its command. The command, `env` and `files`
-    may contain placeholders. `stdin` is True if the program read the instruction from standard input. `calls`,
+    """The facts about a recorded run from which a task is drafted. `place` is its command. The command, `env` and
+    `files` may contain placeholders. `stdin` is True if the program read the instruction from standard input. `calls`,
     `dialects` and `streamed` describe its model calls."""
 
     place: Place

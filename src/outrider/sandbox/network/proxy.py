@@ -37,8 +37,8 @@ CONNECTION_SECONDS = 3600.0
 LATE_BODY_SECONDS = 5.0
 """Once the server has replied, the proxy forwards the rest of the request's body for at most this many seconds."""
 LINGER_SECONDS = 2.0
-"""How long a refused client may read the reason. Meanwhile, the rest of its request is discarded, because closing a
-connection with unread bytes would reset it, and the reason would be lost."""
+"""Seconds for which a refused client may read the reason. Meanwhile, the rest of its request is discarded, because
+closing a connection with unread bytes would reset it, and the reason would be lost."""
 CONNECT_PATIENCE = 5.0
 """If a phase ends after a request has waited more than this many seconds for a connection to its server, the server has
 failed. A shorter wait is no failure, because a program may send a request just before it exits."""

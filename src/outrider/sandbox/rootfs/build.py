@@ -32,7 +32,7 @@ PROGRAMS = ("apptainer", "singularity")
 
 
 class Reuse(StrEnum):
-    """Which earlier build may be reused.
+    """The rule by which an earlier build may be reused.
 
     scratch: none, except a build that another process has finished after this one was requested.
     versioned: a build of the same recipe, with the same base, files and version of Outrider.

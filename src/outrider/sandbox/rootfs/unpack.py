@@ -143,7 +143,7 @@ def check_expansion(size: int, archived: int) -> None:
 
 
 class Contents(msgspec.Struct):
-    """What a root file system contains.
+    """The contents of a root file system.
 
     `entries`: the number of files, folders and links.
     `bytes`: the total size of the files.

@@ -42,7 +42,7 @@ GIT_ENVIRONMENT = {
 
 
 class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node passes to a new sandbox.
+    """The parameters that a node passes to a new sandbox.
 
     - `session_id` and `attempt` identify the sandbox.
     - `directory` is a private, empty directory on the host. The node removes it after `stop`.

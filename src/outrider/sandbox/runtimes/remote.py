@@ -1,4 +1,4 @@
-"""What the runtimes with sandboxes on other machines have in common: the labels of sandboxes, the pace of starts, and
+"""Shared code of the runtimes with sandboxes on other machines: the labels of sandboxes, the pace of starts, and
 the tunnel to the model gateway.
 
 The module does not depend on a particular service that runs sandboxes. Invariants:

@@ -147,7 +147,7 @@ class VersionUse(msgspec.Struct, frozen=True):
 
 
 class CallWaits(msgspec.Struct, frozen=True):
-    """How long the calls of a session waited for their first token, in seconds.
+    """Seconds that the calls of a session waited for their first token.
 
     usual: the median wait.
     first: the wait of the first call, or None if it is unknown.

@@ -47,7 +47,7 @@ Unit = Literal["sessions", "groups"]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rule has measured on a run.
+    """A rule's measurement on a run.
 
     bound: the conservative confidence bound, which is compared with the rule's threshold.
     value: the estimate.

@@ -55,7 +55,7 @@ class EngineSpeed(msgspec.Struct):
 
 
 class ToolResults(msgspec.Struct):
-    """How many results of a tool a session has, and how many of them show a failure."""
+    """The number of a tool's results in a session, and the number of results that show a failure."""
 
     results: int = 0
     failed: int = 0

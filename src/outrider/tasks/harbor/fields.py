@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Use(StrEnum):
-    """How Outrider uses a field.
+    """Outrider's use of a field.
 
     given: the value becomes part of the task.
     checked: a task is refused if Outrider does not support the value. The error names the field.

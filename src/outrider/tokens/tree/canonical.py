@@ -72,7 +72,7 @@ row."""
 
 
 class PrintedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Which optional parts of a message affect the output of a family's template.
+    """The optional parts of a message that affect the output of a family's template.
 
     call_ids: the ids of tool calls.
     names: the names of users and tool results.

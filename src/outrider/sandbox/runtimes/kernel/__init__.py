@@ -1,1 +1,1 @@
-"""What the runtimes use of this machine's kernel: processes, control groups and mounts."""
+"""Interfaces of this machine's kernel that the runtimes use: processes, control groups and mounts."""

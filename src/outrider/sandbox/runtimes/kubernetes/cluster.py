@@ -29,9 +29,9 @@ from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue,
 
 REMOVE_SECONDS = 60.0
 PAUSES = RetryPolicy(first=0.5, longest=10.0)
-"""How long to wait before a failed call is repeated, if the failure may be temporary."""
+"""Seconds to wait before a failed call is repeated, if the failure may be temporary."""
 FULL_PAUSES = RetryPolicy(first=1.0, longest=15.0)
-"""How long to wait before a pod is requested again, while the namespace's quota is used up."""
+"""Seconds to wait before a pod is requested again, while the namespace's quota is used up."""
 LOOK_SECONDS = 5.0
 """If no event arrives for this many seconds, the node asks for the pod's state, because an event may have been lost."""
 LEFT_SECONDS = 120.0

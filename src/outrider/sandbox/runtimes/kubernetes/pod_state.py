@@ -117,7 +117,7 @@ class Pod(msgspec.Struct):
 
 
 class Remedy(StrEnum):
-    """What to do about a pod that does not run yet."""
+    """The reaction to a pod that does not run yet."""
 
     WAIT = "wait"
     """Wait until the time limit, because the cluster tries again by itself."""
@@ -149,7 +149,7 @@ TROUBLES: dict[str, tuple[Remedy, str]] = {
     "Unschedulable": (Remedy.WAIT, "no machine of the cluster has room: lower task.runtime.resources, or add machines"),
     "SchedulerError": (Remedy.WAIT, ""),
 }
-"""What to do for each reason that the cluster gives, and a hint for the user. For a reason that is not listed, the
+"""The reaction to each reason that the cluster gives, and a hint for the user. For a reason that is not listed, the
 start waits."""
 
 

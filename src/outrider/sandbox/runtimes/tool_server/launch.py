@@ -1,4 +1,4 @@
-"""What the `launch` functions of all runtimes have in common: they connect to a tool server, configure it, and undo
+"""Shared code of the `launch` functions of all runtimes: they connect to a tool server, configure it, and undo
 each step.
 
 Each runtime with a tool server has an async context manager `launch(spec, context)`. It makes the sandbox, starts the
