@@ -89,9 +89,7 @@ class AttemptRecords:
     """The service's records of an attempt that runs on a node: what the service sent to the node, and the turns and
     artifacts stored since then."""
 
-    def __init__(
-        self, attempt: Attempt, vocabularies: Mapping[str | None, Vocabulary], *, kept_here: bool
-    ) -> None:
+    def __init__(self, attempt: Attempt, vocabularies: Mapping[str | None, Vocabulary], *, kept_here: bool) -> None:
         self.attempt = attempt
         self.vocabularies = vocabularies
         """Vocabularies of the service's models; the policy's key is None."""
