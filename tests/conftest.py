@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from support.disk import Disk, a_disk
-from support.flaky import pytest_sessionstart, pytest_terminal_summary
+from support.flaky import pytest_addoption, pytest_sessionstart, pytest_terminal_summary
 from support.in_memory import use_memory
 
 if TYPE_CHECKING:
     from support.postgresql import PostgresqlServer
 
-__all__ = ["pytest_sessionstart", "pytest_terminal_summary"]  # hooks: see support/flaky.py
+__all__ = ["pytest_addoption", "pytest_sessionstart", "pytest_terminal_summary"]  # hooks: see support/flaky.py
 
 REAL = Path(__file__).parent / "real"
 """Every test in this folder is marked `real`."""

@@ -13,7 +13,7 @@ from support.flaky import MAX_FLAKY
 
 SUPPORT = Path(__file__).parent
 
-CONFTEST = "from support.flaky import pytest_sessionstart, pytest_terminal_summary\n"
+CONFTEST = "from support.flaky import pytest_addoption, pytest_sessionstart, pytest_terminal_summary\n"
 CROWDED = """
 import os, pytest
 @pytest.mark.parametrize("number", range({flaky}))
@@ -27,11 +27,11 @@ def test_is_well():
 """
 
 
-def run(folder: Path, *, flaky: int, broken: int) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, tests: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST)
-    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {SUPPORT}\n")
-    (folder / "test_crowd.py").write_text(CROWDED.format(flaky=flaky, broken=broken))
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-p", "xdist"]
+    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {SUPPORT}\nfilterwarnings = error\n")
+    (folder / "test_crowd.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the other plugins would only be imported, by every process
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
@@ -43,6 +43,24 @@ def run(folder: Path, *, flaky: int, broken: int) -> subprocess.CompletedProcess
     [(0, 0, 0, 0), (2, 0, 0, 2), (1, 1, 1, 1), (MAX_FLAKY + 1, 0, 1, 0), (0, 1, 1, 0)],
 )
 def test_a_crowd(tmp_path: Path, flaky: int, broken: int, code: int, reported: int) -> None:
-    done = run(tmp_path, flaky=flaky, broken=broken)
+    done = run(tmp_path, CROWDED.format(flaky=flaky, broken=broken), "-n", "2", "-p", "xdist")
     assert (done.returncode, done.stdout.count("FLAKY: ")) == (code, reported), done.stdout
     assert ("the others are loud" in done.stdout) == (flaky > 0)
+
+
+WARY = """
+import os, warnings
+def test_fails_at_first():
+    warnings.warn("of a package that is not ours")
+    first = not os.path.exists("tried")
+    open("tried", "w").close()
+    assert not first, "the other run is loud"
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("options", "code"), [([], 1), (["--beside-others"], 0)])
+def test_one_worker_beside_other_runs(tmp_path: Path, options: list[str], code: int) -> None:
+    done = run(tmp_path, WARY, "-W", "default", *options)
+    assert (done.returncode, done.stdout.count("FLAKY: ")) == (code, len(options)), done.stdout
+    assert "the other run is loud" in done.stdout

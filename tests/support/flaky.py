@@ -1,8 +1,8 @@
 """Runs tests that failed beside others once more, alone: a test that then passes is flaky and is reported as such.
 
-Only runs with several workers (`pytest -n`) do this, and only for MAX_FLAKY failures or fewer. A flaky test is printed
-as FLAKY with its first failure, and is a defect to be mended next. A test that fails again, or more failures, fail the
-run. tests/conftest.py imports the hooks.
+Only runs with several workers (`pytest -n`) and runs beside other runs (`--beside-others`) do this, and only for
+MAX_FLAKY failures or fewer. A flaky test is printed as FLAKY with its first failure, and is a defect to be mended next.
+A test that fails again, or more failures, fail the run. tests/conftest.py imports the hooks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import pytest
 from _pytest.terminal import TerminalReporter
 
-MAX_FLAKY = 6
+MAX_FLAKY = 3
 RERUN_SECONDS = 600.0
 """Time limit of one test that runs alone."""
 
@@ -22,9 +22,18 @@ _failures = pytest.StashKey[dict[str, str]]()
 _session = pytest.StashKey[pytest.Session]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--beside-others",
+        action="store_true",
+        help="other runs of tests share this machine: run a failed test once more, as runs with several workers do",
+    )
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+    crowded = getattr(config.option, "numprocesses", None) or config.option.beside_others
+    if crowded and not hasattr(config, "workerinput"):
         config.stash[_failures] = {}
         config.stash[_session] = session
         config.pluginmanager.register(FailureRecorder(config.stash[_failures]))
@@ -54,6 +63,8 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter, exitstatus: int,
 def passes_alone(test: str, config: pytest.Config) -> bool:
     """Run one test in a process of its own, with the options of this run that choose what a test does."""
     command = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", test]
+    for warning in config.option.pythonwarnings or ():
+        command += ["-W", warning]
     if profile := config.getoption("--hypothesis-profile", None):
         command += ["--hypothesis-profile", profile]
     try:
