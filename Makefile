@@ -106,14 +106,11 @@ test-trainers: trainers ## tests with the packages of real trainers (installs th
 test-verl: $(VERL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/trainers/verl tests/fleet $(ARGS)
 
-# Here run, the deep ones included, the tests of the relay, for the version of transformers that TRL asks for, and the
-# tests that compare with transformers, which `make test` and `make test-deep` skip. Not the test that needs seconds of
-# processor time: it has run before, and .ci/run runs this beside test-real.
+# Then the tests that need transformers, which `make test` and `make test-deep` skip.
 test-trl: $(TRL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/trainers/trl $(ARGS)
-	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m "not real and not nightly" tests/relay tests/engines/test_embedded.py \
-		tests/test_pixels.py tests/trainers/test_slime_images.py tests/demo/test_policy.py \
-		--deselect tests/test_pixels.py::test_an_image_that_takes_minutes_is_unreadable_and_no_fault_of_the_service $(ARGS)
+	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m transformers tests/relay tests/engines/test_embedded.py tests/test_pixels.py \
+		tests/trainers/test_slime_images.py tests/demo/test_policy.py $(ARGS)
 
 # One after the other: SkyRL 0.4 would take the stand-ins for vLLM, which the tests of OpenRLHF import, for vLLM.
 test-skyrl: $(SKYRL_VENV)/.stamps/dev

@@ -70,6 +70,7 @@ def test_result_and_answer_hold_the_zone_as_the_same_token(zone: str) -> None:
 
 
 @pytest.mark.deep
+@pytest.mark.transformers
 def test_transformers_renders_a_conversation_to_the_same_ids() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(POLICY)

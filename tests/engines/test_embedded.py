@@ -113,6 +113,7 @@ async def test_logprobs_of_eight_at_once_and_of_long_prompts(reference: Referenc
 
 
 @pytest.mark.deep
+@pytest.mark.transformers
 async def test_logprobs_equal_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()

@@ -25,6 +25,7 @@ from support.relay import AT_ONCE, relay_served
 from support.tokenizer import write_tokenizer
 
 pytestmark = [
+    pytest.mark.transformers,
     pytest.mark.deep,  # torch and transformers take seconds to import
     pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
 ]

@@ -31,6 +31,8 @@ LIMIT = 60
 
 Loader = Callable[..., Any]
 
+pytestmark = pytest.mark.transformers
+
 
 def processor_of(path: str, **_: Any) -> Any:
     """As slime's `load_processor`, which loads the processor of transformers."""
