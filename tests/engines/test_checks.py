@@ -73,6 +73,7 @@ def tool_call(arguments: str) -> Message:
         (good(logprobs=[-float("inf")]), "log-probability -inf"),
         (good(ids=[1, 2], logprobs=[-1.0, -1e308]), "log-probability -1e[+]308"),
         (good(logprobs=[-9999.0]), "log-probability -9999.0"),
+        (good(ids=[1, 2], logprobs=[-9999.0, 0.0005]), "log-probability -9999.0"),
         (good(prompt_ids=[1, 1 << 31]), "its prompt"),
         (good(prompt_ids=[-1]), "its prompt"),
         (good(prompt_tokens=-3), "prompt tokens = -3"),

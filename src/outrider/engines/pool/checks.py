@@ -255,9 +255,9 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
-    # `max` and `sum` are faster than the loop, which runs only if one of the two comparisons is False. No value is
-    # above ROUNDING, so a single value that is too low makes the sum too low. Comparisons with NaN are False.
-    if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
+    # `max` and `sum` are faster than the loop, which runs only if one of the two comparisons is False. If no value is
+    # above ROUNDING, one value that is too low makes the sum too low. Comparisons with NaN are False.
+    if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST + ROUNDING * len(logprobs)):
         for value in logprobs:
             if not LOWEST < value <= ROUNDING:
                 raise EngineMisbehaved(f"engine {engine!r} gave the log-probability {value} for a sampled token")
