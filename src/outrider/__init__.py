@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # importing typing is slow, and Ctrl-C during the import would show a traceback
+TYPE_CHECKING = False  # not typing.TYPE_CHECKING: the import is slow, and Ctrl-C during it shows a traceback
 if TYPE_CHECKING:
     from outrider.client.client import AsyncClient, Client
 
@@ -10,7 +10,7 @@ __all__ = ["AsyncClient", "Client"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the client classes only when a program uses them, because many programs of this package do not."""
+    """Import the client classes only when they are used: many programs import this package without needing them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from outrider.client import client

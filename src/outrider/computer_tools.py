@@ -49,7 +49,7 @@ _ANTHROPIC_ACTIONS = (
 
 
 class _OpenAiAction(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
-    """An action of OpenAI's computer tool. `keys` are the keys held down during a mouse action."""
+    """An action of OpenAI's computer tool. `keys` in a mouse action are the keys held down meanwhile."""
 
 
 class OpenAiClick(_OpenAiAction, tag="click"):
@@ -121,8 +121,8 @@ OPENAI_ACTION: msgspec.json.Decoder[OpenAiAction] = msgspec.json.Decoder(OpenAiA
 
 
 def anthropic_tool(name: str, width: int | None, height: int | None, *, zoom: bool = False) -> ToolSpec:
-    """Return the function that describes Anthropic's computer tool to a model. `zoom` adds the action that shows a part
-    of the screen at full resolution, which only some clients have."""
+    """Return the function that describes Anthropic's computer tool to a model. With `zoom`, it includes the action that
+    shows a part of the screen at full resolution; only some clients have this action."""
     properties: Schema = {
         "action": {**_TEXT, "enum": [*_ANTHROPIC_ACTIONS, *(["zoom"] if zoom else [])]},
         "coordinate": {**_POINT, "description": "The pixel [x, y] of the action."},

@@ -78,7 +78,7 @@ class Section(BaseModel):
 
 class Setting(NamedTuple):
     """A setting as the command line shows it. `option` is the flag with its value, such as "--port PORT". `default` is
-    shown as the default if the field's own, such as None, explains nothing."""
+    the text to show for a default that explains nothing by itself, such as None."""
 
     option: str | None = None
     default: str | None = None
@@ -318,7 +318,7 @@ class NamedServer(Section):
 class GraderConfig(NamedServer):
     """A judge model or a grading service.
 
-    `url`: the address, for a judge that of an OpenAI-compatible API, including `/v1`.
+    `url`: the server's address; for a judge model, that of an OpenAI-compatible API, including `/v1`.
     `more_urls`: addresses of more servers with the same model or grader. Each call goes to the server with the fewest
         running calls. A retry goes to another server.
     `model`: the model name in a judge's requests.
@@ -333,11 +333,11 @@ class GraderConfig(NamedServer):
 
 
 class AgentServiceConfig(NamedServer):
-    """A service that runs agents. Outrider requests runs from it, and polls their state.
+    """A service that runs agents. Outrider starts runs there, and polls their state.
 
     `kind`: "outrider" for a service with Outrider's own protocol (docs/external.md), "harbor" for a Harbor run server.
-    `network`: the network of its agents. They reach Outrider at the address that `advertise` has for this network, by
-        default at the first.
+    `network`: the network of its agents, a name from `advertise`. The agents reach Outrider at the address that
+    `advertise` has for this network, or without `network` at the first address there.
     `poll_seconds`: the seconds between two polls of a run.
     `patience_seconds`: how long the service may be unreachable before a run counts as lost.
     """
@@ -358,13 +358,13 @@ class PluginsConfig(Section):
 
 
 class ProrlHandlerConfig(Section):
-    """Converts instances (problems) of a ProRL client to tasks.
+    """How the instances (problems) of a ProRL client become tasks.
 
     `task`: a TOML file with a task, relative to the settings file. In it, `{row.NAME}` stands for the column NAME of
         the instance.
     `rows`: a kind of data set. If set, this kind's adapter makes a task from the instance, `image` and `test_command`.
         Fields in the TOML file override the task's.
-    `data_sources`: more data sources of the handler. `*` at the end of a name stands for any text.
+    `data_sources`: more data sources that this handler takes. `*` at the end of a name stands for any text.
     `ignored`: sampling parameters that are accepted but have no effect, because the task's own agent sets them.
     """
 
@@ -386,8 +386,8 @@ class ProrlConfig(Section):
 
 
 class VerlProxyConfig(Section):
-    """The HTTP interface of verl's recipe (`compat = ["verl"]`). A section `verl` would have the variable
-    OUTRIDER_VERL, which the trainer's bridge already reads."""
+    """The HTTP interface of verl's recipe (`compat = ["verl"]`). The section is not named `verl`, because its variable
+    would be OUTRIDER_VERL, which the trainer's bridge already reads."""
 
     call_seconds: Annotated[Seconds, Setting("--relay-timeout SECONDS")] = 300.0
     """Maximum seconds of a model call at a [worker of verl's recipe](compat/verl.md#workers-that-dial-in); a declared
@@ -527,8 +527,8 @@ class Config(Section):
         return copy
 
     def for_nodes(self) -> Self:
-        """Return a copy of the settings for the nodes, without secrets that nodes do not need. It has no engines
-        either, because nodes get the state of the engine pools."""
+        """Return a copy of the settings for the nodes, without secrets that nodes do not need. The engines are left
+        out, too, because nodes get the state of the engine pools instead."""
         frozen = tuple(model.model_copy(update={"engines": ()}) for model in self.frozen)
         secrets = {"token": None, "store": None, "task_key": None, "callbacks": CallbacksConfig()}
         return self.model_copy(update={"engines": (), "frozen": frozen, **secrets})
@@ -581,8 +581,8 @@ RECIPE_VARIABLES = {
 """Maps environment variables of verl's recipe, such as PROXY_PORT, to paths of settings. The variables are read if
 `compat` contains `verl`. OUTRIDER_* variables override them."""
 ADDED = {"plugins.allow": PluginsConfig().allow}
-"""Lists that a flag extends instead of replacing: the path of each list, and its default. The flag extends the list
-from the environment or the file, or else the default."""
+"""The paths of lists that a flag extends instead of replacing, with their defaults. The flag extends the list from the
+environment or the file, or else the default."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near", "log_format"})
 """The settings and sections that a machine sets for itself when it joins a service. It gets all other settings from the
 service."""
@@ -669,7 +669,7 @@ def load_config(
 
 def _own_variables() -> dict[str, Any]:
     """Return the settings in OUTRIDER_* variables, as values by path."""
-    # In sorted order, OUTRIDER_LANES__RUN comes after OUTRIDER_LANES and overrides it. An empty variable counts as not
+    # Sorted, so that OUTRIDER_LANES__RUN comes after OUTRIDER_LANES and overrides it. An empty variable counts as not
     # set, because in shells and compose files people unset a variable by making it empty.
     return {
         name.removeprefix(PREFIX).lower().replace("__", "."): _value(name, text)
@@ -696,8 +696,8 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
     path = ".".join(map(str, location))
     having = [name for name, values in reversed(sources) if _has_value(values, location)]
     if len(having) > 1 and having[0] == sources[-1][0] and ".".join(map(str, location[:2])) in ADDED:
-        # A list in ADDED is merged from several sources. The flag's values are strings, which are always valid, so the
-        # wrong value comes from another source.
+        # A list in ADDED is merged from several sources. The flag cannot be at fault, because its values are strings,
+        # which are always valid, so blame the next source.
         having = having[1:]
     source = having[0] if having else "nowhere"
     hint = None
@@ -711,9 +711,9 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
 
 
 def _value(variable: str, text: str) -> Any:
-    """Return a variable's value. Text that begins with a bracket is read as JSON; pydantic converts all other text.
-    Invalid JSON stays text for a single setting that is not a list, because its text, such as a path, may begin with a
-    bracket. For a list or a whole section, invalid JSON raises InvalidField."""
+    """Return a variable's value. Text that begins with a bracket is read as JSON; pydantic converts all other text. A
+    single value, such as a path, may begin with a bracket without being JSON, and then stays text. For a list or a
+    whole section, invalid JSON raises InvalidField."""
     if text[0] not in "[{":
         return text
     try:

@@ -31,8 +31,8 @@ class Constraint(msgspec.Struct, frozen=True):
     - JSON_OBJECT: "", because any JSON object is accepted.
     - JSON_SCHEMA: the schema as JSON.
     - REGEX, GRAMMAR: the regular expression, the grammar.
-    - TOOL_CALLS: JSON. An engine that takes token ids gets a structural tag of XGrammar, and an engine that takes
-      messages gets OpenAI's field `tool_choice`.
+    - TOOL_CALLS: JSON. For an engine that takes token ids, it is a structural tag of XGrammar; for an engine that takes
+      messages, the value of OpenAI's field `tool_choice`.
     """
 
     kind: ConstraintKind

@@ -18,7 +18,7 @@ SECONDS = (
 """Upper bounds, in seconds, of the buckets for durations. One more bucket, without an upper bound, follows."""
 
 OTHER = "other"
-"""The name under which everything is counted that has no counter of its own."""
+"""The name of the counter for everything that has no counter of its own."""
 
 
 class Distribution(msgspec.Struct, frozen=True):

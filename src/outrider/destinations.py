@@ -23,8 +23,8 @@ MIRRORS = ("pip", "npm", "apt")
 """The names of the mirrors of package registries."""
 NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-"""Matches the last label of a host name if it is a number. Some resolvers read such a name as an IPv4 address, such as
-127.1 or 0x7f000001."""
+"""Matches the last label of a host name if it is a number. Some resolvers read a name with such a label, for example
+127.1 or 0x7f000001, as an IPv4 address."""
 MAX_NAME = 253
 
 

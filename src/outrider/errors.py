@@ -426,7 +426,7 @@ def storable(text: object) -> str | None:
 def error_from(record: ErrorRecord) -> OutriderError:
     """Make the exception that a record describes. A code without a class, such as one of another version, becomes a
     ServiceError."""
-    # A subclass without its own code is left out. It has its parent's code, and would replace the parent.
+    # Leave out a subclass without its own code: it has its parent's code, and would take the parent's place.
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
     record = bounded(record)

@@ -54,8 +54,8 @@ WORDS: dict[str, Callable[[Context], str]] = {
 
 
 def complaints(error: ValidationError) -> list[ErrorDetails]:
-    """Return pydantic's errors, one for each wrong field. Raises InvalidField if there are more than MAX_COMPLAINTS,
-    because a request can have so many wrong fields that listing them takes seconds."""
+    """Return pydantic's errors, one for each wrong field. Raises InvalidField if there are more than MAX_COMPLAINTS: a
+    request can have so many that listing them would take seconds."""
     if (count := error.error_count()) > MAX_COMPLAINTS:
         raise InvalidField(f"{count} fields are wrong or unknown, too many to name them") from error
     return error.errors(include_url=False)
@@ -86,8 +86,8 @@ def first_fault(
 
 
 def known_names(kind: type[BaseModel], place: Sequence[int | str]) -> list[str]:
-    """Return the field names that an object in the model `kind` may have. `place` is the object's path in the model, as
-    in the `loc` of pydantic's errors."""
+    """Return the names of the fields that an object inside the model `kind` may have. `place` is the path to this
+    object, as in the `loc` of pydantic's errors."""
     models = [kind]
     for part in place:
         fields = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]

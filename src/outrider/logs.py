@@ -30,8 +30,8 @@ class LoggedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SESSION: ContextVar[LoggedSession | None] = ContextVar("session of the log", default=None)
-"""The session to which log lines of the current asyncio task belong. Set it with `logged_for`. Only the gateway sets
-the variable directly, because a context manager for each model call would cost time."""
+"""The session that log lines of the current asyncio task belong to. Set it with `logged_for`. Only the gateway sets the
+variable directly, because a context manager for each model call would cost time."""
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Prepares images and other files for a model. A document becomes images of its pages. If a tool returns a file that
-the model cannot read, the model sees a text instead.
+"""Prepares images and other files for a model. A document becomes its pages, as pictures or texts. If a tool returns a
+file that the model cannot read, the model sees a text instead.
 
 Invariant: what the model sees depends only on the file, its media type and its address. So a history that a client
 sends again looks the same to the model.
@@ -37,11 +37,10 @@ document cannot be read, and None if the document has not been read yet."""
 PDF = "application/pdf"
 
 MAX_USER_RUN = 64
-"""Maximum distance, in messages, from a user message with a tool's files back to the tool's result (see
-`carried_by_tool`)."""
+"""How many messages `carried_by_tool` looks back from a user message to find a tool's result."""
 MAX_ADDRESS = 200
-"""Maximum number of characters of a file's address in the text that replaces the file. Longer addresses are left
-out."""
+"""Maximum length of a file's address, in characters. Longer addresses are left out of the text that replaces the
+file."""
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,32}/[\w.+-]{1,64}", re.ASCII)
 _ADDRESS = re.compile(rf"https?://[!-;=?-Z_a-z~]{{1,{MAX_ADDRESS}}}", re.ASCII)
 _MAX_SEGMENTS = 256
@@ -244,8 +243,8 @@ class ReadableMessages:
         return None
 
     def _with_pages(self, message: Message, index: int) -> Message:
-        """Replace the documents of message `index` by their pages. Raises UnpreparedDocuments for unknown pages, and
-        RequestError for an unreadable document from the user."""
+        """Replace the documents of message `index` by their pages. Raises UnpreparedDocuments if a document has not
+        been read yet, and RequestError for an unreadable document from the user."""
         by_tool, unknown = carried_by_tool(self._messages, index), []
         parts: list[Part] = []
         for part in message.parts:

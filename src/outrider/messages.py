@@ -17,9 +17,8 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# Some structs here and in the dialects have tens of thousands of instances per request. They have gc=False, so that the
-# garbage collector does not visit them, which would stop all threads. This is safe, because they cannot be part of a
-# reference cycle.
+# Some structs here and in the dialects have tens of thousands of instances per request. They have gc=False, because all
+# threads would stop while the garbage collector visits them. This is safe: they cannot be part of a reference cycle.
 
 
 class Role(StrEnum):
@@ -177,8 +176,8 @@ class WireMessages(Protocol):
     """The messages of a request. A message is parsed only when it is needed, because a long history can be compared by
     its bytes.
 
-    - `raw(i)`: bytes that differ between different messages. They are compared within a session, even between messages
-      of different dialects.
+    - `raw(i)`: bytes that identify message `i`: different messages of a session have different bytes, even in different
+      dialects.
     - `head(n)`: the same for the first `n` messages together.
     - `role(i)`: the role of message `i`, found without parsing the message's content.
     - `size(i)`: about how many bytes `parse(i)` reads, so that callers can divide long work into pieces.

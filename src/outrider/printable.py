@@ -25,8 +25,8 @@ def printable(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """Return the JSON document `text` with its control characters escaped. This does not change the document's
-    value."""
+    """Return the JSON document `text`, with the characters that `printable` replaces written as JSON escapes. They do
+    not change the document's value."""
     return _CONTROL.sub(_escaped_in_json, text)
 
 

@@ -22,8 +22,8 @@ _PLACES = re.compile(
 )
 _NAMES_OF_SECRETS = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 SHORTEST = 8
-"""Minimum length of a variable's value that is removed as a secret. Without this limit, values such as `1` or `true`
-would be removed from every text."""
+"""The shortest value of a variable that counts as a secret, in characters. Without a limit, values such as `1` or
+`true` would be removed from every text."""
 
 
 def without_keys(text: str) -> str:

@@ -5,10 +5,11 @@ A row is a `trajectory.Sample`, in the form in which it is stored: `ids` has all
 and `versions` only describe the ids that are trained on. `COLUMNS` lists the columns; docs/api.md documents them. The
 rest of a reply, such as a group's sessions, is JSON in the schema's metadata, under the key `REPLY`.
 
-Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. Rows are added to a batch until
-their ids reach BATCH_BYTES, because most of the time is spent per column of a batch, not per row. nanoarrow, which
-writes the schema and reads streams, has a fortieth of pyarrow's size and is imported ten times as fast. It is imported
-inside functions, because most commands read no samples.
+Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply.
+
+Rows are added to a batch until their ids reach BATCH_BYTES, because most of the time is spent per column of a batch,
+not per row. nanoarrow writes the schema and reads streams. It has a fortieth of pyarrow's size and is imported ten
+times as fast. Even so, it is imported inside functions, because most commands read no samples.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class PackedColumn(Column):
 
 class SpanColumn(Column):
     """A column with a list of spans for each row. A span is stored as a struct of int32. `make` makes a span from the
-    struct's numbers, and `split` returns them."""
+    struct's numbers, and `split` returns the numbers of a span."""
 
     def __init__(
         self,
@@ -307,7 +308,7 @@ kernel for each batch, which takes longer than the encoding."""
 
 
 def prepare() -> None:
-    """Import nanoarrow and make the schema now, because this takes about 50 ms."""
+    """Import nanoarrow and make the schema, which takes about 50 ms, so that `head` need not do it later."""
     from nanoarrow import ipc  # noqa: F401
 
     _schema()

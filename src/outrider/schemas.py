@@ -318,8 +318,8 @@ class RunSide(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flip(msgspec.Struct, frozen=True, kw_only=True):
-    """Two sessions of the same task, one from each side of a comparison. Only one of them is solved. `sample` is the
-    position of both among their side's sessions of the task."""
+    """Two sessions of the same task, one from each side of a comparison. Only one of them is solved. Both have the
+    position `sample` among their side's sessions of the task."""
 
     task: str
     sample: int
@@ -335,7 +335,7 @@ class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
     - `reward`, `pass_at`: the differences b - a over the tasks counted in `paired`. If there are none, all tasks of
       each side are compared.
     - `paired`: the number of tasks with graded sessions on both sides.
-    - `gained`, `lost`: the number of pairs of sessions that are solved only in `b`, and only in `a`.
+    - `gained`, `lost`: how many pairs of sessions are solved only in `b`, and how many only in `a`.
     - `flips`: the first of the pairs counted in `gained` and `lost`.
     """
 
@@ -419,8 +419,8 @@ class ConsumerList(msgspec.Struct, frozen=True, kw_only=True):
 
 class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
     """A callback that the service stopped sending after `tries` attempts. `fault` is the reason of the last failure.
-    `url` has no user and no query, which may be secret. It is only the host and port if the service cannot decrypt the
-    address. The group was done at `since`."""
+    `url` is the address without its user and query, which may be secret, or only the host and port if the service
+    cannot decrypt the address. The group was done at `since`."""
 
     group_id: str
     url: str
@@ -477,7 +477,7 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     """One model call as text.
 
-    - `index`, `parent`: the numbers of the turn and of its parent. Each model has its own numbers.
+    - `index`, `parent`: the numbers of the turn and of its parent. Each model's turns are numbered separately.
     - `model`: the frozen model that was called, None for the policy.
     - `context`: the text that this turn added to the prompt.
     - `sampled`: the model's output.
@@ -633,7 +633,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that was not kept, or a pattern that gave no files, and the reason. The `path` "" stands for all files
+    """A file that was not kept or a pattern that gave no files, with the reason. The `path` "" stands for all files
     that were not read in time."""
 
     path: str
@@ -679,8 +679,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the service.
 
     - `model`, `frozen`: the names of the policy and of the frozen models.
-    - `sessions`: the number of sessions of the caller's tenant by state. An admin gets the sessions of all tenants.
-    - `cursor`: the position of these tenants' newest result. A client can follow later results from there.
+    - `sessions`: the number of sessions by state: those of the caller's tenant, or of all tenants for an admin.
+    - `cursor`: the position of the newest result of the same tenants. A client can follow later results from there.
     - `failing`: background work of the service and its nodes that currently fails.
     - `may`: the roles that the caller may act in.
     """
@@ -700,12 +700,10 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A problem in the sessions of a run, found by a rule of docs/diagnosis.md.
 
-    text: the problem, in one line.
-    subject: what the finding is about, such as a tool, an engine or an error code; "" if it is about all sessions.
-    numbers: `value` is the estimate. `at_least` is its conservative bound, which the rule compares with
-        `threshold`. `sessions` or `groups` is the number of independent units. Other numbers depend on the rule.
-    sessions: up to 5 sessions that show the problem, the clearest first.
-    next: what to do next.
+    text: the problem, in one line. subject: what the finding is about, such as a tool, an engine or an error code; ""
+    if it is about all sessions. numbers: `value` is the estimate. `at_least` is its conservative bound, which the rule
+    compares with `threshold`. `sessions` or `groups` is how many of them the estimate is based on. Other numbers depend
+    on the rule. sessions: up to 5 sessions that show the problem, the clearest first. next: what to do next.
     """
 
     rule: str
@@ -718,11 +716,11 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of a run's done sessions by its use, in seconds over all sessions.
+    """How a run's done sessions spent their time, in seconds summed over the sessions.
 
     - `queued`: waiting for a slot before the sandbox starts, not counting the time in the service's queue.
-    - `waiting`: waiting for a slot with a prepared sandbox.
-    - `tools`: the time of the agent's run in which no model call is running.
+    - `waiting`: waiting for a slot after the sandbox was prepared.
+    - `tools`: the part of the agent's run during which no model call is running.
     """
 
     queued: float = 0.0

@@ -120,8 +120,8 @@ class Run(Spec):
     """Prepare step: a shell command in the sandbox. `env` is added to its environment.
 
     A run of the command fails if its exit code is not 0 or it takes longer than `seconds`. The command is repeated
-    until it succeeds, or until it has failed `attempts` times. Then the session's attempt fails. Failed runs that begin
-    within `grace_seconds` of the step's start do not count.
+    until it succeeds. Once it has failed `attempts` times, the session's attempt fails. Failed runs that begin within
+    `grace_seconds` of the step's start do not count.
 
     `pause_seconds` is the wait after a failure that counts (default: random and growing). `grace_pause_seconds` is the
     wait after a failure that does not count (default: `pause_seconds`).
@@ -733,7 +733,8 @@ class GroupSpec(Spec):
     - `idempotency_key`: a request with the same key and body returns the same group; with another body it is a
       conflict.
     - `min_usable`: as soon as this many sessions have a reward, the others are stopped; null stops no session.
-    - `expires_seconds`: a session that is not started for so long ends as expired. Null uses the service's setting.
+    - `expires_seconds`: a session that has not started after this time ends as expired. Null uses the service's
+      setting.
     """
 
     task: TaskSpec
@@ -752,8 +753,8 @@ class GroupSpec(Spec):
 
 
 class TranslatedSpec(Spec):
-    """The request of another system's client that was converted to a group. `system` is the system's name. The group's
-    callback is sent in this system's format. `request` has the parts of the request that replies repeat. With
+    """The request from which a group was made, sent by a client of another system. `system` is that system's name. The
+    group's callback is sent in its format. `request` has the parts of the request that are repeated in replies. With
     `usable_trains`, a session counts for `min_usable` only if some of its tokens are trained on."""
 
     system: Name

@@ -61,9 +61,9 @@ def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str =
 
 
 def toml_line(text: str, field: str) -> int | None:
-    """Return the number of the line that sets `field` in valid TOML, possibly within an inline table. Lines are
-    numbered from 1. If no line sets the field, returns the line of its table header, or else None. `field` is a dotted
-    path, in which tables of a list are numbered from 0."""
+    """Return the number of the line, from 1, that sets `field` in valid TOML, possibly within an inline table. If no
+    line sets the field, returns the line of its table's header, or None if there is no header. `field` is a dotted
+    path. In it, the tables of a list are numbered from 0, as in `models.0.name`."""
     counts: dict[str, int] = {}
     table, found = "", None
     for number, line in enumerate(text.split("\n"), 1):

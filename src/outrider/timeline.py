@@ -1,5 +1,5 @@
-"""The timeline of an attempt: what happened, and when. A model call that has a turn is not in the timeline, because the
-turn has its times.
+"""The timeline of an attempt: what happened, and when. Model calls that became turns are left out, because a turn
+already has its own times.
 
 An attempt adds entries to a `Timeline`, and its node stores new entries from time to time. All times are seconds since
 the epoch by the node's wall clock, like those of turns. Invariants: a timeline has a bounded number of entries of each
@@ -56,8 +56,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
-    """Timeline entries of an attempt, to be stored together. `entries` is a list of `Entry` in MessagePack. Each `part`
-    of an attempt, numbered from 0, is stored once."""
+    """Timeline entries of an attempt, to be stored together. `entries` is a list of `Entry` in MessagePack. `part` is
+    the part's number; an attempt's part with the same number is stored only once."""
 
     session_id: str
     attempt: int
@@ -89,7 +89,8 @@ class Timeline:
         self._changed: dict[int, Entry] = {}
         """Entries to store, by number."""
         self._stored: dict[str, float] = {}
-        """The times at which turns were stored, since the last part, by frozen model and index (`MODEL/INDEX`)."""
+        """When each turn was stored, for the turns since the last part. The keys are `MODEL/INDEX`: the frozen model,
+        or "" for the policy, and the turn's index."""
         self._left_out: Counter[EntryKind] = Counter()
         self._left_out_changed = False
 

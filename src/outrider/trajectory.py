@@ -53,7 +53,7 @@ def unpack_logprobs(packed: bytes) -> Logprobs:
 
 
 class JoinKind(StrEnum):
-    """The way in which a request was added to its session's token tree (`tokens/tree/tree.py`)."""
+    """How a request was added to its session's token tree (`tokens/tree/tree.py`)."""
 
     ROOT = "root"  # shares no history with earlier requests
     APPEND = "append"  # a recorded conversation plus new messages
@@ -91,10 +91,10 @@ class BranchKind(StrEnum):
 
 
 class BranchPolicy(StrEnum):
-    """The treatment of the branches of a kind in the training data."""
+    """What happens to the branches of a kind in the training data."""
 
     TRAIN = "train"
-    MASK = "mask"  # delivered as a row in which nothing is trained on
+    MASK = "mask"  # delivered as a row, but nothing in it is trained on
     DROP = "drop"  # not delivered
 
 
@@ -132,7 +132,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 class ImageSpan(msgspec.Struct, frozen=True):
     """The position of an image in a prompt: `length` placeholder ids, starting at `start`. `digest` is the SHA-256
-    (hex) of the image's bytes, and `grid` has the numbers of its patches in time, vertically and horizontally."""
+    (hex) of the image's bytes, and `grid` is its size in patches (time, height, width)."""
 
     digest: str
     start: int
@@ -142,7 +142,8 @@ class ImageSpan(msgspec.Struct, frozen=True):
 
 class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Times of a turn by the wall clock, in seconds since the epoch. `joined` is when the prompt's position in the
-    token tree was known. It is None in turns of earlier versions. `first_token` is None if no token was sampled."""
+    token tree was known. It is None in turns stored by earlier versions of Outrider. `first_token` is None if no token
+    was sampled."""
 
     received: float
     joined: float | None = None
@@ -240,8 +241,8 @@ def prompt_of(path: Sequence[Turn]) -> bytes:
 
 
 class TurnOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a stored `Turn` from which training rows are made, if the session has only one conversation. Half
-    of a stored turn is text, so reading the outline takes half the time."""
+    """The fields of a stored `Turn` that are enough to make the training rows of a session with a single conversation.
+    Half of a stored turn is text, so reading the outline takes half the time."""
 
     index: int
     parent: int | None
@@ -322,8 +323,8 @@ class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
     `digest` is the SHA-256 (hex) of its `size` bytes, which the service stores. If the client sent only a URL, `url` is
     this URL, `digest` is the digest of the URL, and no bytes are stored.
 
-    `span` has the positions [start, end) of the image's placeholders in the row's ids. `grid` has the numbers of the
-    image's patches in time, vertically and horizontally. Both are None if the engine made the prompt's ids itself.
+    `span` has the positions [start, end) of the image's placeholders in the row's ids. `grid` is the image's size in
+    patches (time, height, width). Both are None if the engine made the prompt's ids itself.
     """
 
     turn: int
@@ -337,7 +338,7 @@ class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a training row except its tokens, which `Sample` and `JsonSample` have in common.
+    """The fields that `Sample` and `JsonSample` have in common: all of a training row except its tokens.
 
     row, rows: the number of this row, from 0, and the number of the session's rows.
     prompt_length: the number of ids before the first sampled one.
@@ -382,7 +383,7 @@ class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
 
 class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
     """One training row. `ids`, `loss_mask`, `logprobs` and `versions` are read-only numpy arrays of equal length. They
-    are made on first use from these fields, in which a row is stored and sent:
+    are made on first use from the fields below, which are stored and sent:
 
     packed_ids: all ids of the row, as packed int32.
     trained: the positions [start, end) of the ids to train on, in order and without overlap.
@@ -591,7 +592,8 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     answer: the agent's answer, if the harness reports one.
     carried: True if an artifact has the files that the grading got (`EvaluatorSpec.carry`).
     run_reason: if the grading failed, the reason why the agent's run had ended.
-    regrades: the session whose run was graded again. Its turns are also stored as this session's.
+    regrades: the earlier session whose run this session grades again. The earlier session's turns are also stored as
+        this session's.
     """
 
     session_id: str
@@ -622,5 +624,5 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def run_ending(self) -> StopReason | None:
         """The reason why the agent's run ended. It is None if grading never began, for example because the run failed
-        or was cancelled. There is no outcome to grade then."""
+        or was cancelled."""
         return self.run_reason if self.verdict is None else self.stop_reason

@@ -32,16 +32,16 @@ from outrider.wire.http_server import Application, Message, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
 UNAUDITED = frozenset({"/mcp"})
-"""Calls of these paths get no entry in the audit log. They change data only through other calls of the control API,
-which get entries."""
+"""Paths whose calls get no entry in the audit log. They change data only through other calls of the control API, which
+get entries of their own."""
 
 CALLER = "outrider.caller"
 CREATED = "outrider.created"
 
 
 class AccessControl:
-    """ASGI middleware that refuses control calls without a valid token, if the service has tokens, and logs calls that
-    may change data.
+    """ASGI middleware for control calls. If the service has tokens, it refuses calls without a valid one. It logs calls
+    that may change data.
 
     If the service has no tokens, it listens only on this machine. A web page in a browser here could still send
     requests to it. So a call whose Host or Origin header names another machine is refused. A page cannot forge these
@@ -88,8 +88,8 @@ class AccessControl:
             if caller is LOCAL:
                 check_local(headers)
         except OutriderError as error:
-            # A call that is refused here is not in the audit log, because it changes nothing, and any program could
-            # fill the log with such calls. A WebSocket request that is not accepted yet gets an ordinary HTTP reply.
+            # Calls refused here are not logged: they change nothing, and any program could fill the audit log with
+            # them. A WebSocket request that is not accepted yet gets an ordinary HTTP reply.
             await self._refusal(scope, error)(scope, receive, send)
             return
         admin = caller.may("admin")
@@ -109,7 +109,7 @@ class AccessControl:
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
-        except OutriderError as error:  # raised in this block, because the application replies to its own errors
+        except OutriderError as error:  # not from the application: it replies to its own errors
             await self._refusal(scope, error)(scope, receive, reply)
         finally:
             self._under_way[caller.name] -= 1
@@ -118,7 +118,7 @@ class AccessControl:
 
     def _check_websocket(self, path: str, caller: Principal) -> None:
         """Raise Forbidden if the caller may not use the WebSocket route at `path`. Raise NotFound if there is no such
-        route. Starlette would report an error only as a 403 without text, so the check runs before routing."""
+        route. The check runs before routing, because Starlette would turn these errors into a 403 without text."""
         for route in self._websockets:
             if route.path_regex.fullmatch(path):
                 called = f"WEBSOCKET {route.path}"
@@ -224,8 +224,8 @@ def check_local(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raise InvalidField if other machines can reach the service but it is not safe. It needs a token, and either TLS
-    or the setting `insecure`."""
+    """Raise InvalidField if other machines can reach the service, unless it has a token, and either TLS or the setting
+    `insecure`."""
     if not config.public:
         return
     if not has_token:

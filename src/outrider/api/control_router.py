@@ -1,8 +1,8 @@
 """Declares routes of the control API. The decorator of a handler gives the method, path, role, reply and errors. The
 handler's annotations give the parameters and the body.
 
-Access control, the OpenAPI description, docs/api.md and the tests use these declarations. They are made when a route's
-module is imported. The application that includes a route provides the service.
+Access control, the OpenAPI description, docs/api.md and the tests use these declarations. A declaration is made when
+the route's module is imported, before there is a service. The application that includes the route provides the service.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The model gateway: serves the models of a session at `/s/{key}/...`, in the request formats of several vendors
-(dialects). It is an ASGI application without a framework, because it handles every model call.
+(dialects). It is an ASGI application without a framework, to be fast: it handles every model call.
 
 The gateway handles bytes, routes and connections; a `Conversation` handles the content of a call. Paths must match a
 route exactly. Other paths get a 404 in the error format of their dialect, or of OpenAI if no dialect has the path. An
@@ -194,8 +194,8 @@ async def _any_capacity() -> BodyCapacity:
 
 async def _named_conversation(models: SessionModels, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
     """Return the conversation that a request belongs to, in a session with frozen models (models that are not trained).
-    A request that names exactly one of them belongs to the conversation with that model. All other names mean the
-    policy, because agent programs have names of their own. Raises TooLarge and ContextOverflow."""
+    A request with the exact name of one of them belongs to the conversation with that model. Any other name means the
+    policy, because agent programs send model names of their own. Raises TooLarge and ContextOverflow."""
 
     def steps() -> Steps[str | None]:
         if len(received) > LARGE:
@@ -214,7 +214,7 @@ class _ClientReply:
         self._send = send
         self.begun = False
         self.failure: OutriderError | None = None
-        """The error with which a begun response has ended."""
+        """The error that ended the response after it had begun."""
         self._ended = False
         self._quiet = True
 
@@ -235,7 +235,7 @@ class _ClientReply:
         self._quiet = True
 
     async def more(self, body: bytes) -> None:
-        """Send a part of the response. After the end, this does nothing, for instance with a late ping."""
+        """Send a part of the response. Does nothing after the end, for example for a late ping."""
         if body and not self._ended:
             self._quiet = False
             await self._send({"type": "http.response.body", "body": body, "more_body": True})

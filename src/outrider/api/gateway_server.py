@@ -98,7 +98,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(BACKLOG)  # asyncio used a smaller backlog, ACCEPTED_AT_ONCE
+            listening.listen(BACKLOG)  # again, because asyncio passed a smaller backlog, ACCEPTED_AT_ONCE
         self.ready.set()
 
     def stop(self) -> None:

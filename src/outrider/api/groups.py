@@ -231,7 +231,7 @@ async def turns(
     pieces: Annotated[bool, Query(description="with `tokens`: include the text of each token")] = False,
 ) -> Response:
     """List the model calls of the session's newest attempt, as text. With `tokens`, the reply may contain the
-    credential of a running session, so the token must be one that may submit."""
+    credential of a running session, so the caller's token must be one that may submit."""
     if tokens and not caller.may("submit"):
         raise Forbidden(f"{caller.name!r} has a read-only token, and prompts may contain credentials", field="tokens")
     view = TurnList(turns=await service.reader.turns(session_id, tokens=tokens, pieces=pieces, tenant=caller.sees))

@@ -187,9 +187,9 @@ def control_app(service: Service) -> FastAPI:
 
     @app.get("/openapi.json", include_in_schema=False)
     async def described() -> Response:
-        """Return the OpenAPI description. A thread creates it at the first request, because this takes longer than the
-        rest of the service's start."""
-        # the lock ensures that it is created only once, because anybody may request it without a token
+        """Return the OpenAPI description. It is created in a thread at the first request. Creating it at the start
+        would more than double the time that the start takes."""
+        # Create it only once, even for concurrent requests: anybody may send them, without a token.
         async with describing:
             if not description:
                 description.append(await asyncio.to_thread(_description, app))

@@ -2,7 +2,7 @@
 
 Annotations of a function's parameters declare the options and arguments, such as `Annotated[int | None, CliOption("-n",
 metavar="N")]`. The module does not depend on any command. It uses click and not Typer, because Typer imports pydantic
-as soon as it reads an option. Importing both takes 0.2 s of processor time.
+as soon as it reads an option. Importing Typer and pydantic takes 0.2 s of processor time.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ class CliCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         if not gc.isenabled():
-            # `main` may have turned garbage collection off. `gc.freeze` excludes the imported objects from collection,
-            # because they are never garbage. Scanning them, during the imports and when Python exits, would take a
-            # quarter of a short command's time.
+            # `main` may have turned garbage collection off for the imports. `gc.freeze` then excludes the imported
+            # objects from collection for good, because they are never garbage. Scanning them, during the imports and
+            # when Python exits, would take a quarter of a short command's time.
             gc.freeze()
             gc.enable()
         return super().invoke(ctx)

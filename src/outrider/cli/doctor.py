@@ -13,8 +13,7 @@ from outrider.cli.terminal import Terminal
 from outrider.doctor import Finding, diagnose
 
 NAMES = {"gpus": "GPUs"}
-"""Headings of the report for the fields of a `Diagnosis`. A field that is not listed here has its own name as
-heading."""
+"""The report's headings for fields of a `Diagnosis`. Any other field has its own name as its heading."""
 
 
 @command

@@ -37,15 +37,15 @@ def _started_threads() -> ThreadPoolExecutor:
     """Return a thread pool for blocking calls, with all its threads already started. Raises RuntimeError if a thread
     cannot be started.
 
-    By default, Python starts a thread of a pool only when a call needs it. If the machine cannot start the thread,
-    `submit` raises an error. The call is already queued, however, and may still run later.
+    By default, a pool starts a thread only when a call needs one. If the machine cannot start it, `submit` raises an
+    error, although the call is already queued and may still run later.
     """
     number = min(32, (os.cpu_count() or 1) + 4)  # the size of asyncio's default thread pool
     threads = ThreadPoolExecutor(number, thread_name_prefix="outrider-blocking")
     all_started = threading.Barrier(number)
     try:
         for _ in range(number):
-            # `wait` blocks its thread until all threads have started. So the pool must start a new thread for the next
+            # `wait` blocks its thread until all threads have started, so the pool must start a new thread for each
             # call.
             threads.submit(all_started.wait)
     except RuntimeError:
@@ -57,7 +57,8 @@ def _started_threads() -> ThreadPoolExecutor:
 @asynccontextmanager
 async def short_pauses(idle: Callable[[], bool], failures: Failures) -> AsyncIterator[None]:
     """While the block runs, keep the garbage collector and busy threads from blocking the event loop for long. Enter
-    the block after all imports. `concurrency/garbage.py` explains `idle` and `failures`."""
+    the block after all imports. `idle` returns True if no caller waits for this process. Failures of the collections
+    are recorded in `failures`."""
     # A busy thread lets the event loop run again after 1 ms. Python's default is 5 ms.
     sys.setswitchinterval(0.001)
     async with collected_in_pieces(idle, failures):

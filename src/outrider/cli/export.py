@@ -219,14 +219,14 @@ def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> 
 
 @asynccontextmanager
 async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIterator[asyncio.Future[ResultsPage]]:
-    """Start to read the results after the cursor `after`, and yield a future of the page that was read. Meanwhile the
-    block writes the previous page, which takes longer than reading the next one."""
+    """Start to read the page of results after the cursor `after`, and yield a future of it. Meanwhile, the block writes
+    the previous page, which takes longer."""
     page: asyncio.Future[ResultsPage] = asyncio.get_running_loop().create_future()
 
     async def read() -> None:
         try:
             page.set_result(await client.results(after=after, limit=PAGE, samples=samples))
-        except Exception as error:  # the error is raised when the block awaits the page
+        except Exception as error:  # raised when the block awaits the page
             page.set_exception(error)
 
     async with asyncio.TaskGroup() as tasks:
@@ -234,7 +234,7 @@ async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIt
         yield page
         reading.cancel()
     if page.done():
-        page.exception()  # asyncio logs an unread error of a future, for example if the block did not await the page
+        page.exception()  # marks an error as read: otherwise asyncio logs it if the block did not await the page
 
 
 async def _page_of(page: asyncio.Future[ResultsPage]) -> ResultsPage:

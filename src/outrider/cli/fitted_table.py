@@ -16,7 +16,7 @@ from rich.text import Text
 GAP = 2
 """Number of spaces between two columns of the table."""
 TEXT_WIDTH = 24
-"""The last column is not wrapped to less than this width, if its cells contain text that may wrap."""
+"""The minimum width of the last column if its text is wrapped."""
 
 
 class FittedTable:
@@ -43,7 +43,7 @@ class FittedTable:
                 yield from self._row(console, columns, row)
 
     def _parts(self, room: int) -> Iterator[dict[int, int]]:
-        """Split the columns into tables that fit `room` columns of the screen. Yields, for each table, the widths of
+        """Split the columns into tables that are at most `room` characters wide. For each table, yield the widths of
         its columns by position."""
         places = range(len(self._names))
         if sum(self._widths) + GAP * (len(places) - 1) > room and self._is_text(places[-1]):
@@ -59,12 +59,13 @@ class FittedTable:
         yield self._widened(columns, room)
 
     def _is_text(self, at: int) -> bool:
-        """Return True for a last column that is aligned to the left: only its cells may wrap."""
+        """Return whether the cells of a column may wrap. Only those of the last column may, and only if it is aligned
+        to the left."""
         return at == len(self._names) - 1 and not self._right[at]
 
     def _smallest(self, at: int, room: int) -> int:
-        """Return the minimum width of a column: that of its widest cell, or of the longest word in its name. If its
-        cells may wrap, TEXT_WIDTH is enough for them."""
+        """Return the minimum width of a column: the width of its widest cell or, if greater, of the longest word in its
+        name. If its cells may wrap, TEXT_WIDTH is enough for them."""
         words = max(map(cell_len, self._names[at].split()), default=0)
         width = max(words, *self._cells(at), 0)
         if self._is_text(at):

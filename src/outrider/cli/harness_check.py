@@ -49,10 +49,10 @@ def find_subject(
     runtime: str | None,
     version: str | None = None,
 ) -> Subject:
-    """Return the harness to check, which exactly one of `preset`, `command` and `task` names.
+    """Return the harness to check. Exactly one of `preset`, `command` and `task` must be given.
 
-    Raises InvalidField for an unknown name and for contradictory options. Raises HarnessUnavailable if the preset's
-    program is not installed.
+    Raises InvalidField for an unknown name or contradictory options. Raises HarnessUnavailable if the preset's program
+    is not installed.
     """
     dialect = VENDORS.get(dialect or "", dialect)
     known = [each.name for each in DIALECTS]
@@ -79,7 +79,7 @@ def find_subject(
         name, harness = words[0], HarnessSpec(command=words, venv=str(venv.absolute()) if venv else None)
     else:
         name, harness = str(preset), HarnessSpec(preset=load_preset(str(preset), field="preset").name)
-        load_preset(name).at_version(version)  # raises an error if `version` has not the form of a version
+        load_preset(name).at_version(version)  # raises an error if `version` is malformed
         harness = harness.model_copy(update={"version": version})
     if sandbox is None:
         sandbox = RuntimeSpec(kind=runtime or default_runtime()[0])

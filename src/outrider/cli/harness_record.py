@@ -30,7 +30,7 @@ from outrider.lab.record.draft import INSTRUCTION, TaskDraft, place_of, task_tom
 from outrider.lab.record.run import Program, files_below, record
 
 UNTOLD = "Run the command `echo hello`, and report what it prints."
-"""Default of the option --instruction."""
+"""The instruction if --instruction is not given."""
 OURS = 0o600
 """Permissions of the written files. Only their owner can read them, because a transcript contains whole
 conversations."""
@@ -90,7 +90,7 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
         files=files,
         stdin=answers.stdin,
     )
-    # Looked up before the program runs, because the program may change its own files.
+    # Call `place_of` before the program runs: it reads the program's files, which the program may change.
     place = place_of(answers.words, environment("PATH"))
     answers.output.mkdir(parents=True, exist_ok=True)
     terminal.note(f"running {answers.words[0]}")

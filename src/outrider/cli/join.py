@@ -116,8 +116,8 @@ def join(
             else:
                 from outrider.nodes.ray_machines import JoinTarget, RayFleet
 
-                # Only settings that the user has set are sent. Each machine must choose its own defaults, such as the
-                # number of processes.
+                # Send only the settings that the user has set, because each machine must choose its own defaults, such
+                # as the number of processes.
                 own = settings.model_dump_json(include=set(OWN), exclude_unset=True).encode()
                 file = "" if settings.read_from is None else str(settings.read_from.absolute())
                 fleet = RayFleet(

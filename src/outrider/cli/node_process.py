@@ -45,8 +45,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     for name in os.listdir("/proc/self/fd"):
-        # uvloop leaves copies of the descriptors that this process got at its start. Sandboxes must not inherit the
-        # copies.
+        # The starting program's uvloop leaves copies of the descriptors that it gives this process. Sandboxes must not
+        # inherit the copies.
         with suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
     end = socket.socket(fileno=os.dup(0))
@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def _end_with_the_service(end: int) -> None:
-    """Wait until the starting program closes its end of the socket, and exit END_SECONDS later. The thread does this
-    even if the event loop is blocked."""
+    """Wait until the starting program closes its end of the socket, and exit END_SECONDS later. This runs in a thread,
+    so that it works even if the event loop is blocked."""
     hung_up = select.poll()
     hung_up.register(end, select.POLLRDHUP)
     hung_up.poll()
@@ -83,14 +83,15 @@ async def _serve(end: socket.socket) -> None:
 
 
 class Starter:
-    """The program that started this process, if it is `outrider nodes join`. It is not the service itself."""
+    """The `outrider nodes join` that started this process. A process that the service itself started has no
+    `Starter`."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
         self._service: ServiceProxy | None = None
         self._leaving = False
         self.ending = asyncio.Event()
-        """Set when a signal ends this process and its sandboxes together."""
+        """Set by SIGTERM, which may have reached the sandboxes of this process as well."""
 
     async def note_work(self, service: ServiceProxy) -> None:
         """Tell the starting program that this process now works for a service."""
@@ -203,8 +204,7 @@ async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[An
                 backend=models.policy,
                 frozen=models.frozen,
                 store=service.store,
-                # A node on another machine shares no folder with the service. It sends its artifacts to the service
-                # instead.
+                # A node on another machine shares no folder with the service, so it sends its artifacts to the service.
                 artifacts=ArtifactStore(config.data / "artifacts") if starter is None else service.artifacts,
                 resources=service.resources,
                 paths=paths,

@@ -18,8 +18,8 @@ from outrider.environment import DEFAULT_URL, environment
 
 
 def _json(ctx: click.Context, _: click.Parameter, given: bool) -> bool:
-    # click reads an option with a callback before all others. So --json is known when another option is invalid, and
-    # that error is also written as JSON.
+    # This option is read before all others, because `CliOption` makes options with a callback eager. So if another
+    # option is invalid, --json is already known, and the error is also written as JSON.
     terminal_of(ctx).json = given
     return given
 
@@ -141,7 +141,8 @@ def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
     """Return the task with the agent that the command line chooses. The preset `harness` replaces the task's own agent.
-    Without it, a task without an agent gets the Python agent `agent`, or `default`."""
+    If no preset is given, a task that names no agent gets the Python agent `agent` or, if that is not given either,
+    `default`."""
     own = task.get("harness") or {}
     given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:
@@ -159,14 +160,15 @@ def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
         return RunFilter(given)
     if _is_client(kind):
         return kind(**_service(given))
-    # imported here for the reason in the comment on `_is_client`
+    # imported here, because a client does not need the settings, which load slowly
     from outrider.cli.setting_options import read_settings
 
     return read_settings(given)
 
 
-# The next two functions recognise a class by the name of its module, without importing the module. These imports take
-# most of the time of a start. A service does not need the client, and a client does not need the settings.
+# The next two functions recognise a class by the name of its module, so that the module need not be imported. Importing
+# the client or the settings takes most of a command's start. A service does not need the client, and a client does not
+# need the settings.
 
 
 def _is_client(hint: Any) -> bool:

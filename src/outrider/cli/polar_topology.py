@@ -1,8 +1,8 @@
 """Reads a topology file of Polar, and returns the settings of one service that replaces all of Polar's servers.
 
-The service uses the engines of all gateway nodes. The nodes have workers of several kinds. The lane of each kind gets
-as many slots as all nodes have workers of it. Keys about connections between Polar's servers have no effect. Invariant:
-unknown keys, and keys without a matching setting, are refused.
+The service uses the engines of all gateway nodes. Each of its lanes gets as many slots as all nodes together have
+workers of that kind. Keys about connections between Polar's servers have no effect. Invariant: all other keys without a
+matching setting, and unknown keys, are refused.
 """
 
 from __future__ import annotations

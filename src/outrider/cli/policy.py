@@ -15,7 +15,7 @@ from outrider.schemas import PolicyStatus
 
 
 class Mode(StrEnum):
-    """The effect of a pause on generations in flight. They finish, or they are aborted and continue later."""
+    """What a pause does with generations in flight: it lets them finish, or aborts them, to be continued later."""
 
     FINISH = "finish"
     ABORT = "abort"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @contextmanager
 def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[Watch]:
     """Show one progress bar for the sessions of several groups, with the number of sessions in each state. The block
-    passes the groups to the yielded function. Before the first call, the bar shows the text `first`."""
+    passes the groups to the yielded function. Until it first does so, the bar shows the text `first`."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task(first, total=None)
 
@@ -62,7 +62,8 @@ def _states(now: RunProgress) -> str:
 
 @contextmanager
 def row_progress(terminal: Terminal, rows: int) -> Iterator[Callable[[RowVerdict], None]]:
-    """Show one bar for the rows of a harness's certificate. Always write a line for each verdict, too."""
+    """Show one progress bar for the rows of a harness's certificate. Also write a line for each verdict, even if there
+    is no terminal for the bar."""
     with _progress(terminal, transient=True) as progress:
         bar = progress.add_task("starting a service", total=rows)
 

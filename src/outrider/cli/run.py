@@ -38,8 +38,9 @@ from outrider.errors import InvalidField
 from outrider.schemas import GroupView
 
 ANSWER_SECONDS = 10.0
-"""Seconds to wait, after Ctrl-C, for the reply to a submission. If the reply says that the service accepted the group,
-the group must be cancelled. The wait is limited, because no reply comes while the service's queue is full."""
+"""How long to wait, after Ctrl-C, for the reply to a submission, in seconds. The reply is needed because a group that
+the service has accepted must be cancelled. The wait is limited because no reply comes while the service's queue is
+full."""
 
 
 class Ran(msgspec.Struct, frozen=True):

@@ -1,5 +1,5 @@
-"""Options that filter sessions, which several commands share. `options.py` adds them to each command that has a
-parameter of the type `RunFilter`."""
+"""The options with which several commands filter sessions. `options.py` adds them to each command that has a parameter
+of the type `RunFilter`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    # a program that starts this command expects an error in the first line of standard error
+    # A program that starts this command expects the first line of standard error to be an error, so this note is only
+    # for terminals.
     if terminal.err.is_terminal:
         terminal.note(f"starting a service on the data folder {settings.data}")
     # Imported here, because these modules load slowly, and `outrider slurm` and `outrider serve --help` also import

@@ -23,7 +23,7 @@ from outrider.schemas import SessionEndpoint
 from outrider.text_files import read_toml_file
 
 DONE_SECONDS = 60.0
-"""Seconds that `outrider capture` waits until its session is graded."""
+"""How long `outrider capture` waits for its session to be graded, in seconds."""
 
 Id = Annotated[str, CliArgument(metavar="SESSION", help="The session's id.")]
 Labels = Annotated[list[str] | None, CliOption("--label", metavar="NAME=VALUE", help="A label. May be repeated.")]

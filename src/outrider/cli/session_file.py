@@ -22,8 +22,8 @@ from outrider.redaction import without_keys
 from outrider.store.artifacts import GRADING_LOG
 
 UNRESERVED = "!~*'()"
-"""Characters that `quote` must leave unchanged. The page looks up a reply by its path, which it encodes with the
-browser's `encodeURIComponent`. That function does not escape these characters."""
+"""Characters that `quote` must leave unchanged, as the browser's `encodeURIComponent` does: the page looks up replies
+by paths that it encodes with that function."""
 MOST_IMAGES = 64 << 20
 """Maximum total size of the images in a file, in bytes. Further images are left out."""
 

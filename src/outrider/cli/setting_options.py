@@ -36,8 +36,8 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the option --config, and one for each setting. `only` limits the settings to these names and sections. An
-    option is the name and annotation of a function's parameter."""
+    """Yield the option --config and an option for each setting, or for only those settings whose name or section is in
+    `only`. Each option is given as the name and the annotation of a function's parameter."""
     yield "config", ConfigFile
     for path, field, setting in all_settings():
         section, dot, _ = path.partition(".")

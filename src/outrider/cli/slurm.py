@@ -201,8 +201,8 @@ def _check(given: Mapping[str, Any], settings: Config) -> None:
 
 
 def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None) -> list[str]:
-    # When a job ends, Slurm also sends SIGTERM to the agents. A node that waited for them would grade their interrupted
-    # runs.
+    # Do not wait for running sessions: when a job ends, Slurm also sends SIGTERM to the agents, and the nodes would
+    # grade their interrupted runs.
     words = ["--stop-seconds", "0"]
     if processes is not None:
         words += ["--processes", str(processes)]

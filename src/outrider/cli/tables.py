@@ -220,9 +220,9 @@ def token_table(tokens: Iterable[TokenView]) -> RenderableType:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """Return a table about a node. It has a row for each lane, and a row for the resources that tasks have reserved.
-    Sandboxes that were started ahead of time have a row if there were any. So do stalls of the event loop. The column
-    `waited` is the mean wait of all sessions served so far."""
+    """Return a table about a node. It has a row for each lane, and one for the resources that tasks have reserved. If
+    there were any, it also has a row for sandboxes that were started ahead of time, and one for stalls of the event
+    loop. The column `waited` has the mean wait of the sessions served so far."""
     rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
@@ -243,7 +243,7 @@ def node_table(node: NodeStats) -> RenderableType:
 
 
 def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
-    """Return a table with a row for each background task of the service or a node that fails at present."""
+    """Return a table with a row for each background task that is failing at present, in the service or on a node."""
     now = time.time()
     rows = []
     for each in failing:

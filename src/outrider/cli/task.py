@@ -258,7 +258,8 @@ def chosen(examples: Sequence[Example], task: str | None, source: str) -> Exampl
 
 
 def evaluator_of(example: Example) -> str:
-    """Return the kind of the example's evaluator, for display. The task is not validated yet."""
+    """Return the kind of the example's evaluator, for display. The task is not validated yet, so its fields may have
+    any type."""
     evaluator = example.task.get("evaluator")
     kind = evaluator.get("kind", "command") if isinstance(evaluator, dict) else "-"
     return printable(str(kind))

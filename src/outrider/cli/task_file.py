@@ -23,7 +23,8 @@ from outrider.text_files import read_toml_file
 Step = dict[str, Any]
 
 ROWS = "rows"
-"""Name of a table in a TOML file. It names a file of rows, each of which fills the file's task as a template."""
+"""Name of the table that makes a TOML file a template. The table names a file of rows, and each row fills the
+template."""
 
 
 def is_one_task(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """Reads tasks from the sources that a command line names. A source is one of these:
 
 - a TOML file with a task, in the form of the object `task` of `POST /v1/groups`
-- a TOML file with a template, from which each row of a data set makes a task
+- a TOML file with a template that makes a task of each row of a data set
 - a JSON Lines file of tasks, written by `outrider task import`
 - a folder of TOML files or of Harbor tasks
 - KIND:FILE, a file of rows and the kind of its data set (see `tasks/adapters.py`)
@@ -151,8 +151,8 @@ def examples_in_file(path: Path) -> list[Example]:
 
 
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
-    """Return one example for each row of the file that `table["rows"]` names. The row's values fill the template, and
-    the solution in the table `gold`. If `rows` names a kind, the kind's adapter makes the tasks, and fields of the TOML
+    """Return one example for each row of the file that `table["rows"]` names. The row's values fill the template and
+    the solution in its table `gold`. If `rows` names a kind, the kind's adapter makes the tasks, and fields of the TOML
     file override the adapter's fields."""
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)

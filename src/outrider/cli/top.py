@@ -1,8 +1,8 @@
 """`outrider top`: shows what a service does at present. The view is printed once, or drawn again every second.
 
 `frame` draws a `TopView`, and depends on nothing else. A `TopView` combines the service's status, its rates, and a
-query for the newest errors. A tenant's token may not read the rates. In this case, they are computed from two readings
-of the status.
+query for the newest errors. A tenant's token may not read the rates, so for a tenant they are computed from two
+readings of the status.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REFRESH_SECONDS = 1.0
 QUIT = "q"
 """The key that ends the command."""
 RATE_SECONDS = 30.0
-"""Rates are averages over this many last seconds."""
+"""The length of the period over which rates are averaged, in seconds."""
 ERRORS_EVERY = 10.0
 """Seconds between two queries for errors. The interval is long, because the service starts a process for each query."""
 ERROR_SECONDS = 3600

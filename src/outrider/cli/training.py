@@ -32,7 +32,7 @@ LINE_STEPS = 4
 
 def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seeds: int) -> TrainSummary:
     """Train the policy `seeds` times, and write the trained policies, train.json and curve.png to `out`. Raises
-    KeyboardInterrupt at the second Ctrl-C. If no step is done yet, the first Ctrl-C raises it."""
+    KeyboardInterrupt at the second Ctrl-C, or after the first one if no step was done."""
     # Imported here, because `outrider demo` must run without these libraries if --train is not given.
     from outrider.lab.demo.curve import draw
     from outrider.lab.demo.train import MAX_STEPS, check_installed, summary, train
@@ -75,8 +75,8 @@ def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seed
 
 @contextmanager
 def _first_ctrl_c(terminal: Terminal) -> Iterator[Callable[[], bool]]:
-    """While the block runs, the first Ctrl-C interrupts nothing: the yielded function then returns True. The second
-    Ctrl-C raises KeyboardInterrupt."""
+    """While the block runs, the first Ctrl-C does not interrupt it, but makes the yielded function return True. The
+    second Ctrl-C raises KeyboardInterrupt."""
     interrupted = False
 
     def note_it(*_: object) -> None:

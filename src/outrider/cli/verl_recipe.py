@@ -1,7 +1,8 @@
 """Reads a service's settings from a YAML configuration of verl's recipe. The settings are in its group `proxy_server`.
 
-The other groups of the file belong to the recipe's trainer and are ignored. Invariants: unknown keys of `proxy_server`,
-and values without a matching setting, are refused. The error names the key and its line.
+The other groups of the file belong to the recipe's trainer and are ignored. The keys `tool_format` and `llm_proxy_ip`
+have no effect. Invariant: unknown keys of `proxy_server`, and values without a matching setting, are refused with an
+error that names the key and its line.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _ProxyServer(BaseModel):
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """Read a configuration of verl's recipe, and return its settings in the same form as a settings file. Raises
-    InvalidField if the group is missing, or if a key or value has no matching setting."""
+    InvalidField if the group is missing, if it has an unknown key, or if a value has no matching setting."""
     group, lines = _group(path)
 
     def refused(key: str, why: str, hint: str | None = None) -> InvalidField:

@@ -99,8 +99,8 @@ def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
-    """Return the metrics of one model call: its ids and, if the engine reported them and the row trains the call, its
-    log-probabilities."""
+    """Return the metrics of one model call: its token ids, and also its log-probabilities if the engine reported them
+    and the row trains the call."""
     found: dict[str, Any] = {
         "prompt_tokens": start,
         "completion_tokens": end - start,

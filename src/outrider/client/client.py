@@ -144,7 +144,7 @@ every 15 seconds."""
 
 RETRIES = RetryPolicy(first=0.25, longest=10.0)
 RESTART_SECONDS = 30.0
-"""Default seconds for which a client repeats a safe call."""
+"""How long a client repeats a safe call by default, in seconds."""
 PATIENCE = 300.0
 """Seconds for which `patiently` and `submit` retry while the service is busy or cannot be reached, for example during a
 restart. Without an idempotency key, `submit` retries only while the service is busy."""
@@ -225,7 +225,8 @@ class AsyncClient:
         self._trusted = trusting(ca)
         self._patience = patience
         self._reached = False
-        """True once the service has replied. Before, an error is most likely a wrong address, and raised at once."""
+        """True once the service has replied. Until then, an error is raised at once, because the address is most likely
+        wrong."""
         self._connections: Connections | None = None
 
     async def __aenter__(self) -> Self:
@@ -245,8 +246,8 @@ class AsyncClient:
         after the wait that the service requests. After `patience` seconds, raises Busy (QueueFull for a full queue).
 
         With an `idempotency_key`, the submission is also repeated while the service cannot be reached. If the service
-        has already stored the group, that group is returned. Without a key, it is not repeated then, because the
-        service might run the group twice.
+        has already stored the group, that group is returned. Without a key, a submission that could not reach the
+        service is not repeated, because the service might run the group twice.
         """
         return await self._submit("/v1/groups", group, patience)
 
@@ -308,9 +309,9 @@ class AsyncClient:
         """Return the finished groups after the cursor `after`. If there are none, wait up to `wait` seconds (at most
         60) for the first. A page has at most `limit` groups: call again with the page's cursor until a page is empty.
 
-        Without `after`, the results begin with the first group. With a named `consumer` and without `after`, they begin
-        after the groups that the consumer has acknowledged (`ack`). For a new consumer, `after` is also its first
-        position. Raises Forbidden if a `consumer` is given and the token is read-only.
+        Without `after`, the results begin with the first group or, for a named `consumer`, after the groups that it has
+        acknowledged (`ack`). For a new consumer, `after` also sets its first position. Raises Forbidden if a `consumer`
+        is given and the token is read-only.
         """
         query = {"wait": wait, "limit": limit, "samples": samples, "after": after, "consumer": consumer}
         if not samples:
@@ -396,8 +397,8 @@ class AsyncClient:
         """Wait until all groups are done, and return them in the order of `group_ids`.
 
         `watch` is called with all groups at the beginning, at the end, and about every 0.2 seconds in between (less
-        often for more than ten groups). Once all groups have been read, the wait survives a restart of the service (see
-        `patiently`)."""
+        often for more than ten groups). Once each group has been fetched for the first time, the wait survives a
+        restart of the service (see `patiently`)."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
             if watch is not None:
@@ -543,8 +544,8 @@ class AsyncClient:
     async def diagnosis(
         self, *, labels: Mapping[str, str] = {}, groups: Sequence[str] = (), since: float = 0.0
     ) -> RunDiagnosis:
-        """Return the faults of groups (docs/diagnosis.md): of those with all `labels`, or of those named in `groups`.
-        Only groups created at `since` (seconds since the epoch) or later are examined."""
+        """Return the faults of the groups that have all `labels`, or of the groups named in `groups`
+        (docs/diagnosis.md). Only groups created at `since` (seconds since the epoch) or later are examined."""
         query: Query = {
             "label": [f"{name}={value}" for name, value in labels.items()],
             "group": list(groups),
@@ -883,8 +884,8 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
 
 
 class _Reports:
-    """Holds the time of the newest warning about retries, for each event loop. So only a few warnings are logged if
-    hundreds of calls are retried at once."""
+    """Limits the warnings about retries to one every REPORT_EVERY seconds in each event loop, even if hundreds of calls
+    are retried at once."""
 
     _newest: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, float]] = WeakKeyDictionary()
 
@@ -902,8 +903,8 @@ class _Reports:
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> GroupView:
     """Return a group that the service has accepted. Raises ServiceError if the service has lost the group.
 
-    Call this function if a group's result does not arrive, because a lost group never gets a result. `group` is the
-    method `AsyncClient.group`."""
+    Call this function if a group's result does not arrive: if the service has lost the group, it never will. `group` is
+    the method `AsyncClient.group`."""
     try:
         return await patiently(lambda: group(group_id))
     except NotFound as error:
@@ -1156,7 +1157,7 @@ def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
     """Encode a request body. Raises InvalidField for values that JSON cannot represent."""
     if not isinstance(body, Mapping):
         return body.model_dump_json().encode()
-    try:  # json refuses NaN; orjson and msgspec write null, which the service reads as a missing value
+    try:  # json refuses NaN, where msgspec would write null, which the service reads as a missing value
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error
@@ -1192,7 +1193,7 @@ def _refusal(body: bytes, reply: Response) -> OutriderError:
         hint = "the reply is not from Outrider: see whether the address is right, and what a proxy in front refuses"
         return ServiceUnusable(text, hint=hint)
     error = error_from(record)
-    # The service has another version, and this client does not know the error's code.
+    # This client does not know the error's code, so the service has another version. Retry only if the record says so.
     if lasting and type(error) is ServiceError and not record.retryable:
         error = ServiceUnusable(error.message, hint=error.hint, field=error.field, log_tail=error.log_tail)
     if isinstance(error, Busy):

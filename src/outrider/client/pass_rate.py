@@ -110,8 +110,8 @@ async def evaluate(
 
     Raises InvalidField if the service refuses a task or the policy does not have `policy_version`. Raises Conflict if
     `run` was used with other tasks, and Busy if the service stays busy. Raises ServiceError if the service cannot be
-    reached, the version is another one at the end, or no session was graded. After an error, running groups are
-    cancelled, unless `run` is given.
+    reached, the policy no longer has `policy_version` at the end, or no session was graded. After an error, running
+    groups are cancelled, unless `run` is given.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")

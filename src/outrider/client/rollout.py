@@ -3,8 +3,8 @@ name.
 
     done = await roll_out(client, tasks, run="first", samples=4)
 
-The same call continues a run that was interrupted. Invariant: a run submits one group for each task of the dataset,
-even if other rows are added, moved or removed.
+The same call continues a run that was interrupted. Invariant: a run submits each task only once, even if other rows of
+the dataset are added, moved or removed before the next call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider.schemas import GroupView
 RUN_LABEL = "outrider.run"
 """The label that holds the name of a group's run. `outrider export --run` exports all groups of a run."""
 WAITED_FOR = 16
-"""Maximum number of groups that are polled at once. The first groups that are not done are polled."""
+"""Maximum number of groups that are polled at once: the first ones that are not done."""
 WAIT_SECONDS = 1.0
 """Seconds that a poll waits for the first group to be done."""
 

@@ -14,8 +14,8 @@ counted in `Counts`.
 
 `max_age` limits the age of tokens without dropping groups. The sampler submits only as many groups as the trainer can
 train on before they are too old, and delivers the oldest groups first. A batch waits for slow groups that would be too
-old for the next batch. A sampler that dropped old groups would prefer fast groups, because it samples the prompt of a
-dropped group again.
+old for the next batch. Dropping old groups instead would favour fast groups, because the prompt of a dropped group is
+sampled again.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class RolloutService(Protocol):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """The number of groups with each outcome since the previous batch. Every group is counted in `submitted`. When it
-    no longer runs or waits, it is also counted, perhaps for a later batch, in exactly one of `informative`,
+    """The number of groups with each outcome since the previous batch. Every group is counted in `submitted`. Once it
+    no longer runs or waits, which may be in a later batch, it is also counted in exactly one of `informative`,
     `uninformative`, `retried`, `given_up`, `stale` and `stopped`.
 
     informative: groups that were delivered in a batch.
@@ -168,8 +168,8 @@ class _Prompt(msgspec.Struct):
     """A prompt in progress. `version` is the policy version under which its group was submitted, or None before the
     submission.
 
-    `protected` is True if the prompt was submitted before. Its group is then not stopped when a batch is full.
-    Otherwise a slow task would be stopped again and again, and its prompt would never be delivered.
+    `protected` is True if the prompt was submitted before. Its new group is not stopped when a batch is full, because a
+    slow task might otherwise be stopped again and again, and never be delivered.
     """
 
     number: int
@@ -233,7 +233,7 @@ class DynamicSampler:
         and filters nothing. "synchronous" and "static" are for comparison.
     surplus: what happens to groups that still run when a batch is full. "carry" keeps them running for a later batch.
         "cancel" stops them, and submits nothing before the next batch is requested. Its bias is described below.
-    max_age: how many policy versions a trained token may be older than the version that trains on it. None sets no
+    max_age: by how many policy versions a trained token may be older than the version that trains on it. None sets no
         limit. At most (`max_age` + 1) * `groups_per_version` groups run or wait for a batch, so that a finished group
         is never too old. With 0, nothing runs while the trainer trains.
     groups_per_version: the number of groups that the trainer trains on before it raises the version by one, by default
@@ -314,7 +314,7 @@ class DynamicSampler:
         self._ready: deque[_Ready] = deque()
         self._version = state.version
         self._delivered = state.delivered
-        """Number of delivered groups that the trainer has not trained on yet, judging by the raised versions."""
+        """Number of delivered groups that the trainer has not trained on yet, judging by the calls of `set_version`."""
         self._counts = Counts()
         self._graded = 0
         self._rewards: list[float] = []
@@ -325,7 +325,8 @@ class DynamicSampler:
         self._one_batch = asyncio.Lock()
         self._wanted = False
         self._resting = True
-        """True until the first batch is requested, and after `stop` until the next batch is requested."""
+        """True while nothing is submitted: until the first batch is requested and, after `stop` or too many
+        uninformative groups, until the next batch is requested."""
         self._exhausted = False
         self._failure: Exception | None = ServiceError(
             "the sampler is not open", hint="use it inside: async with DynamicSampler(...) as sampler"
@@ -375,7 +376,7 @@ class DynamicSampler:
         return SamplerState(
             run=self._run,
             next=self._next,
-            # A sampler that continues from this state does not use a group that is being stopped. So the prompt gets a
+            # A sampler that continues from this state does not use a group that is being stopped, so the prompt gets a
             # new group.
             pending=tuple(
                 PendingPrompt(prompt.number, prompt.attempt, prompt.failures, prompt.version)
@@ -545,7 +546,7 @@ class DynamicSampler:
             return self._target - running - ready if self._wanted else 0
         allowed = self._inflight
         if self._surplus == "cancel":
-            # For each ready group, the batch needs one running group less. More running groups would only be cancelled.
+            # For each ready group, the batch needs one running group fewer. Any more would only be cancelled.
             allowed = max(self._inflight - ready, min(self._inflight, self._target - ready))
         if self._max_age is not None:
             trainable = (self._max_age + 1) * self._groups_per_version - self._delivered
@@ -626,13 +627,13 @@ class DynamicSampler:
                 await self._settle(group)
             cursor = page.cursor
             if self._running and _now() >= check_at:
-                # Other clients' results may arrive all the time. So this check of the oldest group does not wait for an
-                # empty page.
+                # Check the oldest group even if the page is not empty, because other clients' results may arrive all
+                # the time.
                 check_at = _now() + LONG_POLL
                 oldest = await check_known(self._client.group, next(iter(self._running)))
                 if oldest.id in self._running and oldest.cursor is not None:
-                    # If the service restarts without its old data, its cursors begin again. The group may then be done
-                    # at a lower cursor than the sampler's.
+                    # Go back to the group's result: if the service restarts without its old data, its cursors begin
+                    # again, and the group may be done at a lower cursor than the sampler's.
                     cursor = min(cursor, oldest.cursor - 1)
 
     async def _settle(self, group: GroupView) -> None:
@@ -644,8 +645,8 @@ class DynamicSampler:
                 self._early[group.id] = group
             return
         rewards = rewards_of(group)
-        # Only `group.cancelled` shows whether the group was stopped. It may have ended before the sampler could stop
-        # it. A user or an update of the policy may cancel a group that the sampler did not stop.
+        # Only `group.cancelled` shows whether the group was stopped: it may have ended before the sampler could stop
+        # it, or a user or an update of the policy may have cancelled it.
         stopped = (prompt.stopping or "stopped") if group.cancelled else None
         choice: Choice = False
         if len(rewards) < min(self._n, 2):

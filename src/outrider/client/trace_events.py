@@ -1,7 +1,7 @@
 """Converts timelines of sessions to events of the Trace Event Format, which ui.perfetto.dev and chrome://tracing show.
 
 Each session becomes a process of the trace. Each kind of span gets one row, or several rows if spans overlap.
-Invariant: the spans of a row do not overlap, because the viewers would show them as nested.
+Invariant: the spans of a row do not overlap; the viewers would show overlapping spans as nested.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decodes base64 in pieces, so that other threads can run between two pieces.
 
-Invariant: the result is that of decoding the whole text at once.
+Invariant: the result is the same as if the whole text were decoded at once.
 """
 
 from __future__ import annotations

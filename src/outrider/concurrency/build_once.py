@@ -7,8 +7,9 @@ An entry is built as a draft in the folder of the cache, and then renamed to its
     FOLDER/.draft-NAME-X    an entry under construction, or left behind by a killed builder
     FOLDER/.locks/NAME      the lock, held while NAME is built or removed
 
-The lock is `flock`. The kernel wakes the next waiter at once, and releases the lock of a killed process. (The library
-filelock polls every 50 ms.) Invariant: an entry at its final path is complete, even after a power failure.
+The lock is a `flock`: the kernel releases it when its process is killed, and wakes the next waiter at once. (The
+library filelock polls every 50 ms instead.) Invariant: an entry at its final path is complete, even after a power
+failure.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def build_once(
 
 @contextlib.contextmanager
 def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Hold the lock of the cache entry `place` while the block runs. Blocks while the lock is taken."""
+    """Hold the lock of the cache entry `place` while the block runs. If the lock is taken, calls `on_wait` and
+    waits."""
     lock = lock_file(place)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("a") as file:
@@ -72,8 +74,8 @@ def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iter
 
 
 def lock_file(place: Path) -> Path:
-    """Return the path of the lock file of `place`. Lock files are never removed. Otherwise a process could lock a
-    removed file that it had opened before, while another process locks a new file at the same path."""
+    """Return the path of the lock file of `place`. Lock files are never removed: otherwise, one process could lock a
+    removed file, which it had opened before, while another process locks a new file at the same path."""
     return place.parent / ".locks" / place.name
 
 

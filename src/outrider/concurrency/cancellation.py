@@ -26,9 +26,9 @@ at the end it returns the result. A piece should have at most PIECE_BYTES bytes,
 longer."""
 
 INLINE_BYTES = 32 << 10
-"""A computation runs on the event loop for up to this number of input bytes, and then continues in a thread. For an
-ordinary model call, the switch to the thread would cost more than the computation itself. 32 KiB take at most 20 ms,
-even as many very short messages."""
+"""How many input bytes of a computation are processed on the event loop before it moves to a thread. For an ordinary
+model call, the switch to the thread would cost more than the computation itself. 32 KiB take at most 20 ms, even as
+many very short messages."""
 PIECE_BYTES = 16 << 10
 """A piece of a computation ends after about this number of input bytes. Between two pieces, other computations can
 run."""
@@ -40,8 +40,8 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
     If the caller is cancelled meanwhile, the work still runs to its end, and CancelledError is raised afterwards. With
     `grace`, the work is cancelled, too, if it has not ended that many seconds after the caller's cancellation.
     """
-    # The work needs its own task, because an asyncio.timeout() in the work cancels the current task. Every stored turn
-    # calls this function. A bare task and one future cost 8 us per call; a TaskGroup would cost 13 us.
+    # Give the work its own task: an asyncio.timeout() in the work cancels the task that it runs in. Every stored turn
+    # calls this function, so it uses a bare task and one future, which cost 8 us; a TaskGroup would cost 13 us.
     task = asyncio.ensure_future(work())
     cancelled: asyncio.CancelledError | None = None
     if not task.done():
@@ -121,8 +121,8 @@ class OffloadThread:
 
 
 def _advance(steps: Steps[object]) -> int | _Result:
-    """Run the next piece of a computation. If the generator has ended, return its result as a `_Result`, because a
-    future cannot raise StopIteration."""
+    """Run the next piece of a computation. If it was the last, return the computation's result as a `_Result`, because
+    a StopIteration could not leave the thread: a future cannot raise it."""
     try:
         return next(steps)
     except StopIteration as end:

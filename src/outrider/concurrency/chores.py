@@ -25,16 +25,16 @@ log = logging.getLogger("outrider.chores")
 T = TypeVar("T")
 
 PAUSES = RetryPolicy(first=0.5, longest=10.0)
-"""Waits between the failed turns of a chore. A chore renews the leases of sessions, so the longest wait is only a third
-of a lease."""
+"""The waits after failed turns of a chore. Leases of sessions are renewed by a chore, so the longest wait is only a
+third of a lease."""
 QUIET_SECONDS = 60.0
 """Minimum seconds between two log lines about failures of the same work. Without this limit, work that fails every
 second time would fill the log."""
 MOST_NAMES = 200
-"""Maximum number of kinds of work, by name, whose failures are recorded. Without a limit, the record could grow
-forever: some names contain the name of an engine, and engines can be added at any time."""
+"""The maximum number of names under which failures are recorded. Without a limit, the record could grow forever: some
+names contain the name of an engine, and engines can be added at any time."""
 MOST_CHARACTERS = 500
-"""Maximum number of characters recorded of an error's text."""
+"""The maximum length of the recorded text of an error, in characters."""
 
 
 class Failures:
@@ -47,7 +47,7 @@ class Failures:
         self._logged: OrderedDict[str, float] = OrderedDict()
         """Time of the last log line about a failure, by name."""
         self._quiet: set[str] = set()
-        """Names of failing work of which no failure since the last success is logged yet."""
+        """The names of failing work for which no failure has been logged since the last success."""
 
     def failing(self) -> tuple[FailingChore, ...]:
         """Return the work that has failed and not succeeded since, in the order in which the failures began."""
@@ -55,8 +55,8 @@ class Failures:
 
     def note(self, name: str, error: BaseException) -> None:
         """Record a failure of the work `name`. The first failure after a success is logged, with a traceback if the
-        error looks like a bug. At most one failure of `name` is logged in QUIET_SECONDS, so a failure may be logged
-        later, when the work fails again."""
+        error looks like a bug. If another failure of `name` was logged less than QUIET_SECONDS ago, a later failure is
+        logged instead, if there is one."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)
@@ -87,7 +87,7 @@ class Chores:
 
     At the end of the block, the chores started with `begin` are cancelled. Then the block waits for them and for the
     tasks started with `create_task`. If the block raises, these tasks are cancelled, too. `fatal` returns True for
-    errors that end the whole block, like an error in an asyncio.TaskGroup.
+    errors that end the whole block, as any error does in an asyncio.TaskGroup.
     """
 
     def __init__(
@@ -109,15 +109,14 @@ class Chores:
     ) -> None:
         for task in self._begun:
             task.cancel()
-        # If the block was cancelled, the task group itself cancels its tasks. If a task has failed as well, the group
-        # may raise the task's error instead of the cancellation.
+        # Pass a cancellation of the block to the task group, which then cancels its tasks itself. If a task has failed
+        # as well, the group may raise the task's error instead of the cancellation.
         if isinstance(error, asyncio.CancelledError):
             await self._group.__aexit__(kind, error, trace)
             return
         if error is not None:
             self.cancel()
-        # The task group does not get the error of the block, because the group would wrap the error in an
-        # ExceptionGroup.
+        # Hide the block's own error from the task group, which would wrap it in an ExceptionGroup.
         await self._group.__aexit__(None, None, None)
 
     def cancel(self) -> None:
@@ -141,9 +140,9 @@ class Chores:
         return self.create_task(self._until_done(name, work), name=name)
 
     def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
-        """Run `work` once. If it raises an error that is not fatal, the task returns None. The error is recorded in
-        `failures`, because possibly no code awaits the task. The name in the record is `chore`, by default `name`. It
-        must be the name of repeated work, because only the next success under this name clears the record."""
+        """Run `work` once, in a task. An error that is not fatal is recorded in `failures`, because possibly no code
+        awaits the task, and the task then returns None. The record has the name `chore`, by default `name`. Use the
+        name of repeated work: only a later success under the same name clears the record."""
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)
@@ -173,8 +172,8 @@ class Chores:
         try:
             await work()
         except asyncio.CancelledError as error:
-            # If this task is not being cancelled, an object that the work awaited was cancelled. This is recorded as a
-            # failure, because the chore would otherwise end silently.
+            # If this task is not being cancelled, something that the work awaited was cancelled. Record this as a
+            # failure: raised from here, it would end the chore silently.
             if task.cancelling():
                 raise
             self.failures.note(name, error)

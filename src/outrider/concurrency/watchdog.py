@@ -34,9 +34,9 @@ LOG_SECONDS = 60.0
 """Minimum seconds between two log lines. A stall is logged at once if the last line is older. Other stalls are summed
 up in one line per minute."""
 FRAMES = 4
-"""A log line shows this number of innermost frames of the loop's stack."""
+"""How many of the innermost frames of the loop's stack a log line shows."""
 MOST = 0.5
-"""`kind_of` takes this fraction of a stall, or more, for "most of the time"."""
+"""The smallest fraction of a stall that counts as "most of the time" in `kind_of`."""
 
 
 class StallKind(StrEnum):
@@ -50,8 +50,8 @@ class StallEvidence(NamedTuple):
     """Measurements of one stall.
 
     `stalled`: its length in seconds.
-    `waited`: seconds that the loop's thread was ready to run and waited for a processor, or None if the kernel does not
-        report them.
+    `waited`: for how many seconds the loop's thread was ready to run but got no processor, or None if the kernel does
+        not report it.
     `worked`: seconds of processor time of all threads together.
     `looks`: how often the sampling thread ran during the stall.
     """
@@ -80,7 +80,8 @@ def kind_of(seen: StallEvidence) -> StallKind:
 
 
 class Witness:
-    """The total and the longest length of the event loop's stalls since this object was created, in seconds."""
+    """The total length of the stalls since this object was created, and the length of the longest, both in seconds.
+    Time recorded with `Watchdog.note` counts as a stall here."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -101,7 +102,8 @@ class Watchdog:
         self._waited: float | None = None
         self._looks = 0
         self._looked = 0
-        """Number of samples until now (`_looks`), and until the last run of the timer (`_looked`)."""
+        """How often the sampling thread has run until now (`_looks`), and until the last run of the timer
+        (`_looked`)."""
         self._where = ""
         self._schedstat: int | None = None
         self._report = _Report()
@@ -200,9 +202,9 @@ class Watchdog:
 def frame_of(thread: int) -> FrameType | None:
     """Return the innermost frame of a thread, or None if the thread has ended.
 
-    Garbage collection is off during the call. In Python 3.11, `sys._current_frames` holds a lock of the interpreter
-    while it allocates. A collection at this point may switch threads, and if the next thread starts a thread, it waits
-    for the same lock, and the whole process stops for ever (CPython's issue 106883)."""
+    Garbage collection is off during the call, because it could stop the whole process for ever in Python 3.11
+    (CPython's issue 106883): `sys._current_frames` holds a lock of the interpreter while it allocates. A collection at
+    this point may switch to another thread. If that thread starts a thread, it waits for the same lock."""
     enabled = gc.isenabled()
     gc.disable()
     try:

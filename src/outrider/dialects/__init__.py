@@ -13,9 +13,9 @@ from outrider.dialects.messages import MESSAGES_DIALECT
 from outrider.dialects.responses import RESPONSES_DIALECT
 
 DIALECTS = (MESSAGES_DIALECT, RESPONSES_DIALECT, GEMINI_DIALECT, CHAT_DIALECT)
-"""The first dialect with a matching route serves a call. The order matters only for `GET /v1/models` and `GET
-/v1/models/NAME`, for which three dialects have routes. Messages and Gemini serve the call only if it has their vendor's
-header. Chat serves all other clients."""
+"""All dialects, in the order in which their routes are tried: the first with a matching route serves a call. The order
+matters only for `GET /v1/models` and `GET /v1/models/NAME`, for which three dialects have routes. Messages and Gemini
+serve the call only if it has their vendor's header. Chat serves all other clients."""
 
 UNKNOWN_ROUTES = CHAT_DIALECT
-"""Writes the error reply to a call that matches no route. Most clients can read OpenAI's errors."""
+"""The dialect of the error reply to a call that matches no route. Most clients can read OpenAI's errors."""

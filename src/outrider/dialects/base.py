@@ -102,11 +102,11 @@ class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed request for a model call, in a form that is the same for all dialects.
 
-    - `tools_raw`: bytes that are never equal for different `tools`; b"" for no tools.
+    - `tools_raw`: bytes that differ whenever `tools` differ; b"" for no tools.
     - `tool_choice`: restricts the reply's tool calls; None for no restriction.
     - `ignored`: the names of the request's fields and tools that have no effect (`reading.bounded_notes`).
     - `needs_images`: True if the agent cannot work without the images that its tools return. A request with such an
-      image is then refused if the model cannot read images. If False, such a model sees a text instead of the image.
+      image is then refused if the model cannot read images. If False, such a model sees a text instead.
     - `reply_context`: the dialect's own data for writing the reply.
     """
 
@@ -197,7 +197,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
     - `routes` are tried in order. The first route that matches a call determines the operation.
     - `model` returns the name of the requested model without parsing the rest of the request. It returns None if the
-      request names no model or cannot be read. It raises no error, because `parse` does.
+      request names no model or cannot be read; the error is left to `parse`.
     - `parse` parses the body of a GENERATE or COUNT_TOKENS call. Raises RequestError with the name of the wrong field.
     - `reply` writes a whole reply, and `stream` makes the writer of a streamed reply.
     - `models` writes the reply to a MODELS or MODEL call. Its second argument maps each model's name to the size of its
@@ -234,8 +234,8 @@ class RouteTable:
             for dialect in dialects
             for route in dialect.routes
         ]
-        # Most routes are plain strings, which are looked up in this dictionary. A route is left out if an earlier route
-        # matches the same call.
+        # Most routes are plain strings, so look them up in a dictionary. It omits a route whose calls an earlier route
+        # may serve.
         self._exact: dict[str, Routed] = {}
         for number, route in enumerate(route for dialect in dialects for route in dialect.routes):
             fits, header, routed = self._routes[number]
@@ -268,8 +268,8 @@ def event(fields: Any, name: bytes | None = None) -> bytes:
 
 
 def line(value: Any) -> bytes:
-    """Encode the value as JSON, with U+0085, U+2028 and U+2029 escaped. Some clients split streams with Python's
-    str.splitlines, which splits at these characters, although server-sent events do not."""
+    """Encode the value as JSON, with U+0085, U+2028 and U+2029 escaped. These characters do not end a line in
+    server-sent events, but some clients split streams with Python's str.splitlines, for which they do."""
     data = _encode(value)
     if data.isascii():
         return data
@@ -279,8 +279,8 @@ def line(value: Any) -> bytes:
 
 
 def opencode_caller(call: WireCall) -> Caller:
-    """Return the caller from the headers that OpenCode sends in every dialect. They are the session ids of a sub-agent
-    and of its parent. The main agent sends no parent's id; both fields are then None."""
+    """Return the caller from the headers that OpenCode sends in every dialect: the session ids of a sub-agent and of
+    its parent. The main agent sends no parent's id; its `Caller` has neither id."""
     parent = call.header(b"x-parent-session-id")
     return Caller(agent_id=call.header(b"x-session-id"), parent_id=parent) if parent else Caller()
 

@@ -6,8 +6,8 @@ Invariants:
 - Wrong data raises only `RequestError`, with the name of the field.
 - If a key is repeated, its last value is used.
 - A field that no struct declares is skipped, and only its JSON syntax is checked.
-- If a client sends a call's arguments back with the same values, they are equal to the sampled arguments after parsing
-  (as `tokens/tree/canonical.py` compares them), although the client may write the JSON differently.
+- If a client sends a call's arguments back, they are equal to the sampled arguments after parsing (as
+  `tokens/tree/canonical.py` compares them), even if the client writes the same values as different JSON.
 - A request with more than one form of the reply is refused.
 
 Source: the OpenAI-compatible servers of vLLM and SGLang (sampling parameters, structured outputs, template arguments).
@@ -272,9 +272,8 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
 
 
 def image_from_address(url: str, where: str) -> Image | Attachment:
-    """Return the image at an http(s) address, which the engine fetches later, or in a data URL. A data URL that has
-    another type of file, or data that cannot be read, becomes an `Attachment`. Raises RequestError for any other
-    address."""
+    """Return the image at an http(s) address, which the engine fetches later, or in a data URL. A data URL with another
+    type of file or with unreadable data becomes an `Attachment`. Raises RequestError for any other address."""
     if url.startswith(("http://", "https://")):
         return image_from_url(url)
     if (head := _DATA_URL.match(url)) is None:
@@ -337,8 +336,8 @@ ToolsT = TypeVar("ToolsT", bound=_FromBytes)
 
 
 def cached_tools(memory: dict[str, Any], raw: bytes, read: Callable[[], ToolsT]) -> ToolsT:
-    """Return the tools that `raw` declares. `read` parses them, but is called only if `raw` differs from the session's
-    previous call. Agents send the same tools, some tens of kilobytes, with every call."""
+    """Return the tools that `raw` declares. `read` parses them, but is called only if `raw` has changed since the
+    session's previous call. Agents send the same tools, some tens of kilobytes, with every call."""
     tools: ToolsT | None = memory.get(_MEMORY_KEY)
     if tools is None or tools.raw != raw:
         tools = memory[_MEMORY_KEY] = read()
@@ -540,7 +539,7 @@ def json_schema(schema: Any, where: str) -> Constraint:
 
 def one_of(choices: list[str]) -> Constraint:
     """Return a constraint, as a regular expression, that makes the reply exactly one of `choices`."""
-    # `re.escape` is not used: it also escapes spaces and dashes, and engines do not use Python's regular expressions.
+    # `re.escape` is not used: it also escapes spaces and dashes, which an engine's regular expressions may not allow.
     escaped = ["".join(f"\\{char}" if char in _REGEX_SPECIAL else char for char in choice) for choice in choices]
     return Constraint(ConstraintKind.REGEX, f"({'|'.join(escaped)})")
 

@@ -25,15 +25,15 @@ PauseMode = Literal["finish", "abort", "keep"]
 sampled so far, and "keep" freezes them until the engine resumes."""
 
 MAX_COUNT = (1 << 31) - 1
-"""The largest accepted count or policy version, because sample files store versions as int32."""
+"""The largest count or policy version that is accepted. Sample files store versions as int32."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """All sampling parameters of a turn. An engine adds no defaults of its own.
 
     - `top_k`: -1 means no limit.
-    - `stop`: strings searched in the decoded output. The generation ends with the token that completes such a string;
-      this token is part of the output ids.
+    - `stop`: strings to look for in the decoded output. The generation ends with the token that completes such a
+      string; this token is part of the output ids.
     - `stop_token_ids`: tokens that end the generation. They are part of the output ids, and are never sampled as one of
       the first `min_tokens` tokens.
     - `repetition_penalty`: counts the tokens of prompt and output. The other two penalties count only the output.
@@ -128,8 +128,9 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation by an engine that takes messages (capture and text mode).
 
     `thinking`: switches the model's reasoning on or off. With None, the engine's template decides.
-    `known_ids`: the captured ids of the conversation up to the last reply in `messages`, which are the ids of its
-        prompt and of the reply itself. None if unknown, or if the engine does not have `Capability.KEEPS_IDS`."""
+    `known_ids`: the captured ids of the conversation up to the end of the last reply in `messages`: the ids of that
+        reply's prompt, then those of the reply. None if unknown, or if the engine does not have
+        `Capability.KEEPS_IDS`."""
 
     request_id: str
     session_key: str
@@ -267,8 +268,8 @@ def image_form_of(engine: object) -> ImageForm | None:
 
 class KnownVersions(msgspec.Struct, frozen=True):
     """The last known policy version of a server (`served`), and the version that weights without a label have
-    (`unlabelled`). `run` is a random name of this run of the service, because earlier runs may have used the same
-    server with the same version numbers."""
+    (`unlabelled`). `run` is a random name of this run of the service. It keeps the cache salts apart from those of
+    earlier runs, which may have used the same server with the same version numbers."""
 
     served: int = 0
     unlabelled: int = 0

@@ -65,15 +65,16 @@ class PauseGate:
         await wait_for_event(self._idle, seconds)
 
     def cut_off(self) -> None:
-        """Call the `cut` function of every generation in flight. A generation that has given none continues."""
+        """Call the `cut` function of every generation in flight. A generation that entered the gate without one
+        continues."""
         for cut in tuple(self._cuts):
             cut()
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a follower's gate, as the follower reports it to the leader.
+    """The state of a follower's gate, as the follower reports it to the leader (the process whose gate it follows).
 
-    `closings`: the leader's `closings` that the follower has applied last.
+    `closings`: the value of the leader's `closings` that the follower has applied last.
     `in_flight`: how many of its generations are in flight.
     `whole`: how many of these run to their end in every pause, because no engine could continue them."""
 

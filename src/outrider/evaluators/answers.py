@@ -38,9 +38,10 @@ def last_reply(outcome: Outcome) -> str:
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
-    """Return the agent's answer without surrounding whitespace. With `file`, it is the content of this file. Otherwise,
-    it is what a Python agent returned or, if that is blank, the last reply that is not blank, cut to its last
-    MAX_ANSWER characters. Raises NoAnswer, and RuntimeFailure if the sandbox is broken."""
+    """Return the agent's answer without surrounding whitespace. If `file` is given, the answer is its content.
+    Otherwise, it is what a Python agent returned. If that is blank, or the agent is not a Python agent, it is the last
+    reply that is not blank. Of a reply, only the last MAX_ANSWER characters are used. Raises NoAnswer, and
+    RuntimeFailure if the sandbox is broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
         # Only Python agents return an answer. Other agents are programs, and their `harness.answer` is their whole
@@ -69,7 +70,7 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 def marked_answer(reply: str) -> str | None:
     r"""Return the answer that is marked in a reply, or None. A mark is `<answer>…</answer>` or, in a reply without such
     tags, a LaTeX box (`\boxed{…}` or `\fbox{…}`). The last mark counts. If only a comma, `and`, `or` or the name of a
-    variable is between marks, their contents are joined by commas."""
+    variable separates it from the marks before, they all count, and their contents are joined by commas."""
     tags = _joined(reply, _tags(reply))
     return tags if tags is not None else _joined(reply, _boxes(reply))
 
@@ -102,8 +103,8 @@ def _tags(reply: str) -> Iterator[_Mark]:
 def _boxes(reply: str) -> Iterator[_Mark]:
     r"""Yield the LaTeX boxes of a reply, the last one first. Of nested boxes, only the inner one is yielded.
 
-    A box command without a brace is skipped, unless a digit follows. In `\boxed 5`, TeX boxes the 5, so boxes before
-    this one do not count."""
+    A box command without a brace is skipped. But if a digit follows, as in `\boxed 5`, TeX boxes this digit. Neither
+    this box nor any box before it is then yielded."""
     before = stop = len(reply)
     while (before := max(reply.rfind("\\boxed", 0, before), reply.rfind("\\fbox", 0, before))) >= 0:
         brace = BOX.match(reply, before)

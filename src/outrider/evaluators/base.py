@@ -61,8 +61,8 @@ def not_kept(output: bytes) -> None:
 
 
 class NothingKept:
-    """Takes the place of the sandbox when a session is graded again but none of its files were kept, and in calls of
-    `DecidesEarly.decide`. Every operation except `broken_inside` raises EvaluatorError."""
+    """Takes the place of the sandbox in two cases: a session is graded again but none of its files were kept, or
+    `DecidesEarly.decide` is called. Every operation except `broken_inside` raises EvaluatorError."""
 
     async def broken_inside(self) -> bool:
         return False
@@ -84,14 +84,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     folders: paths of the session's folders in the agent's sandbox. A new sandbox does not have these folders.
     patch: the agent's change to a repository as `git diff` prints it, or None if the task does not ask for a diff.
     beside: opens another sandbox during an `async with` block, with the runtime spec of the task or of the evaluator.
-        It is prepared, untouched by agents and unreachable from `runtime`, and reserves no resources.
+        The sandbox is prepared, but untouched by agents and unreachable from `runtime`. It reserves no resources.
         `beside(resources)` gives it other limits. Raises RuntimeFailure.
     call_frozen: calls a frozen model.
     host: holds the objects that all evaluators of a node share, such as processes that check answers.
     bucket: the tenant and the label for which the session is queued (see store/queue.py). In queues of checks, tenants
         take turns, and so do the buckets of each tenant.
-    off_the_clock: opens a block for a long wait in these queues. The time limit does not run in the block, and other
-        evaluations may start.
+    off_the_clock: opens an `async with` block for a long wait, such as the wait in a queue of checks. The time limit
+        does not run in the block, and other evaluations may start meanwhile.
     log: adds the output of a grader to the log of this grading, which is kept as an artifact.
     """
 

@@ -46,7 +46,7 @@ class CombiningEvaluator:
     takes_endpoints = True
 
     def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
-        if spec.kind not in KINDS:  # only for these kinds does the service check which names the parts use
+        if spec.kind not in KINDS:  # the allow lists look for parts only in these kinds
             raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
         options = read_options(KINDS[spec.kind], spec)
         self._parts = _parts(options.parts, spec, endpoints)
@@ -145,7 +145,7 @@ def _outcome_for(part: EvaluatorPart, outcome: Outcome) -> Outcome:
 
 @contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Add the part's name to an EvaluatorError. A ValueError becomes an EvaluatorError."""
+    """Add the part's name to an EvaluatorError raised in the block. A ValueError becomes such an EvaluatorError."""
     try:
         yield
     except (EvaluatorError, ValueError) as error:

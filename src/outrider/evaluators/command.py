@@ -39,8 +39,8 @@ class CommandEvaluator:
     """Runs the spec's `run` with `bash -c` in the working directory.
 
     The variable OUTRIDER_VERDICT names a new file outside this directory. The command may write a number to it, or a
-    JSON object with the fields of a Verdict. If the command mentions OUTRIDER_TURNS, this variable names a file with a
-    JSON object for each model call, with the fields of a GradedTurn."""
+    JSON object with the fields of a Verdict. If the command mentions OUTRIDER_TURNS, this variable names a file that
+    has one line per model call: a JSON object with the fields of a GradedTurn."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         if spec.path is not None or spec.options:
@@ -76,7 +76,7 @@ class CommandEvaluator:
             outcome.log(result.stderr)
             return await self._verdict(runtime, path, result)
         finally:
-            # If the sandbox is broken, its files are gone anyway, and the verdict is still valid.
+            # A broken sandbox does not matter: its files are gone anyway, and the verdict is still valid.
             with suppress(RuntimeFailure):
                 await runtime.exec(["rm", "-f", *files], seconds=CLEANUP_SECONDS)
 

@@ -1,7 +1,8 @@
 """The external graders that the operator configures. `grader_calls.py` calls them.
 
 A task names a grader, and never gives an address. So it can make the service call only the operator's hosts, with the
-keys meant for them. The keys are in environment variables of the service and of its nodes, which the settings name.
+keys meant for them. The keys are in environment variables of the service and of its nodes. The settings name these
+variables.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Endpoints:
             )
 
     def mark(self, *texts: str) -> str:
-        """Return a delimiter that the authors of `texts` cannot guess. The same object returns the same delimiter for
-        the same texts."""
+        """Return a delimiter that the authors of `texts` cannot guess. For the same texts, an Endpoints object always
+        returns the same delimiter."""
         return hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()[:12]
 
     def cached(self, key: bytes) -> Any:

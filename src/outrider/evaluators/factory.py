@@ -11,8 +11,8 @@ from outrider.spec import EvaluatorSpec
 
 
 def make_evaluator(spec: EvaluatorSpec, endpoints: Endpoints | None = None) -> Evaluator:
-    """Make the evaluator that the spec names. Its class also gets `endpoints` if its attribute `takes_endpoints` is
-    true. Raises InvalidField."""
+    """Make the evaluator that the spec names. A class with a true attribute `takes_endpoints` also gets `endpoints`.
+    Raises InvalidField."""
     kind = resolve("evaluator", spec.kind, field="task.evaluator.kind")
     if not callable(getattr(kind, "evaluate", None)):
         raise InvalidField(f"{spec.kind!r} is not an evaluator class", field="task.evaluator.kind")

@@ -1,7 +1,7 @@
 """The evaluator `callable`: passes the outcome to a Python function, or to any other callable, in the node's own
 process.
 
-Invariant: a hanging function blocks only its own thread.
+Invariant: if a function that is not async hangs, it blocks only its own thread.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             done.set_exception(error)
         else:
-            # A future does not accept StopIteration. SystemExit would end the event loop instead of the function's
-            # thread.
+            # Convert the exception: a future does not accept StopIteration, and SystemExit would end the event loop
+            # instead of the function's thread.
             done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def work() -> None:

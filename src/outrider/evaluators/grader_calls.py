@@ -1,7 +1,7 @@
 """Calls external graders over HTTP.
 
-Only evaluators that call a grader import this module, because it imports aiohttp. Invariants: the error of a failed
-call does not show a key; redirects are not followed; a reply has at most MAX_ANSWER bytes.
+Only evaluators that call a grader import this module, because it imports aiohttp, which is slow. Invariants: the error
+of a failed call does not show a key; redirects are not followed; a reply has at most MAX_ANSWER bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.redaction import redacted
 
 MAX_ANSWER = 4 << 20
 TRANSIENT = frozenset({502, 503, 504})
-"""HTTP statuses of an unreachable grader, often sent by a proxy."""
+"""HTTP statuses that mean that the grader cannot be reached. Often a proxy sends them."""
 MAX_SAID = 2000
 """Maximum characters of a grader's reply that an error message quotes."""
 
@@ -105,8 +105,8 @@ async def post(
 
 
 def variable(name: str | None, grader: str) -> str | None:
-    """Return the value of the environment variable `name`, without surrounding whitespace. Raises EvaluatorError if it
-    is not set."""
+    """Return the value of the environment variable `name`, without surrounding whitespace, or None if `name` is None.
+    Raises EvaluatorError if the variable is not set."""
     if name is None:
         return None
     if not (value := (environment(name) or "").strip()):  # a value read from a file may end with a newline

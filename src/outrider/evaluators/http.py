@@ -38,8 +38,8 @@ class HttpOptions(Spec):
 
     grader: the name of a grader in the setting `graders`.
     contract: the format of the request and the reply.
-    data: the task's own data. Outrider's format sends it as `options`. For NeMo Gym, it is the row, whose fields begin
-        the body. For ProRL's reward servers, it has the fields in REWARD_ROUTES.
+    data: the task's own data. Outrider's format sends it as `options`. For NeMo Gym, it is the row, and its fields
+        become fields of the body. For ProRL's reward servers, it has the fields in REWARD_ROUTES.
     call_seconds: time limit of one call.
     """
 
@@ -153,8 +153,8 @@ def verified(answer: dict[str, Any]) -> Verdict:
 
 
 def scored(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from a reply of ProRL's reward servers. Raises ValueError if it has no number, because that is not
-    a score of 0."""
+    """Read a verdict from a reply of ProRL's reward servers. Raises ValueError if the reply has no number, which must
+    not count as a score of 0."""
     score = answer.get("score")
     if isinstance(score, list) and score:
         score = score[0]

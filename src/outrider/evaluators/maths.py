@@ -42,7 +42,7 @@ class MathOptions(Spec):
 
     gold: the right answer, or a list of accepted answers.
     answer_file: the file to which the agent writes its answer. By default, the last reply is used.
-    relative_tolerance: the greatest accepted difference from the gold answer's number, divided by this number. By
+    relative_tolerance: the greatest accepted difference from the gold answer's number, as a fraction of that number. By
         default, numbers must be equal.
     seconds: maximum processor time of a check."""
 

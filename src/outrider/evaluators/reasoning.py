@@ -43,7 +43,7 @@ class ReasoningOptions(Spec):
 
 
 class ReasoningGymEvaluator:
-    """Gives the score that reasoning-gym computes, from 0 to 1, as the reward."""
+    """Gives reasoning-gym's score, from 0 to 1, as the reward."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(ReasoningOptions, spec)

@@ -13,8 +13,8 @@ from outrider.trajectory import Verdict
 
 
 class ReportedEvaluator:
-    """Accepts no settings. If a session is graded again, raises EvaluatorError, because there is nothing to
-    evaluate."""
+    """Accepts no settings. `evaluate` is called only if a session is graded again. It raises EvaluatorError, because
+    there is nothing to evaluate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         plain = EvaluatorSpec(kind=spec.kind)

@@ -69,8 +69,8 @@ class ModelRefused(RequestError):
 
 
 class ModelClient(Protocol):
-    """Calls the session's models for in-process agents. Limits apply and calls are recorded as at the gateway, but
-    without HTTP. `model` is the name of a frozen model, or None for the policy.
+    """Calls the session's models for in-process agents, without HTTP. Calls are limited and recorded like those at the
+    gateway. `model` is the name of a frozen model, or None for the policy.
 
     A call of the policy raises ContextOverflow, EngineError, and the errors of the session's limits. A call of a frozen
     model raises ModelRefused, EngineError, and NotFound for an unknown name.

@@ -19,7 +19,7 @@ MARKER = ".outrider-sealed.json"
 
 
 class BuildInputs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The inputs from which a folder is built. The marker file records it. If the marker has other inputs, the folder
+    """The inputs from which a folder is built. The marker file records them. If it records other inputs, the folder
     counts as incomplete."""
 
     packages: tuple[str, ...]

@@ -115,7 +115,8 @@ class CommandHarness:
             )
         self._home = str(home)
         words = self._words(context)
-        # In later steps, the sandbox still has the files of the previous step. The agent may have changed them.
+        # Later steps are not checked: the sandbox then has the files of the previous step, which the agent may have
+        # changed.
         first, self._installed = not self._installed, True
         if first:
             for number, server in enumerate(self._servers):
@@ -174,8 +175,8 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # The session's time limit ends the program earlier. Unlike this limit, it does not count time in which the
-            # service was suspended.
+            # This is only an upper bound: the session's own time limit ends the program earlier. That limit leaves out
+            # time in which the service was suspended, but this one does not.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail()

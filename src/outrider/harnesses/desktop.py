@@ -54,8 +54,8 @@ PYTHON = "/usr/bin/python3"
 SCRIPT = Path(__file__).with_name("screen_tree.py")
 PNG = b"\x89PNG\r\n\x1a\n"
 
-# The configuration has no key bindings, mouse bindings or menus with which an agent could close or move windows that
-# the grader needs.
+# The configuration has no key bindings, mouse bindings or menus that close or move windows: a grader may need the
+# windows as they are.
 WINDOW_MANAGER = """\
 <?xml version="1.0"?>
 <openbox_config xmlns="http://openbox.org/3.4/rc">
@@ -71,8 +71,8 @@ WINDOW_MANAGER = """\
 </openbox_config>
 """
 
-# The script refuses a display that exists. In a runtime without namespaces, it could be the host's or another
-# session's. Without -noreset, Xvfb restarts when its last client exits, and refuses new clients meanwhile.
+# The script refuses a display that exists, because in a runtime without namespaces it could be the host's or another
+# session's. Without -noreset, Xvfb would restart when its last client exits, and refuse new clients meanwhile.
 OPEN = """\
 for program in {programs}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
@@ -148,7 +148,8 @@ class Desktop:
             zoom = options.observation != "tree"
             return computer_calls.tools(options.actions, options.width, options.height, zoom=zoom)
         specs = [action_tool(name) for name in _actions(options)]
-        # The description tells the size of the screen, because models and their servers scale images.
+        # The description tells the size of the screen. A screenshot does not, because models and their servers scale
+        # images.
         specs[0]["function"]["description"] += f" It has {options.width}x{options.height} pixels."
         return specs
 

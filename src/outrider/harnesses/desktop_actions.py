@@ -1,7 +1,7 @@
 """The actions of an agent on a desktop: looking at the screen, and using mouse and keyboard.
 
 The docstring of each action in ACTIONS is shown to the model as its description. `pixels` must return all pixels that
-an action names.
+an action names: only these are checked against the size of the screen.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def xdotool_arguments(action: Action) -> list[str]:
         case Move():
             return _move(action.x, action.y)
         case Drag():
-            # A pause follows each movement, because programs recognise a drag by several movements.
+            # Pause after each movement: programs recognise a drag only by several separate movements.
             first, *others = action.path
             through = [word for x, y in others for word in (*_move(x, y), "sleep", "0.05")]
             return [*_move(*first), "mousedown", "1", "sleep", "0.05", *through, "mouseup", "1"]

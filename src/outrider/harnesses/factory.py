@@ -75,8 +75,8 @@ def make_harness(spec: HarnessSpec) -> Harness:
 
 
 def mcp_tool_names(spec: HarnessSpec) -> dict[str, str]:
-    """Return how the agent names the tools of each MCP server: a pattern such as `mcp__files__{tool}`, by the name of
-    the server."""
+    """Return the agent's names for the tools of MCP servers: for each server's name, a pattern such as
+    `mcp__files__{tool}`."""
     settings = load_preset(spec.preset).mcp if spec.preset is not None else None
     name = settings.tool if settings is not None else TOOL_OF_AGENTS
     return {server.name: name.format(server=server.name, tool="{tool}") for server in spec.mcp_servers}

@@ -19,8 +19,9 @@ from outrider.sandbox.runtimes.base import Availability
 class Agent(Protocol):
     """An agent in Python.
 
-    The class is called with the task's harness options: once when the task is submitted, and once per session. If it
-    raises an exception, the task is invalid. For a ValidationError of pydantic, the error names the option.
+    The class is called with the task's harness options: once when the task is submitted, and once per session. If the
+    call raises an exception, the task is refused with an InvalidField, which names the option if the exception is a
+    ValidationError of pydantic.
 
     The attribute `takes` is a set of the fields that the agent supports: `mcp_servers`, `skills`. A task with one of
     these fields is invalid for any other agent.

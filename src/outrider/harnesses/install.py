@@ -193,7 +193,7 @@ def _node_binary(prefix: Path) -> Path:
 
 def _python_installation(prefix: Path) -> Installation | None:
     # The environment's python is a link to a base interpreter, which may have been removed since. A sandbox has this
-    # interpreter only if its folder is also mounted.
+    # interpreter only if it is below /usr, or if its folder is also mounted.
     interpreter = (prefix / "bin" / "python").resolve()
     if not interpreter.is_file():
         return None

@@ -33,9 +33,9 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. If the forms
         have "{name}", `key` is the path of a list instead of a table.
     env, text: for a task with servers, these variables are set, and this text is merged into `file`.
-    name: the name of a server in `file`. It is not just "{server}" if the program uses some names itself.
+    name: the name of a server in `file`. It differs from "{server}" if the program reserves some names for itself.
     tool: the model's name for the tool {tool} of a server.
-    allowed: the entry that allows all tools of a server in the program's list of allowed tools. It is empty if the list
+    allowed: the entry in the program's list of allowed tools that allows all tools of a server. It is empty if the list
         does not apply to servers.
     """
 
@@ -75,8 +75,8 @@ def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence
 
 
 def check_reachable(servers: Sequence[McpServer], destinations: Sequence[str] = ()) -> None:
-    """Raise InvalidField if the sandbox cannot reach a server. A sandbox reaches its own loopback, and the
-    `destinations` of its network while the agent runs."""
+    """Raise InvalidField if the sandbox cannot reach a server. A sandbox reaches its own loopback and, while the agent
+    runs, the `destinations` of its network."""
     for number, server in enumerate(servers):
         if server.url is None:
             continue

@@ -1,9 +1,9 @@
 """The tools of the MCP servers of a task, for in-process agents. The servers run in the sandbox.
 
 The client is the optional package `mcp`, which is imported only when needed. A runtime cannot keep the pipes of a
-process open, so a server reads and writes two named pipes. A live shell reads the server's output line by line. Each
-message to the server is written by a separate command. Invariant: when the block of `mcp_tools` ends, the servers end,
-and an exception in the block is raised unchanged.
+process open, so a server uses two named pipes instead. A live shell reads its output line by line, and a separate
+command writes each message to its input. Invariant: when the block of `mcp_tools` ends, the servers end, and an
+exception in the block is raised unchanged.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ mkdir -p {folder} && rm -f {folder}/in {folder}/out && mkfifo {folder}/in {folde
 (. {folder}/start) <>{folder}/in >{folder}/out 2>{folder}/err &
 exec 4<{folder}/out
 """
-"""Starts a server in the background, and waits until its output is open. The server opens its input for writing, too,
-so that the input never ends."""
+"""Shell script that starts a server in the background, and waits until the server has opened its output. The server
+opens its input for writing, too, so that the input never ends."""
 NEXT = """IFS= read -r line <&4 && printf '%s\\n' "$line\""""
 SEND = 'cat > "$0"'
 

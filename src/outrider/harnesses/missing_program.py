@@ -95,7 +95,7 @@ async def search_path(runtime: Runtime, env: Mapping[str, str], *, seconds: floa
 
 
 class _Sandbox:
-    """Looks for programs in a sandbox whose programs have the variables `env`."""
+    """Looks for programs in a sandbox, as a program with the variables `env` would."""
 
     def __init__(self, runtime: Runtime, env: Mapping[str, str]) -> None:
         self._runtime = runtime

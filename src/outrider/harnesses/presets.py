@@ -94,8 +94,8 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SkillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The way in which a program gets skills: it reads them from `folder`, a path below HOME. For a task with skills,
-    the variables `env` are set."""
+    """How a program gets skills: it reads them from `folder`, a path below HOME. For a task with skills, the variables
+    `env` are set."""
 
     folder: str
     env: dict[str, str] = {}
@@ -141,9 +141,9 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The form in which the model calls a tool of an MCP server by writing a program. The model calls the agent's tool
-    `tool` with the program as its `argument`. `text` is the program, in which {server}, {tool} and {arguments} (a JSON
-    object) are replaced."""
+    """How the model calls a tool of an MCP server by writing a program. It calls the agent's tool `tool`, and passes
+    the program in the argument named by `argument`. `text` is the program, with {server}, {tool} and {arguments} (a
+    JSON object) to be replaced."""
 
     tool: str
     argument: str
@@ -175,10 +175,10 @@ feature."""
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The findings of `outrider harness check` about the features of a preset's program in its default dialect. A test
-    with the real programs compares these values.
+    """What `outrider harness check` found about the features of a preset's program, in its default dialect. A test with
+    the real programs compares these values.
 
-    image: if the model looks at an image file with a tool, it gets the image.
+    image: if the model looks at an image file with a tool, it gets to see the image.
     subagent: the program has a tool that starts a sub-agent."""
 
     image: Finding = "not tried"

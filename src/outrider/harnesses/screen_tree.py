@@ -172,11 +172,11 @@ class ScreenTree:
         try:
             states, role = element.states(), element.role()
             shown = "showing" in states
+            # A menu is read even if it is not on the screen: it may contain the chosen entry of a closed combo box.
             if not shown and (role != "menu" or within is None):
                 self._hidden += 1
                 return
             name = _one_line(element.name())
-            # The chosen entry of a closed combo box is in a menu that is not on the screen.
             line = self._line(element, role, name, states) if shown else None
             if line is not None and not (role in ("static", "text") and name == within and not line.noted):
                 self._add("  " * indent + line.text)

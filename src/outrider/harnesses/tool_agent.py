@@ -1,8 +1,8 @@
 """The built-in agent `tools`: calls the model and runs its tool calls in the sandbox, until the model replies without a
 tool call.
 
-The option `tools` has names of tools. One name, `desktop`, stands for several tools (see desktop.py). Invariant: every
-tool call gets exactly one result, in the order of the calls.
+The option `tools` lists the tools by name. The name `desktop` stands for several tools (see desktop.py). Invariant:
+every tool call gets exactly one result, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class ToolOptions(Spec):
 
 class ToolAgent:
     """An `Agent` that calls the model and runs its tools in a loop. The first reply without a tool call is the answer.
-    If `max_turns` is reached before, the last tool calls still run, and there is no answer.
+    If `max_turns` is reached first, the last tool calls still run, but there is no answer.
 
-    To add tools, write a subclass that passes `own` to the constructor. The model gets them after the tools of the
-    option `tools`. The constructor raises ValueError if one has the name of a built-in tool."""
+    To add tools, write a subclass that passes `own` to the constructor. The model sees them after those that the option
+    `tools` names. The constructor raises ValueError if one of them has the name of a built-in tool."""
 
     def __init__(self, options: Mapping[str, Any], *, own: Sequence[Tool] = ()) -> None:
         self._options = ToolOptions.model_validate(dict(options))
@@ -70,8 +70,8 @@ class ToolAgent:
 
     @property
     def takes(self) -> frozenset[str]:
-        """The fields of the task's harness that the agent supports. Skills require a tool that runs commands or code,
-        with which the model reads them."""
+        """The fields of the task's harness that the agent supports. Skills require a tool that runs commands or code:
+        the model reads them with it."""
         readers = {"bash", "python", "ipython"}.intersection(self._options.tools)
         return frozenset({"mcp_servers", "skills"} if readers else {"mcp_servers"})
 

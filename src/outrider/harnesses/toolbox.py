@@ -1,7 +1,8 @@
 """The tools of the built-in agent. They turn each tool call into a result for the model.
 
-Invariant: every call that a model generates, valid or not, has a text, a screenshot, or both as its result. Only a
-broken sandbox, a sandbox without a tool's interpreter, or an error in an agent's own tool raises an exception.
+Invariant: every call that a model generates, valid or not, gets a text, a screenshot, or both as its result. An
+exception is raised only for a broken sandbox, a sandbox without a tool's interpreter, or an error in an agent's own
+tool.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ TOOLS: dict[PlainTool, ToolSpec] = {
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool that an agent defines. `run` returns the text for the model. Its arguments are those that `spec` lists as
-    properties, and include all required ones. It is cancelled after the toolbox's time limit. If it raises an
-    exception, the agent ends."""
+    """A tool that an agent defines. `run` gets the call's arguments: only properties of `spec`, and all required ones.
+    It returns the text for the model. It is cancelled after the toolbox's time limit. If it raises an exception, the
+    agent ends."""
 
     spec: ToolSpec
     run: Callable[[HarnessContext, Mapping[str, Any]], Awaitable[str]]
@@ -111,8 +112,8 @@ class Toolbox:
         return Message(role=Role.TOOL, content=await self.call(call), tool_call_id=call.id)
 
     async def call(self, call: ToolCall) -> str:
-        """Return the result of a call as text. It must not be a tool of the desktop. Raises RuntimeFailure (see
-        `result`)."""
+        """Return the result of a call as text. The call must not be for a tool of the desktop. Raises RuntimeFailure
+        (see `result`)."""
         if call.name not in self._by_name:
             known = [spec["function"]["name"] for spec in self.specs]
             return f"unknown tool {call.name!r}; known: {', '.join(known) or 'none'}"
@@ -145,8 +146,8 @@ class Toolbox:
         try:
             result = await shell.run(text, seconds=self._seconds)
         except RuntimeFailure:
-            # The model may have ended its own shell with `exit`. If the sandbox is broken instead, the next call
-            # raises, because it cannot open a shell.
+            # Raise nothing: the model may have ended its own shell with `exit`. If the sandbox is broken instead, the
+            # next call raises, because it cannot open a shell.
             del self._shells[kind]
             await shell.close()
             return f"[the {kind} session ended; the next call starts a new one]"
@@ -158,12 +159,13 @@ class Toolbox:
 
 
 async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
-    """Replace `old`, which must occur once, by `new` in a file. If `old` is empty, `new` becomes the whole file. A
-    relative path is below the working directory. Returns the text for the model. Raises RuntimeFailure if the sandbox
-    is broken."""
+    """Replace `old`, which must occur exactly once, with `new` in a file. If `old` is empty, `new` becomes the whole
+    file. A relative path is below the working directory. Returns the text for the model. Raises RuntimeFailure if the
+    sandbox is broken."""
     if not 0 < len(path.encode()) <= MAX_PATH or "\0" in path:
         return "give the path of a file"
-    # The mode is read first, because writing sets it. If the sandbox is broken, this command raises RuntimeFailure.
+    # Writing sets the file's mode, so find out first whether it is executable. In a broken sandbox, this raises
+    # RuntimeFailure.
     executable = (await runtime.exec(["test", "-x", path], seconds=PROBE_SECONDS)).exit_code == 0
     try:
         text = (await runtime.read(path)).decode() if old else ""
@@ -175,8 +177,8 @@ async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
     except (IsADirectoryError, UnicodeDecodeError):
         return f"{path} is no text file"
     except RuntimeFailure as error:
-        # Either this file cannot be read or written, or the sandbox is broken. If it is broken, this command raises
-        # RuntimeFailure.
+        # Either this file cannot be read or written, or the sandbox is broken. In a broken sandbox, `true` does not run
+        # either, and RuntimeFailure is raised.
         await runtime.exec(["true"], seconds=PROBE_SECONDS)
         return error.message
     return f"changed {path}" if old else f"wrote {path}"
@@ -201,7 +203,7 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
         arguments = {name: given[name] for name in properties if name in required or name in given}
         for name, value in arguments.items():
             if properties[name].get("type") == "string":
-                # This raises for a lone surrogate, which no program accepts.
+                # Raises for a value that is not a string, and for a lone surrogate, which no program accepts.
                 value.encode()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

@@ -35,7 +35,7 @@ UNCOMPILED = "(site-packages|test|idlelib|lib2to3|turtledemo)"
 
 _SETTING = re.compile(r"^\s*(\w[\w-]*)\s*=\s*(.*?)\s*$", re.MULTILINE)
 _MAPPED = re.compile(r"^(?:MAPPING|NAMESPACES)\b.*$", re.MULTILINE)
-"""Matches the lines with the folders of an editable package, in the module that setuptools generates to find them."""
+"""Matches the lines that name the folders of an editable package, in the finder module that setuptools generates."""
 _QUOTED_PATH = re.compile(r"""(['"])(/.*?)\1""")
 
 
@@ -43,7 +43,7 @@ class Venv(msgspec.Struct, frozen=True, kw_only=True):
     """A virtual environment.
 
     prefix: its folder, as the task names it.
-    shown: the folders and files of the host to mount in a sandbox. None is in another one, or in the host's /usr.
+    shown: the folders and files of the host to mount in a sandbox. None lies inside another one, or in the host's /usr.
     of_system: true if the interpreter is in /usr.
     sources: the folders with modules to import.
     stamp: changes whenever a package is installed."""
@@ -79,12 +79,12 @@ def read_venv(path: str) -> Venv:
     packages = [folder for folder in sorted(prefix.glob("lib/python3*/site-packages")) if folder.is_dir()]
     if not packages:
         raise InvalidField(f"{path!r} has no lib/python3*/site-packages", field=FIELD, hint="make it anew")
-    # `base` is the folder that contains the interpreter and its library. If its library is elsewhere, `base` is only
-    # the interpreter's folder.
+    # `base` is the folder above the interpreter's folder, which usually contains the library, too. If the library is
+    # elsewhere, `base` is only the interpreter's folder.
     above = interpreter.parent.parent
     base = above if _libraries(above) else interpreter.parent
     editable = [place for folder in packages for place in _outside(folder)]
-    # Python finds its library by following symbolic links from `home`, so it also needs the folders of these links.
+    # Python follows symbolic links to find its library, so it also needs `home` and the folders of the links.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
     # `named` has each path as given, and with its symbolic links resolved. `outermost` leaves out paths that are below
     # another one.
@@ -106,8 +106,8 @@ def read_venv(path: str) -> Venv:
 
 
 def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
-    """Return the symbolic links in the environment whose targets a sandbox does not have: those outside of `venv.shown`
-    and `shown`."""
+    """Return the symbolic links in the environment that would be broken in a sandbox, because their targets are not in
+    `venv.shown` or `shown`."""
     roots = [Path(os.path.realpath(path)) for path in (*venv.shown, *shown)]
     leaving = _leaving(venv.prefix, venv.stamp)
     return [link for link, goal in leaving if not any(goal.is_relative_to(root) for root in roots)]
@@ -116,7 +116,7 @@ def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
 # The scan is cached, because it visits many thousands of files. A new `stamp` causes a new scan.
 @functools.lru_cache(maxsize=32)
 def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
-    """Return the symbolic links that lead out of the environment to existing paths, with these paths."""
+    """Return the symbolic links that lead out of the environment, each with its target. Broken links are left out."""
     links: list[Path] = []
     waiting = [str(prefix)]
     while waiting:
@@ -135,9 +135,9 @@ async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> No
     """Compile modules that have no bytecode, into their `__pycache__` folders. A sandbox cannot write to these folders,
     so its Python would compile each imported module again at every start.
 
-    This happens once for each state of the environment. Callers do not wait for each other. The function never raises,
-    because it only saves time. PYTHONPYCACHEPREFIX is no alternative: every Python that the agent starts would inherit
-    the variable and ignore its own bytecode, and a start would take 340 ms instead of 54 ms.
+    Each state of the environment is compiled once. If another session is compiling it already, the function returns at
+    once. It never raises, because it only saves time. PYTHONPYCACHEPREFIX is no alternative: every Python that the
+    agent starts would inherit the variable and ignore its own bytecode, and a start would take 340 ms instead of 54 ms.
     """
     sources = [folder for folder in venv.sources if _own(folder)]
     name = hashlib.sha256(str(venv.prefix).encode()).hexdigest()[:16]
@@ -226,8 +226,8 @@ def _of_system(path: Path) -> bool:
 
 
 def _outside(packages: Path) -> list[Path]:
-    """Return the folders and files outside of the environment from which Python imports modules. The .pth files in
-    `packages` name them, and so do the records of editable installs."""
+    """Return the folders and files that Python imports from outside of the environment. They are named in the .pth
+    files in `packages` and in the records of editable installs."""
     found = []
     for file in sorted(packages.glob("*.pth")):
         for line in map(str.strip, _text(file).splitlines()):

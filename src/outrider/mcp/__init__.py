@@ -1,1 +1,1 @@
-"""The MCP server: tools with which coding agents read and operate a service."""
+"""The MCP server: tools that let coding agents inspect and operate a service."""

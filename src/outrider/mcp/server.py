@@ -36,8 +36,8 @@ INSTRUCTIONS = (
 
 def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -> Server[Any]:
     """Return a server whose tools call the service through `client`. `may(role)` returns True if the caller has the
-    role. A tool is listed and can be called only if the caller has its role. If `may` is None, the list depends on the
-    roles that the service reports, and only the service refuses calls."""
+    role. A tool is listed and can be called only if the caller has its role. If `may` is None, the tools for the roles
+    that the service reports are listed, and refusing calls is left to the service."""
     tools = {tool.name: tool for tool in TOOLS}
 
     async def list_tools(context: Any, asked: Any) -> types.ListToolsResult:

@@ -2,7 +2,7 @@
 
 `messages.py` defines the calls. Invariant: each call gets exactly one last reply, unless the connection ends first.
 
-The connection is closed when the other side breaks the protocol:
+A side closes the connection if the other breaks the protocol, for example:
 - A value has a wrong type.
 - A reply belongs to a call that was never made.
 - The number of a call is not higher than the number of the previous call.
@@ -37,13 +37,13 @@ from outrider.wire.link_protocol import Close, Nonsense
 log = logging.getLogger("outrider.node")
 
 MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
-"""Maximum number and total bytes of the peer's unanswered calls, except streams (`NodeStream`). At either maximum,
-nothing more is read from the peer until one is answered."""
+"""Maximum number and total bytes of the peer's unanswered calls; streams (`NodeStream`) do not count. At either limit,
+nothing more is read from the peer until one of these calls has been answered."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
-"""Carries out the calls of one class. For a `NodeStream`, a handler is a function that returns an asynchronous
-generator, and it must itself limit the number of open streams. For other calls it is a coroutine function. It raises
-Nonsense if a call breaks the protocol."""
+"""A function that carries out the calls of one class. For a `NodeStream` it returns an asynchronous generator, and must
+itself limit the number of open streams. For other calls it is a coroutine function. Raises Nonsense if a call breaks
+the protocol."""
 
 
 class CallEnded(Exception):
@@ -61,7 +61,7 @@ class PendingCall(Generic[R]):
         self._ended = False
 
     def receive(self, reply: CallReply) -> None:
-        """Queue a reply of the peer, which `next` then returns. Raises Nonsense if its value has a wrong type."""
+        """Queue a reply of the peer for `next`. Raises Nonsense if its value has a wrong type."""
         if self._ended:
             return
         try:
@@ -103,7 +103,7 @@ class LinkCalls:
     `handlers`: the handler for each class of call that the peer may make.
     `spawn`: starts the task in which a handler runs.
     `peer`: describes the peer in errors and log lines.
-    `elsewhere`: see `framed`."""
+    `elsewhere`: True if this side is a node on another machine (see `framed`)."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class LinkCalls:
             await self._answered.wait()
 
     def end(self) -> None:
-        """Called when the connection has ended: every pending call fails with ServiceError."""
+        """Make every pending call fail with ServiceError, because the connection has ended."""
         self.ended = True
         gone = self._gone().record()
         for number, call in self._pending.items():

@@ -1,9 +1,9 @@
 """Checks that what a node reports about its sessions fits the service's own records.
 
-A node on another machine may be any program that has a node's token. With this token, the program may only run sessions
-and write their data. docs/nodes.md lists the rules. When a node breaks a rule, the service closes its connection and
-runs its sessions on other nodes. Invariant: data that passes these checks can be stored, added up, made into training
-samples, and shown.
+A node on another machine may be any program that has a node's token, which permits it only to run sessions and to write
+their data. docs/nodes.md lists the rules for this data. When a node breaks a rule, the service closes its connection
+and runs its sessions on other nodes. Invariant: data that passes these checks can be stored, added up, made into
+training samples, and shown.
 """
 
 from __future__ import annotations
@@ -94,12 +94,13 @@ class AttemptRecords:
         self.vocabularies = vocabularies
         """Vocabularies of the service's models; the policy's key is None."""
         self.kept_here = kept_here
-        """True if the artifacts of the attempt arrive over the connection. A process on the service's machine writes
-        artifacts to the disk itself."""
+        """True if the artifacts of the attempt arrive over the connection. A node on the service's machine writes them
+        to the disk itself instead."""
         self.began_here = attempt.stored is None
-        """True if all turns of the attempt are stored over the present connection."""
+        """True if all turns of the attempt arrive over the present connection. False if the attempt only grades an
+        earlier run, because the turns of that run are already stored."""
         self.certain = True
-        """False after an error while storing a turn, because the turn may or may not be stored."""
+        """False after an error while a turn was being stored: that turn may or may not be in the store."""
         self.indexes: dict[str | None, set[int]] = {}
         self.tokens: dict[str | None, int] = {}
         self.kept: dict[str, int] = {}
@@ -120,8 +121,8 @@ class AttemptRecords:
         stored.
 
         If the attempt was graded (`verdict`), the numbers must be equal, and the turns' indexes must have no gaps.
-        Otherwise the attempt has failed, and its result may leave out stored turns, so a number may be lower but not
-        higher. If these records may lack a stored turn, always returns True.
+        Otherwise the attempt has failed, and its result may leave out stored turns: a number may be lower, but not
+        higher. Always returns True if these records may lack a stored turn.
         """
         if not self.certain or not self.began_here:
             return True

@@ -44,7 +44,7 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     403: (Forbidden, "give a token with the role node: outrider token create --role node"),
     404: (NotFound, "is this an Outrider service, of the same version as the node?"),
 }
-"""The error and its hint for each refusal that would happen again after a retry, by close code or HTTP status."""
+"""Refusals that a retry would not change, by close code or HTTP status: the error to raise, and its hint."""
 
 FINAL = frozenset({Close.NONSENSE, Close.PROTOCOL, Close.LEFT, Close.REMOVED, Close.CONFLICT, 401})
 """Close codes and HTTP statuses which mean that the service has given the node up. 403 and 404 are not among them,
@@ -86,9 +86,9 @@ class Dialled:
                 await shielded(lambda: tasks.__aexit__(None, None, None))
 
     async def _keep(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> OutriderError | None:
-        """Keep the node connected. If the service refuses the node before it has accepted it once, return the refusal
-        as an error. Later, if the service gives the node up or cannot be reached for PATIENCE_SECONDS, end the socket
-        and return None."""
+        """Keep the node connected. If the service refuses the node without ever having accepted it, return the refusal
+        as an error. After the first acceptance, end the socket and return None when the service gives the node up or
+        cannot be reached for PATIENCE_SECONDS."""
         failed = 0
         while True:
             before = self.socket.last_arrival

@@ -1,9 +1,10 @@
 """The service's side of nodes on other machines. Such a node opens the connection, and remains a member while it sends
 messages.
 
-Invariants: a new node gets the name of a member only if the member is disconnected and the new node has the same token.
-If the member runs sessions, the new node must also be on the same machine. When a node breaks the protocol, or sends
-nothing for SILENCE_SECONDS, the service gives it up: its attempts run on other nodes, and its process is notified.
+Invariants: a joining node replaces a member of the same name only if the member is disconnected and both have the same
+token. If the member was ever ready to run sessions, both must also have been started by the same program. When a node
+breaks the protocol, or sends nothing for SILENCE_SECONDS, the service gives it up: its attempts run on other nodes, and
+its process is notified.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ FINAL = frozenset({Close.LEFT, Close.NONSENSE})
 MAX_MEMBERS = 1024
 """Maximum number of nodes that can be joined at the same time."""
 MAX_REFUSED = 16
-"""Maximum number of nodes in the status that were cut off for an invalid message. The most recent are shown."""
+"""How many nodes that were cut off for an invalid message the status shows: the most recent ones."""
 
 
 class JoinedNodes:
@@ -100,9 +101,10 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # A connected member is never replaced. If the member runs sessions, a new node of this name must have the
-            # same `machine`. If the member was never ready, the same token is enough: the new node may be on the same
-            # machine, because `machine` is a random name that changes when the joining program starts again.
+            # A connected member is never replaced. Otherwise, a new node of this name must have the member's token. If
+            # the member was ever ready, it must also have the same `machine`. A member that was never ready may be
+            # replaced from another `machine`, which may just mean that the joining program was started again: `machine`
+            # is a new random name at each start.
             if name in self._own or (
                 member is not None
                 and (
@@ -211,7 +213,7 @@ class JoinedNode:
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            # Send the close code, because this side may have found that the node broke the protocol.
+            # If it was this side that found a breach of the protocol, the node does not know the reason yet.
             if end.code == Close.NONSENSE:
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:

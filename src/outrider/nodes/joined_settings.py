@@ -1,8 +1,8 @@
 """Merges the settings of a node on another machine from two sources: the service, and that machine.
 
-The service sets models, harnesses and limits. The machine sets lanes, sandboxes and folders. `files` and
-`sandboxes.allow` are folders of the machine from which tasks may use files; if the machine does not set them, it uses
-the service's values. The paths are checked on the machine.
+The service sets models, harnesses and limits. The machine sets lanes, sandboxes and folders. It also sets `files` and
+`sandboxes.allow`, the folders from which tasks may use files, but these default to the service's values. In either case
+the paths are checked on the machine.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ COPIED = (*FILES, *SETTINGS_FILES)
 
 
 def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetup:
-    """Return the service's settings without secrets, with the files of the tokenizers. Blocks while it reads these
-    files."""
+    """Return the service's settings without secrets, and the contents of the tokenizers' files. Blocks while it reads
+    these files."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
-        # The joining machine uses these paths if it sets none itself. Then it must have the files at the same paths.
+        # A joining machine that sets no paths of its own uses these, so it must have the files at the same paths.
         "files": None if config.files is None else config.files.absolute(),
         "sandboxes": config.sandboxes.model_copy(
             update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}
@@ -55,7 +55,8 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
 @asynccontextmanager
 async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
     """Yield the service's settings (`told`) merged with this machine's settings (`own`). The tokenizers are copied to a
-    folder that exists while the block runs. If this process is killed, the next node removes the folder."""
+    folder that exists while the block runs. If this process is killed, another node on this machine removes the
+    folder."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
     async with opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder:
         # `shielded` waits for the thread even if the caller is cancelled. Otherwise the thread could still write files
@@ -85,8 +86,8 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
-    """Write copies of the service's folders below `into`. Returns the copy's path for each folder's path. Both paths
-    end with the same two names, because the name of a model may consist of these (`owner/model`)."""
+    """Write copies of the service's folders below `into`. Returns the path of each copy, by the path of its folder. A
+    copy's path keeps the last two names of the folder's path, because they may be the model's name (`owner/model`)."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

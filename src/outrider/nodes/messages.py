@@ -31,8 +31,9 @@ NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMING = "a node's name has letters, digits, dots, dashes and underscores"
 
 MAX_MESSAGE = 1 << 30
-"""Maximum bytes of a message to any node, and of a message from a node on the service's machine. A task with inline
-files, or the turns of a session with images, may have many megabytes. A longer message is a mistake."""
+"""Maximum bytes of a message to any node, and of a message from a node on the service's machine. It is high, because a
+task with inline files, or the turns of a session with images, may have many megabytes. A longer message can only be a
+mistake."""
 MAX_FROM_NODE = 64 << 20
 """Maximum bytes of a message from a node on another machine. The longest messages are artifacts, turns, and calls that
 contain a request body. Each of these may have 32 MiB."""
@@ -56,7 +57,7 @@ class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     `json_log`: True if log lines are JSON.
     `file`: the path of the settings file on the node's machine, or "".
     `service_url`: the URL at which a node on another machine has reached the service.
-    `folders`: for a node on another machine, the files of the folders that the settings name, by folder and file name.
+    `folders`: for a node on another machine, the contents of the tokenizers' files, by folder and file name.
     """
 
     name: str
@@ -159,7 +160,8 @@ class PullImage(NodeCall[RootImage], tag="pull", frozen=True):
 
 
 class CallRequest(msgspec.Struct, Generic[C], tag="call", frozen=True):
-    """Makes a call. `call` is its number. Each side numbers its own calls in ascending order."""
+    """A message that makes a call. `call` is the number of the call; each side numbers its own calls in ascending
+    order."""
 
     call: Number
     request: C

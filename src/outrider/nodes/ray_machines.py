@@ -84,7 +84,7 @@ class RayMachine:
 
 
 class RayFleet:
-    """The machines of a Ray cluster, which `await fleet.run(stop)` joins to a service.
+    """Joins the machines of a Ray cluster to a service: `await fleet.run(stop)`.
 
     `address`: the address of the cluster, "auto" for a cluster on this machine, or "local" for a new cluster.
     `resource`: if given, only machines with this Ray resource join.
@@ -138,8 +138,7 @@ class RayFleet:
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        # Without this pause, an actor that fails at once would be replaced again and again without a
-                        # break.
+                        # Pause, so that an actor that always fails at once is not replaced in a tight loop.
                         await asyncio.wait([stopping], timeout=LOOK_SECONDS)
                 if refusal is None:
                     await self._leave()

@@ -61,24 +61,23 @@ log = logging.getLogger("outrider.node")
 
 HEARTBEAT_SECONDS = 4.0
 SILENCE_SECONDS = 20.0
-"""A node that sends nothing for this many seconds counts as hanging, and the service gives it up."""
+"""How long a node may send nothing, in seconds. After that it counts as hanging, and the service gives it up."""
 START_SECONDS = 120.0
-"""The service gives up a starting node that sends nothing for this many seconds. A node sends nothing while it is busy
-with its start, so the number is high."""
+"""The same limit for a node that is starting. It is higher, because a node sends nothing while it is busy starting."""
 
 CANCEL_SECONDS = 120.0
-"""The service gives up a node on another machine that needs more than this many seconds to end a cancelled attempt. A
-single call to a container daemon may take so long."""
+"""How many seconds a node on another machine has to end a cancelled attempt before the service gives the node up. A
+single call to a container daemon may take that long."""
 
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
 """Maximum number, and maximum total request bytes, of the generations that the service forwards for a node at a time.
 Further generations are refused."""
 MOST_RECENT = 10_000
-"""Maximum number of a node's attempts, the newest ones, for which the service accepts timeline entries. An entry may
-arrive after its attempt has ended."""
+"""For how many of a node's newest attempts the service accepts timeline entries. An attempt need not be running,
+because an entry may arrive after its attempt has ended."""
 SPARE_TAKES = 16
-"""A node may have this number of `Take` calls (requests for resources), waiting or granted, in addition to two for each
-of its attempts."""
+"""How many `Take` calls (requests for resources) a node may have, waiting or granted, in addition to two for each of
+its attempts."""
 
 Pools = Mapping[str | None, "EnginePool"]
 """The engine pools of a service, by model. The key of the policy is None."""
@@ -340,7 +339,7 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                # A node reports its gates once it has the states of the pools, before it is ready.
+                # A node first reports its gates before it is ready, as soon as it has the states of the pools.
                 if not gate.expects(self._name):
                     gate.expect(self._name, self._lose)
                 try:
@@ -421,8 +420,9 @@ class NodeConnection:
         return digest
 
     async def _keep_index(self, call: messages.KeepIndex) -> None:
-        # The session id, the attempt number and the digests become parts of file paths. So id and number come from the
-        # call, which names a running attempt, and the digests must be those of stored artifacts.
+        # The session id, the attempt number and the digests become parts of file paths. So the id and the number in the
+        # list are replaced by those of the call, which name a running attempt, and the digests must be those of stored
+        # artifacts.
         check(call, INDEX_RULES, self._records_of(call))
         listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
         await self._parts.artifacts.keep_index(listed)

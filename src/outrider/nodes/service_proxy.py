@@ -51,13 +51,13 @@ IMAGES_SECONDS = 5.0
 """Seconds between two scans for new images on this machine."""
 
 HOLD_BACK_SECONDS = 0.5
-"""Seconds for which the result of a failed attempt is held back if `ServiceProxy` has an `ending`. One signal may end
-this process and its sandboxes together. If it reaches a sandbox first, the sandbox's attempt fails, and the result is
-dropped when the signal reaches this process."""
+"""How many seconds the result of a failed attempt is held back if `ServiceProxy` has an `ending`. The attempt may have
+failed because of a signal that ends this process and its sandboxes together, but reached the sandbox first. If the
+signal reaches this process within this time, the result is dropped."""
 
 FOR_EVER = 1e9
-"""The link's maximum seconds of silence. There is practically no maximum, because a silent service may only have
-stalled. The service counts as gone only when the connection ends."""
+"""The link's limit for silence, in seconds: practically none, because a silent service may only have stalled. It counts
+as gone only when the connection ends."""
 
 
 Followers = Mapping[str | None, PoolFollower]
@@ -160,7 +160,7 @@ class ServiceProxy:
         self._link.send(messages.Leaving())
 
     def fail(self, error: OutriderError) -> None:
-        """Send to the service the error because of which the node cannot start."""
+        """Tell the service why the node cannot start."""
         self._link.send(messages.Ready(error=error.record()))
 
     def leader(self, model: str | None) -> ModelLeader:
@@ -282,7 +282,7 @@ class SharedResources(NodeResources):
 
 
 class ModelLeader:
-    """Sends what one model's engine pool reports to the service; implements `engines.pool.follower.Leader`."""
+    """Sends the service what the engine pool of one model reports; implements `engines.pool.follower.Leader`."""
 
     def __init__(self, calls: LinkCalls, model: str | None) -> None:
         self._calls = calls
@@ -329,8 +329,8 @@ class ForwardedEngine:
         pass
 
     async def health(self) -> EngineHealth:
-        """Return the health that the service sent last, with `ok` always True. Whether the engine is available is part
-        of the pool's state."""
+        """Return the health that the service sent last. `ok` is always True, because the pool's state tells whether the
+        engine is available."""
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

@@ -1,6 +1,7 @@
 """Starts the processes of nodes, ends them, and replaces a process that has exited.
 
-Invariant: when `end` returns, the process is gone, and so is everything that plugins have started in its process group.
+Invariant: when `NodeProcess.end` returns, the process is gone, and so is everything that plugins have started in its
+process group.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ END_SECONDS = 10.0
 
 RESTARTS = RetryPolicy(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0
-"""If a process ran for at least this many seconds before it exited, the wait before its restart is the shortest of
+"""After a process that ran for at least this many seconds, the next one is started with the shortest wait of
 RESTARTS."""
 
 

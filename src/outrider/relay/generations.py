@@ -1,8 +1,8 @@
-"""Runs the generations of a relay worker: each samples one reply. A generation runs only once, because its messages are
-kept until the service acknowledges them, and can be sent again over a new connection.
+"""Runs the generations of a relay worker: each samples one reply. A generation runs only once, even if the connection
+breaks: its messages are kept until the service acknowledges them, and can be sent again over a new connection.
 
 This module sends messages and does not receive any. The service sets two windows: the maximum number of unacknowledged
-messages of one generation, and of all generations. Invariants:
+messages of one generation, and of all generations together. Invariants:
 
 - The messages of a generation are numbered from 1 without gaps.
 - The engine's next chunk is requested only if both windows have room, or if the generation has no unacknowledged

@@ -67,8 +67,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `run` raises for a close code, or for an HTTP status when connecting. The table has only those after
-which reconnecting would fail again. After other codes and statuses, the worker reconnects."""
+"""The error that `run` raises, by the close code, or by the HTTP status of a failed attempt to connect. In these cases,
+reconnecting would fail again. In all others, the worker reconnects."""
 HINTS = {
     NOT_SERVED: "start the proxy in its relay mode",
     401: "give the proxy's token: ProxyWorker(..., token=...)",
@@ -191,7 +191,7 @@ class ProxyWorker:
                     self.attached.clear()
                     for task in running:
                         task.cancel()
-        # one error is enough, because each only means that the connection has ended
+        # raise only one of the errors, because each just means that the connection has ended
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
@@ -312,9 +312,9 @@ class ProxyWorker:
         }
 
     def _prompt(self, messages: list[Message], tools: list[ToolSpec], known: list[int] | None) -> list[int]:
-        """Return the ids of the prompt: `known`, followed by the ids of the messages after the last reply. If `known`
-        does not end with a stop id, or the renderer cannot append these messages to it, all messages are rendered.
-        Raises RequestError if the messages cannot be rendered."""
+        """Return the ids of the prompt: `known`, followed by the ids of the messages after the last reply. All messages
+        are rendered anew if `known` is missing or does not end with a stop id, or if the renderer cannot append these
+        messages to it. Raises RequestError if the messages cannot be rendered."""
         if known and known[-1] in self._renderer.stop_ids:
             replies = [at for at, message in enumerate(messages) if message.role is Role.ASSISTANT]
             new = messages[replies[-1] + 1 :] if replies else []
@@ -369,7 +369,8 @@ def _decoded(data: str | bytes) -> _Frame:
 
 def _versions(spans: tuple[VersionSpan, ...]) -> dict[str, Any]:
     """Return the values that report a reply's policy versions: the lowest version, and all version spans if there are
-    several versions. If the engine reports no version, `weight_version` is None, and the proxy decides."""
+    several versions. If the engine reports no version, `weight_version` is None, and the proxy decides which version
+    the reply has."""
     if not spans:
         return {"weight_version": None}
     lowest = {"weight_version": min(span.version for span in spans)}

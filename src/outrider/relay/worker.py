@@ -82,8 +82,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `Worker.run` raises for a close code, or for an HTTP status when connecting. The table has only those
-after which reconnecting would fail again. After other codes and statuses, the worker reconnects."""
+"""The error that `Worker.run` raises, by the close code, or by the HTTP status of a failed attempt to connect. In these
+cases, reconnecting would fail again. In all others, the worker reconnects."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -255,8 +255,8 @@ class Worker:
                 # the same way.
                 if code != Close.SILENT:
                     failed = 0
-                # The service waits `resume` seconds for the worker to reconnect. After this time, the worker's
-                # generations are stopped and their messages dropped.
+                # The service waits only `resume` seconds for the worker to reconnect. After that, nobody needs the
+                # worker's generations and their messages, so they are dropped.
                 seconds = self._welcome.resume if self._welcome is not None else 0
                 self._forget = asyncio.get_running_loop().call_later(seconds, self._generations.abort_all)
             log.info("worker %s has no connection to %s: %s", self.name, self.url, end)
@@ -334,7 +334,7 @@ class Worker:
 
     async def _done(self, call: WorkerCall) -> WorkerReply:
         if call.action == "pause":
-            # set first, so that the worker reports it when it reconnects, even if this reply is lost
+            # set first: if the reply is lost, the worker still reports the pause when it reconnects
             self._paused = True
             await self.engine.pause(call.mode)
         elif call.action == "resume":

@@ -27,8 +27,8 @@ async def lock_gpus(names: Sequence[str]) -> ExitStack:
     end = clock() + WAIT_SECONDS
     with ExitStack() as held:
         for name in sorted(names):
-            # An abstract socket name serves as the lock. Unlike a file, the kernel frees it when this process exits,
-            # and any user can take it.
+            # An abstract socket name serves as the lock. Unlike a lock file, it is freed by the kernel when this
+            # process exits, and can be taken by any user.
             lock = held.enter_context(socket.socket(socket.AF_UNIX))
             while True:
                 try:

@@ -40,7 +40,7 @@ class HostPathRule(NamedTuple):
     """A rule for a file or folder that tasks must not read as a whole.
 
     `what`: a description for error messages.
-    `below`: whether tasks must not read any part of the folder either.
+    `below`: whether tasks must not read anything inside the folder either.
     `shown`: whether the file or folder must also be outside of `SHOWN`, the folders that every sandbox of a kind sees.
     """
 

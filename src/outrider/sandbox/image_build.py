@@ -48,7 +48,7 @@ RUN_SECONDS = 600.0
 """Time limit of one RUN in seconds. Harbor has the same limit for a whole build."""
 QUICK_SECONDS = 60.0
 NO_USER = re.compile(r"(?:owner|chown|chgrp|[ug]id|groups)[^\n]*(?:Invalid argument|Operation not permitted)")
-"""The error message of a program that fails because the sandbox has only one user."""
+"""Matches the error message of a program that fails because the sandbox has only one user."""
 PATHS_AT_ONCE = 500
 """Maximum number of paths in one command."""
 MAX_LINKS = 255
@@ -128,8 +128,8 @@ class Build:
         """Run the steps in a sandbox of the base image, and write the changed files into the archive `target`. Raises
         BadImage."""
         proxy, (users, lacking) = BuildProxy(self._hosts), users_of_build()
-        # If only one user is possible, `users` is None, and the runtime refuses a base image with files of other users.
-        # With 1, it would accept the image, and root would own all new files.
+        # If only one user is possible, pass None instead of 1: then the runtime refuses a base image with files of
+        # other users. With 1, it would accept the image, and root would own all new files.
         spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users if users > 1 else None)
         async with open_sandbox(spec, gateway=proxy.serving) as runtime:
             await runtime.write(APT_CONFIG, APT_SETTINGS)

@@ -7,8 +7,8 @@ a killed node can be found and killed, in two ways:
 - The keeper, a small process beside the node, kills them within seconds.
 - Every node, at its start and once a minute, kills the processes of this user's dead nodes and removes their folders.
 
-Invariants: only the process that holds the folder's lock removes the folder; only this process or the keeper kills the
-marked processes; a node holds the lock as long as it uses the folder.
+Invariants: a node holds the folder's lock as long as it uses the folder; only the process that holds the lock removes
+the folder; only that process or the keeper kills the marked processes.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class NodeFolder:
         try:
             if os.fstat(lock).st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Since `open`, another process may have locked, removed and unlocked the folder. The file that is
-                # locked here then has no name.
+                # Another process may have locked, removed and unlocked the folder since `open`. The lock is then on a
+                # deleted file.
                 locked = os.fstat(lock).st_nlink > 0
         except BlockingIOError:
             pass

@@ -317,8 +317,8 @@ async def run_step(runtime: Runtime, step: Run, *, name: str, field: str | None 
     """Run the command of a step until it succeeds or has failed `attempts` times. Runs that start within the first
     `grace_seconds` do not count as failed attempts.
 
-    If the last run exceeds its time limit, raises RuntimeFailure, and if it fails, CommandFailed. Both contain the end
-    of the output. An error of the sandbox itself is raised at once.
+    Raises CommandFailed if the last run fails, or RuntimeFailure if it exceeds its time limit. Both contain the end of
+    the output. An error of the sandbox itself is raised at once.
     """
     clock = asyncio.get_running_loop().time
     began, failures = clock(), 0

@@ -1,10 +1,9 @@
-"""The warm pool: sandboxes that are started and prepared before a session needs them. They are of the most recently
-requested kinds.
+"""The warm pool: sandboxes of the most recently requested kinds, started and prepared before a session needs them.
 
 Sandboxes of one kind have the same runtime spec, uploaded files and harness mounts. Invariants:
 
 - A sandbox in the pool is unused. It is either given to one session, while it is alive and young, or stopped here.
-- All sandboxes of the pool together, also those that start or stop, stay within the memory limit.
+- The memory of all sandboxes of the pool, including those being started or stopped, stays within the limit.
 - If an external service such as Kubernetes has no room for a session's sandbox, the pool stops one of its own.
 """
 
@@ -52,7 +51,7 @@ CHECK_SECONDS = 30.0
 
 PROBE_SECONDS = 5.0
 MAX_AGE_SHARE = 0.1
-"""A session gets a warm sandbox only if it has used at most this share of its lifetime, so that the session has the
+"""The maximum share of its lifetime that a warm sandbox has used up when a session gets it. The session has the
 rest."""
 
 MAX_FAILURES = 6
@@ -78,7 +77,7 @@ class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmSandbox(msgspec.Struct, frozen=True):
-    """A ready sandbox. `since` is the time of the pool's clock when its start began."""
+    """A ready sandbox. `since` is when its start began, by the pool's clock."""
 
     sandbox: Sandbox
     since: float

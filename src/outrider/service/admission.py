@@ -75,8 +75,8 @@ RUNTIME_METHODS = ("create", "available", "check_spec")
 """Methods that a plugin must have to be accepted as a runtime."""
 
 MAX_DEPTH = 64
-"""Maximum nesting of objects and lists in a request. JSON decoders accept deeper nesting than JSON encoders can
-write."""
+"""Maximum nesting of objects and lists in a request. Without this limit, JSON decoders would accept deeper nesting than
+JSON encoders can write."""
 MAX_NAMES = 1024
 """Maximum number of fields of a JSON object in a request, such as `env`. `options` and the rewards in a report may have
 more."""

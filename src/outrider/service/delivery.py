@@ -54,7 +54,7 @@ MAX_PUSHES = 32
 """Maximum number of requests to receivers at once."""
 MAX_PUSHES_EACH = 8
 """Maximum number of requests to one receiver at once, so that a slow receiver does not delay others. After a failure,
-it is one until a request succeeds."""
+the receiver gets one request at a time until one succeeds."""
 MAX_FAILING = 1000
 """Maximum number of failing receivers that are remembered. A forgotten receiver may get several requests at once again,
 until one fails."""
@@ -138,8 +138,8 @@ class Deliverer:
         admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
         for delivery in admitted:
             chores.create_task(self._deliver(delivery), name=f"deliver {delivery.group_id}", chore="a callback")
-        # After a full page, the outbox may have more rows for other receivers. It is then read again at once, unless no
-        # delivery could be started.
+        # If LOOK_AHEAD rows were read, the outbox may have more for other receivers. Then read on without waiting,
+        # unless no delivery could be started.
         if len(due) < LOOK_AHEAD or not admitted:
             await wait_for_event(self._work, self._pauses.first)
 

@@ -1,6 +1,6 @@
 """Stores the usual speed of each engine (its pace, see `engines/pool/waits.py`), so that it is known after a restart.
 
-Otherwise, a service that starts while an engine is slow would take this for the engine's usual speed, and would blame
+Otherwise, a service that starts while an engine is slow would take the slow speed for the usual one, and would blame
 agents for the engine's failure.
 """
 
@@ -32,7 +32,7 @@ async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
     for engine, pace in (await store.engine_paces()).items():
         try:
             found[engine] = msgspec.json.decode(pace, type=RememberedPace)
-        except msgspec.DecodeError:  # another version stored it; the pace will be measured again
+        except msgspec.DecodeError:  # stored by another version of Outrider; the pace will be measured again
             log.warning("the remembered pace of engine %s cannot be read", engine)
     return found
 

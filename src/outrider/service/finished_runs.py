@@ -83,7 +83,8 @@ def _settings(path: Path) -> Config | None:
             field="path",
             hint="name the --data folder of a service, the --keep folder of a demo, or a file of samples",
         )
-    # Only tasks and timeline entries are encrypted. If their key is missing, any key is enough to read everything else.
+    # Only tasks and timeline entries are encrypted. If their key is missing, a random key is used. Everything else can
+    # be read with any key.
     has_key = (path / KEY_FILE).exists()
     key = None if has_key else base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
     return Config(data=path, task_key=key)
@@ -129,7 +130,7 @@ class StoredRun:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """One row of the file of samples, with only the fields that the index of the file needs."""
+    """One row of the file of samples, with only the fields that `SampleFileRun` needs to list groups and sessions."""
 
     group_id: str
     session_id: str

@@ -34,7 +34,7 @@ LANES = ("init", "ready", "run", "eval", "grading")
 RUNTIMES = (*BUILTINS["runtime"], OTHER)
 
 Labels = tuple[str, ...]
-"""The values of a metric's labels, in the order in which the metric declares the labels."""
+"""The names of a metric's labels, or the values of these labels in the same order."""
 
 
 class Family(NamedTuple):

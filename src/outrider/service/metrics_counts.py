@@ -30,19 +30,19 @@ MOST_NAMED = 200
 MOST_REMEMBERED = 100_000
 """Maximum number of unfinished sessions, and of unfinished groups, for which a record is kept."""
 PROMPT_BYTES = 32 << 20
-"""Maximum total bytes of the first prompts that are kept, one for each group, for comparison with the first prompts of
-its other sessions."""
+"""Maximum total bytes of the first prompts that are kept. The first prompt of one session is kept for each group, to be
+compared with those of the group's other sessions."""
 
 TURNS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 """Upper bounds of the buckets in the histogram of turns per session."""
 VERSIONS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Upper bounds of the buckets in the histogram of policy lag: how many versions old the oldest trained token of a
-session is."""
+"""Upper bounds of the buckets in the histogram of staleness: how many policy versions old the oldest token of a session
+is."""
 
 
 class DialectCounts:
-    """The calls of one dialect (request format): the seconds until the end of the reply is stored, and until the first
-    token is sampled."""
+    """The calls of one dialect (request format): the seconds from the request to the end of the reply, and to the first
+    sampled token."""
 
     __slots__ = ("first_token", "seconds")
 
@@ -186,7 +186,7 @@ class ServiceCounts:
             self.stage_seconds[stage] += getattr(result.seconds, stage)
         self.samples += result.samples
         tokens = result.tokens
-        # A session that grades an earlier run again has run no agent, and the run was counted with the earlier session.
+        # A session that regrades an earlier one has run no agent itself. The run was counted with the earlier session.
         if result.regrades is None:
             self.model_seconds += result.model_seconds
             self.tool_seconds += max(0.0, result.seconds.run - result.model_seconds)

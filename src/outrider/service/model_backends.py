@@ -1,7 +1,7 @@
 """Opens the policy and the frozen models: a renderer and an engine pool for each.
 
-A service and each of its node processes open the same models. This module does not depend on the service, so that a
-node process need not import it.
+A service and each of its node processes open the same models. This module does not depend on `service.py`, so that node
+processes need not import the service.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
         try:
             tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
             renderers.append(make_renderer(tokenizer, model.renderer, image_tokens=config.model.image_tokens))
-        # The error names a field of `config.model`. It is raised again with the matching field of `config.frozen`.
+        # The error names a field of `config.model`, so it is raised again with the matching field of `config.frozen`.
         except InvalidField as error:
             field = f"frozen.{at}.{(error.field or '').removeprefix('model.')}"
             raise InvalidField(error.message, field=field, hint=error.hint) from error

@@ -1,7 +1,7 @@
 """Chooses a node for each session, and counts the sessions that are placed on each node.
 
-The sessions on a machine may together need twice its processors, memory and GPUs. They wait on the machine until enough
-of these are free.
+The sessions on a machine may together need up to twice its processors, memory and GPUs. They then wait on the machine
+until enough of these are free.
 
 If no machine has room for a session, it stays in the queue. Machines that are large enough for it then get no other
 session that needs the same scarce resources, because small sessions could otherwise starve a large one. Sessions that
@@ -77,7 +77,7 @@ class NodePlacement:
         self._began = time.monotonic()
         self._evaluation_share = evaluation_share
         self._reserved = 0
-        """Number of placed sessions that use the share of evaluations."""
+        """Number of placed sessions that count towards the evaluations' share of the slots."""
 
     def add(self, node: Node) -> None:
         """Add a node. It replaces a node with the same name."""
@@ -102,7 +102,7 @@ class NodePlacement:
         return [place.node for place in self._places.values()]
 
     def machines(self) -> list[Node]:
-        """Return the node with the most slots of each machine. Its other nodes may not have started completely."""
+        """Return one node of each machine: the one with the most slots. The others may not have started completely."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
         return list({node.machine: node for node in nodes}.values())
 
@@ -141,8 +141,8 @@ class NodePlacement:
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
             return None
-        # A session may be too large for every node, because a larger node has left since it was accepted. Any node may
-        # then get the session, and refuses it with an error.
+        # `able` is empty if the session is too large for every node, for example because a larger node has left since
+        # the session was accepted. Then any node may get the session, and refuses it with an error.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
             found = [place for place in found if place.has_room(needs.quantities)]
@@ -171,7 +171,8 @@ class NodePlacement:
 
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
         """Return True if a node that is large enough for these needs has joined or may still join. A node that has left
-        may join again. With `others`, a node of any size may join in the first JOIN_SECONDS of the service."""
+        is expected to be able to join again and, with `others`, a node of any size in the service's first
+        JOIN_SECONDS."""
         if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())

@@ -15,7 +15,7 @@ ALLOWED: dict[Role, frozenset[Role]] = {
     "node": frozenset({"node"}),
     "admin": frozenset(get_args(Role)),
 }
-"""For the role of a caller's token, all roles whose rights the caller has."""
+"""The roles whose rights a caller has, by the role of the caller's token."""
 
 
 class Principal(NamedTuple):

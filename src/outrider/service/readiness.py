@@ -14,7 +14,8 @@ from outrider.store.store import Store
 FRESH_SECONDS = 1.0
 """Seconds for which the result of a check is reused."""
 STORE_SECONDS = 2.0
-"""Time limit for a check of the store. An orchestrator waits only a few seconds for the reply of `/readyz`."""
+"""Time limit for a check of the store. It is short, because an orchestrator, such as Kubernetes, waits only a few
+seconds for the reply of `/readyz`."""
 HINT = "the service accepts nothing until the store is back; sessions under way wait for the store"
 
 

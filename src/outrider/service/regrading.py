@@ -1,4 +1,4 @@
-"""Builds groups that grade the agent's runs of earlier sessions again, with the same evaluator or another one.
+"""Builds groups that grade the runs of earlier sessions again, with the same evaluator or another one.
 
 `service.py` submits such a group. Invariants: the earlier sessions and verdicts do not change; a run is graded with the
 files that were kept from it, or without files.
@@ -26,11 +26,11 @@ async def regraded_group(
     themselves are left out.
 
     Raises NotFound for an unknown group, for a group of another tenant, and if a run was removed. Raises Conflict if
-    the group is not done, no run can be graded, or the task has several steps. Raises UnreadableTask, and InvalidField
-    if the new evaluator needs files that were not kept.
+    the group is not done, no run can be graded, or the task has several steps. Raises UnreadableTask if the stored task
+    cannot be read, and InvalidField if the new evaluator needs files that were not kept.
     """
     spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
-    # If the group itself graded earlier sessions again, the new group grades their runs. So no files are stored twice.
+    # If the group is itself a regrading, the new group grades the original runs, so that no files are stored twice.
     rows = [await _run(store, id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
         raise Conflict(f"group {group_id} is not done", hint="wait for the group, or grade single sessions of it")

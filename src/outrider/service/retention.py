@@ -36,7 +36,8 @@ STEP_ROWS = 100
 """Maximum number of rows deleted in one transaction, so that other writers of the store wait only a few
 milliseconds."""
 SESSIONS_AT_ONCE = 128
-"""About this many sessions are hidden in one transaction. The sessions of a group are hidden together."""
+"""About this many sessions are hidden (removed from API replies) in one transaction. It may be more, because the
+sessions of a group are hidden together."""
 COUNTED_AT_ONCE = 10_000
 REQUEST_SECONDS = 20.0
 """A request to remove groups is answered after about this many seconds, even if there is more to remove."""
@@ -137,16 +138,16 @@ class Retention:
     async def _resume(self) -> None:
         async with self._turn:
             await self._erase()
-            # Artifacts of unknown sessions are removed as well. After the database was restored from a backup, it lacks
-            # the sessions that are younger than the backup.
+            # Also remove the artifacts of unknown sessions. A database that was restored from a backup lacks the
+            # sessions that are younger than the backup, but their artifacts are still on the disk.
             kept = await _on_disk(self._artifacts.sessions)
             for start in range(0, len(kept), SESSIONS_AT_ONCE):
                 unknown = await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])
                 await _on_disk(partial(self._artifacts.remove, unknown))
 
     async def _erase(self) -> None:
-        """Delete all data of hidden groups. The files are deleted first, because only the rows of the sessions lead to
-        them."""
+        """Delete all data of hidden groups. The files are deleted first, because they can be found only by the rows of
+        the sessions."""
         await _on_disk(partial(self._artifacts.remove, await self._store.removals.hidden_sessions()))
         more = True
         while more:
@@ -166,7 +167,7 @@ async def _on_disk(work: Callable[[], T]) -> T:
 
 
 def removed_run(session_id: str) -> NotFound:
-    """Return the error for a new grading of a session whose files and transcript were removed."""
+    """Return the error for grading a session again whose files and transcript were removed."""
     return NotFound(
         f"the agent's run in session {session_id} was removed with its group",
         hint="submit the task again, and keep groups for longer: `retention` in the settings, `outrider gc`",
@@ -175,7 +176,7 @@ def removed_run(session_id: str) -> NotFound:
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
     """Return the groups to remove next, from the beginning of `candidates`. A group is removed if it finished before
-    the time `before`, or if some of the `excess` bytes are not freed yet. The batch ends at about `sessions`
+    the time `before`, or if the groups before it free less than `excess` bytes. The batch ends at about `sessions`
     sessions."""
     batch: list[Candidate] = []
     for candidate in candidates:

@@ -79,7 +79,7 @@ class Runs:
         """Return a page of groups, newest first. Raises the errors of `sessions`."""
         _check(wanted, GroupState)
         if after is None and wanted == SessionFilter(states=wanted.states[:1]):
-            # The store itself has an index for this list, so it need not wait while the index of runs is built.
+            # The store itself has an index for this list, so the reply need not wait until the index of runs is built.
             state = GroupState(wanted.states[0]) if wanted.states else None
             return _group_list(await self._store.groups(state=state, limit=limit, tenant=caller.sees), limit)
         await self._index.catch_up()
@@ -127,8 +127,8 @@ class Runs:
         """Retry the matching sessions that are done. For each of their groups, a new group of the same task and tenant
         is submitted. It has one session for each match, and the label RETRY_LABEL.
 
-        Raises Conflict if more than `max_matches` sessions match. Raises the errors of `Service.submit` only if no
-        group was accepted, because the only group was refused or the service is busy.
+        Raises Conflict if more than `max_matches` sessions match. Raises an error of `Service.submit` only if no group
+        was accepted before, and only if the service is busy or there is no other group.
         """
         found, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
         ids = [id for id, _ in found]
@@ -243,8 +243,8 @@ def selected(selector: str, field: str) -> SessionFilter:
 
 
 def _again(spec: StoredGroupSpec, group_id: str, n: int) -> GroupSpec:
-    """Return a group with `n` sessions of an earlier group's task. If that group was submitted through another system's
-    API, the new group has no callback, because its client does not expect the new group."""
+    """Return a group with `n` sessions of an earlier group's task. If the earlier group was submitted through another
+    system's API, the new group has no callback, because the client of that API does not expect it."""
     labels = {**spec.task.labels, RETRY_LABEL: group_id}
     return GroupSpec(
         task=spec.task.model_copy(update={"labels": labels}),

@@ -54,11 +54,11 @@ LEASE_SECONDS = 30.0
 session goes back into the queue."""
 
 MAX_RECOVERED = 10
-"""Maximum number of new attempts that a session gets because its node was lost. Such a loss is not a failure of the
-session, but there is a limit, because the session may be its cause."""
+"""Maximum number of new attempts that a session gets because its node was lost. The loss of a node does not count as a
+failure of the session, but there is a limit, because the session may have caused it."""
 
 PAUSES = RetryPolicy(first=1.0, longest=60.0)
-"""Waits before a failed session is tried again."""
+"""How long a failed session waits before it is tried again."""
 
 EXPIRED = ErrorRecord(
     boundary=Boundary.SERVICE,
@@ -71,8 +71,8 @@ EXTERNAL_AT_ONCE = 32
 """Maximum number of external sessions that are started before other sessions are considered."""
 
 LOOK_SECONDS = 30.0
-"""Maximum seconds between two reads of the queue, even without an event. The system clock decides when sessions are
-due, and may be set back during a wait."""
+"""Maximum seconds between two reads of the queue, even without an event. There is a maximum because the system clock,
+which decides when sessions are due, may be changed during a wait."""
 
 
 @dataclass(eq=False)
@@ -146,12 +146,12 @@ class Scheduler:
         """Parsed specs of groups by group id, because all sessions of a group need the same spec."""
 
     async def run(self) -> None:
-        """Place sessions until cancelled. Attempts that are running then go back into the queue when the next service
-        starts.
+        """Place sessions until cancelled. Attempts that are still running at that time go back into the queue when the
+        next service starts.
 
         A missing resource (disk, descriptors, memory, threads, database) only delays placement. Any other error is a
-        bug in the bookkeeping, after which a session might run twice or never. It ends the service, and the next
-        service rebuilds the bookkeeping from the store.
+        bug in the bookkeeping, after which a session might run twice or never. Such an error ends the service, and the
+        next service rebuilds the bookkeeping from the store.
         """
         async with Chores(self._failures, fatal=_is_bug) as chores:
             await chores.until_done("scheduler", self._take_up)
@@ -428,7 +428,7 @@ class Scheduler:
         except ServiceError:  # the database failed; the caller repeats this call
             raise
         except Exception as error:
-            # A bug: the result cannot be stored. It must end only this session, not the service.
+            # Because of a bug, the result cannot be stored. The bug must end only this session, not the service.
             log.exception("the result of session %s cannot be stored", session.id)
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = outcome or session_result(session, StopReason.ERROR, [], task=task)
@@ -450,7 +450,7 @@ class Scheduler:
             turns = await self._store.turns(session.id, session.attempt)
             frozen = await self._store.frozen_turns(session.id, session.attempt)
             result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
-            # MoreTurns: a lost node has stored another turn since the turns were read. They are read again.
+            # MoreTurns: a lost node has stored another turn since the turns were read, so all turns are read again.
             with suppress(MoreTurns):
                 await self._finish(session, result, under_way=under_way, of_all_turns=True)
                 return result
@@ -491,7 +491,7 @@ class Scheduler:
             )
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, error)
-            # An earlier call may have stored the end of the session and of its group, although its reply was lost.
+            # Proceed as if the group were done: an earlier call may have stored its end, although the reply was lost.
             self._specs.pop(result.group_id, None)
             self._on_done()
             return

@@ -115,8 +115,8 @@ class Service:
     For a `caller` who is not an admin, objects of other tenants do not exist: their ids raise NotFound, and lists leave
     them out (see docs/security.md).
 
-    `service/assembly.py` opens and closes the components that are passed to the service. `pauses` are the waits before
-    a failed session is tried again. Failures of background work are recorded in `failures`.
+    `service/assembly.py` opens and closes the components that are passed to the service. `pauses` determines how long a
+    failed session waits before it is tried again. Failures of background work are recorded in `failures`.
     """
 
     def __init__(
@@ -199,7 +199,8 @@ class Service:
         self.runs = Runs(store, index, submit=self.submit, end=self.scheduler.end, wake=self.scheduler.wake)
         self.scheduler.sessions_done.subscribe(lambda _: self._back_pressure.note_done())
         self.call_failures = CallFailures()
-        """The failed model calls of the gateway in this process, except calls from the sandboxes of its node."""
+        """The failed model calls of the gateways in this process, except those from the sandboxes of this process's
+        node, which the node counts itself."""
         self.counts = ServiceCounts(
             (*(dialect.name for dialect in DIALECTS), INPROCESS),
             has_engine=lambda name: name in pool or any(name in other for other in self._frozen.values()),
@@ -378,7 +379,7 @@ class Service:
 
     def translate_callbacks(self, system: str, translate: Translate) -> None:
         """Use the function `translate` for the callback bodies of groups that were submitted through the API of
-        `system`. Call this before `running`, because these callbacks wait in the outbox without it."""
+        `system`. Call this before `running`: without the function, these callbacks stay in the outbox."""
         self._deliverer.translate(system, translate)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
@@ -394,7 +395,7 @@ class Service:
         return await self.reader.session(session_id, tenant=caller.sees)
 
     async def group(self, group_id: str, *, wait: float, samples: bool, caller: Principal = LOCAL) -> GroupView:
-        """Return a group in its current state, after waiting up to `wait` seconds until it is done."""
+        """Wait up to `wait` seconds for a group to be done, and return it in its state at that time."""
 
         async def is_done() -> bool:
             return (await self.store.group(group_id, tenant=caller.sees)).state is GroupState.DONE
@@ -493,8 +494,8 @@ class Service:
         return await self._frozen[spec.serves].add(spec)
 
     def pool_of(self, engine: str) -> EnginePool:
-        """Return the pool that contains an engine, or a list of engines, with this name. If no pool of a frozen model
-        does, return the policy's pool."""
+        """Return the pool of the frozen model that has an engine, or a list of engines, with this name. If there is
+        none, return the policy's pool."""
         return next((pool for pool in self._frozen.values() if engine in pool), self.pool)
 
     def engines(self) -> tuple[EngineStatus, ...]:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from outrider.sessions.external import ExternalSessions
 
 OPEN_SECONDS = 5.0
-"""Maximum seconds for which a request to open a session waits until the session accepts model calls. Model calls before
-that get the error `session_not_running`."""
+"""How long a request to open a session waits, at most, until the session accepts model calls. Earlier model calls get
+the error `session_not_running`."""
 FIELDS = (("task.harness.external.", ""), ("task.", ""))
 """Maps prefixes of field names in a group's spec to those in a `SessionSpec`. For example, `task.limits` becomes
 `limits`, so that errors name the fields that the client has sent."""

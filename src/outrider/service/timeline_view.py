@@ -63,7 +63,7 @@ def timeline_view(
     if running and (stage := STAGE_OF_STATE.get(session.state)) is not None:
         ends = [span.end for span in spans if span.kind == EntryKind.STAGE and span.end is not None]
         spans.append(SpanView(kind=EntryKind.STAGE, name=stage, start=max(ends, default=session.updated), end=None))
-    # the agent ran elsewhere, so no stages were stored
+    # If no stages were stored, the agent ran elsewhere. The whole attempt is then shown as the stage "run".
     if not running and not any(span.kind == EntryKind.STAGE for span in spans):
         spans += [
             SpanView(kind=EntryKind.STAGE, name="run", start=one.began, end=one.ended)
@@ -88,7 +88,7 @@ def timeline_view(
 
 def with_short_commands(view: TimelineView) -> TimelineView:
     """Return the view with only the first word of each command and process, because a task's commands may contain
-    secrets, and the reader may not see the task."""
+    secrets, and not every reader is allowed to see the task."""
     spans = [
         msgspec.structs.replace(span, name=span.name.split(maxsplit=1)[0] if span.name.strip() else "")
         if span.kind in (EntryKind.COMMAND, EntryKind.PROCESS)
@@ -142,7 +142,7 @@ def _calls(
 
 
 def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
-    """Return the pattern of each MCP server's tool names, which the span of the agent's sandbox contains."""
+    """Return the pattern of each MCP server's tool names, as given in the span of the agent's sandbox."""
     for span in spans:
         if span.kind == EntryKind.SANDBOX and isinstance(names := span.data.get("mcp_tools"), dict):
             return {str(server): str(name) for server, name in names.items()}

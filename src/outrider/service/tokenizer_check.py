@@ -1,5 +1,5 @@
-"""Refuses engines that serve the wrong model, because they would tokenise texts differently from the tokenizer that
-renders the prompts."""
+"""Refuses engines that tokenise text differently from the tokenizer that renders the prompts. Such an engine serves the
+wrong model."""
 
 from __future__ import annotations
 

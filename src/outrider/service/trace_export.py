@@ -35,7 +35,7 @@ log = logging.getLogger("outrider.traces")
 NAME = "traces"
 """Name of this background work, and of its stored position in the stream of events."""
 SETTLED_SECONDS = 3.0
-"""Seconds between the end of a session and the sending of its trace, in which nodes store the last timeline entries."""
+"""How long a trace is held back after the end of its session. Nodes store the last timeline entries in this time."""
 LOOK_SECONDS = 1.0
 EVENTS_AT_ONCE = 200
 SPANS_AT_ONCE = 512
@@ -98,8 +98,8 @@ class TraceExport:
                 await self._store.keep_position(NAME, self._cursor)
 
     async def _traces(self, event: EventView) -> list[list[TraceSpan]]:
-        """Return a list with one trace, that of the session whose end the event reports. The list is empty if the
-        session's group was removed in the meantime."""
+        """Return the trace of the session whose end the event reports, in a list. The list is empty if the session's
+        group was removed in the meantime."""
         assert event.session_id is not None
         try:
             return [await self._spans(event.group_id, event.session_id)]

@@ -47,8 +47,8 @@ BYTES_OF_A_POSITION = 32
 """Approximate size in bytes of the JSON for one token of a sample: its id, mask, log-probability and version."""
 
 FROZEN = "frozen"
-"""The `kind` that is shown for turns of frozen models. No kind of branch has this name, because branches may be
-trained, and these turns never are."""
+"""The `kind` that is shown for turns of frozen models. It is not one of the kinds of branches, because branches may be
+trained, and turns of frozen models never are."""
 
 SESSIONS_AT_ONCE = 16
 """Maximum number of sessions whose turns are in memory at once while training rows are built."""
@@ -228,7 +228,8 @@ def _samples_of(stored: StoredTurns, result: SessionResult) -> list[Sample]:
 def _turn_view(
     turn: Turn, tokenizer: Tokenizer | None, *, kind: str, label: str, depth: int = 0, model: str | None = None
 ) -> TurnView:
-    """Return the view of a turn. `tokenizer` is None if the turn's frozen model is no longer in the settings."""
+    """Return the view of a turn. `tokenizer` is None if it is unknown, for example because the turn's frozen model is
+    no longer in the settings."""
     return reply_of(
         TurnView,
         turn,

@@ -58,7 +58,7 @@ class AgentServices:
         model: str,
         address: Callable[[str | None], str],
     ) -> FollowedRun:
-        """Return a run of the attempt on its agent service, which is not started yet. `address(network)` returns the
+        """Return the run of an attempt on its agent service. The run is not started yet. `address(network)` returns the
         base URL at which agents in the service's network reach Outrider. Raises InvalidField for an unknown agent
         service."""
         session, task = attempt.session, attempt.task

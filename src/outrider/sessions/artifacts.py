@@ -45,7 +45,7 @@ class GradingLog:
         self._heading = b""
 
     def begin(self) -> None:
-        """Begin the output of another evaluation, of the next step or of the same step again."""
+        """Begin the output of another evaluation. It evaluates the next step, or the same step again."""
         self._evaluations += 1
         if self._evaluations > 1:
             self._heading = b"[evaluation %d]\n" % self._evaluations
@@ -80,8 +80,8 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def make_folders(runtime: Runtime) -> None:
-    """Create the session's folders in a started sandbox. Logs a warning and raises no error if the image's user may not
-    create them, because the agent may not need the folders."""
+    """Create the session's folders in a started sandbox. If this fails, for example because the image's user lacks the
+    permission, only a warning is logged, because the agent may not need the folders."""
     folders = folders_in(runtime)
     try:  # writing a file creates its folder, and a hidden file is never collected as an artifact
         for folder in (folders.artifacts, folders.logs):
@@ -118,9 +118,8 @@ class ArtifactCollector:
         return collection.listed()
 
     async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
-        """Keep the files that were carried to the grading, and add them to the list as `name`, one of FOR_GRADERS.
-        Returns the new list. The files are packed in the local file `file`, which is listed as left out if it is too
-        large."""
+        """Keep the local file `file`, which contains the files that were carried to the grading. Add it to the list as
+        `name`, one of FOR_GRADERS, or list it as left out if it is too large. Returns the new list."""
         session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
         assert attempt is not None
         try:
@@ -163,8 +162,8 @@ class ArtifactCollector:
         return longer
 
     async def fetch_carried(self, session_id: str, attempt: int, file: Path) -> None:
-        """Write an attempt's packed files, which `keep_carried` has stored, to `file`, a path on this machine. Raises
-        OutriderError and OSError."""
+        """Write what `keep_carried` has stored for an attempt to the local path `file`. Raises OutriderError and
+        OSError."""
         async with self._reading:
             data = await self._store.kept_for_graders(session_id, attempt)
             await asyncio.to_thread(file.write_bytes, data)

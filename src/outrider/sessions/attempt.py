@@ -37,7 +37,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     session: `session.attempt` is the number of this attempt, from 1.
     reserved: True if the attempt uses the slots reserved for evaluations.
-    stored: if the attempt starts no agent and only grades an earlier run, the result of that run. The run belongs to an
+    stored: the result of an earlier run, if the attempt only grades this run and starts no agent. The run belongs to an
         earlier session or, if the agent ran elsewhere, to this session.
     """
 
@@ -97,8 +97,8 @@ class AttemptStore(Protocol):
 
 
 def continues_turns(session: SessionRow, task: TaskSpec) -> bool:
-    """Return True if the next attempt of an external session continues the turns of the earlier attempts. A remote
-    agent starts from the beginning after a failure, but continues if only the service was lost."""
+    """Return True if the next attempt of an external session continues the turns of the earlier attempts. Only remote
+    agents start from the beginning, and only after a failure other than the loss of the service."""
     error = session.last_error
     return task.harness.remote is None or error is None or error.code == LEASE_EXPIRED
 
@@ -170,8 +170,8 @@ def session_result(
     run_reason: StopReason | None = None,
     regrades: str | None = None,
 ) -> SessionResult:
-    """Build the result of `session`. All tokens of `turns`, the turns of attempt `session.attempt`, are counted. The
-    other arguments are fields of `SessionResult`, except these:
+    """Build the result of `session`. `turns` are those of the attempt `session.attempt`, and all their tokens are
+    counted. The other arguments are fields of `SessionResult`, except these:
 
     frozen: the attempt's turns of frozen models, by model.
     task: None if the stored task cannot be read. Then the default branch policy applies and there are no labels.

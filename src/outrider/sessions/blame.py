@@ -23,9 +23,9 @@ from outrider.lifecycle import StopReason
 from outrider.sessions.calls.limits import LimitReached
 
 HARMFUL_SECONDS = 2.0
-"""A delay of this many seconds can make an agent's client give up. It is one stall of the service, or the sum of the
-seconds by which a run's waits for an engine or the store were too long. Shorter delays are ignored, because a slow
-model call takes as long."""
+"""A delay of this many seconds can make an agent's client give up. The delay is either a single stall of the service,
+or the total time by which a run's waits for an engine or the store were too long. Shorter delays are ignored, because
+any slow model call takes as long."""
 
 
 class Stage(StrEnum):

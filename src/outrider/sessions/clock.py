@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from outrider.timeline import EntryKind, Timeline
 
 LOOK_AGAIN = 0.02
-"""Minimum seconds between two checks of a budget. Otherwise the timer would fire continuously if the policy is paused
-when almost no time is left."""
+"""Minimum seconds between two checks of a budget. Without a minimum, the timer would fire continuously while the policy
+is paused and almost no time is left."""
 
 
 class Budget:
@@ -42,9 +42,9 @@ class Budget:
 
 
 class _Spending:
-    """One `spend` block. A timer checks the budget and is set again while seconds are left, because a deadline fixed at
-    the start of the block would be too early after a stall. Once the timer is cancelled, no reference cycle is left
-    (see concurrency/garbage.py)."""
+    """One `spend` block. A deadline fixed at its start would be too early after a stall. So a timer checks the budget
+    instead, and is set again while seconds are left. Once the timer is cancelled, no reference cycle is left (see
+    concurrency/garbage.py)."""
 
     def __init__(self, budget: Budget, seconds: float, stalled_seconds: Callable[[], float]) -> None:
         self.timeout = asyncio.timeout(None)

@@ -61,19 +61,19 @@ T = TypeVar("T")
 MAX_IMAGES = 128
 """Maximum number of images in a prompt for an engine that takes token ids."""
 MAX_IMAGE_BYTES = 1 << 30
-"""Maximum bytes of pixel values, as sent to the engine, of all images in a prompt."""
+"""Maximum total size of the images in a prompt, in bytes of pixel values as they are sent to the engine."""
 MAX_GRIDS = 4096
 """Maximum number of images of a session whose grid (size in patches) is cached. Beyond it, the cache is cleared."""
 IMAGES = "the decoder of images"
 IMAGE_SECONDS = 10.0
-"""Seconds after which decoding an image, or a wait for memory for its pixels, counts as overdue. Other sessions or the
-machine must be the cause, because one image takes less time."""
+"""Seconds after which decoding an image, or a wait for memory for its pixels, counts as overdue. A single image takes
+less time, so other sessions or the machine must be the cause."""
 STORE = "the store"
 STORE_SECONDS = 1.0
 """Seconds after which storing a turn counts as overdue. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""For each of this many bytes of text and images, storing a turn may take one second more before it is overdue, because
-the agent is responsible for the size of its turns."""
+"""Storing a turn may take one more second for each of this many bytes of its text and images before it counts as
+overdue, because the agent is responsible for the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -109,7 +109,7 @@ class _Failed(msgspec.Struct, frozen=True):
 
 
 class FailedCalls:
-    """The failed calls of one model for which no later call has made up. If the run ends while there is one, its error
+    """The failed calls of one model that no later call has made up for. If any is left when the run ends, its error
     counts as the error of the run (see `error`).
 
     `begin` is called when a call begins. When the call has ended, `ended` is called with the number that `begin`
@@ -150,7 +150,7 @@ class FailedCalls:
 
     @property
     def recorded(self) -> list[FailedCall]:
-        """The failed calls for which no later call has made up, in a form that can be stored."""
+        """The failed calls that no later call has made up for, in a form that can be stored."""
         return [FailedCall(one.error.record(), one.tools) for one in self._failed]
 
     @property
@@ -166,14 +166,14 @@ class Conversation:
     Long work on a request runs in the worker thread (`offload`).
 
     record: stores a turn. It is awaited before the completion of a call is returned.
-    on_limit: called at most once, when the session has used up its turns or tokens, a call was refused for this reason,
-        and no call is running.
+    on_limit: called at most once, after a call was refused because the session has used up its turns or tokens, and as
+        soon as no call is running.
     limit: why the last call was refused; None after a call that was admitted.
     step, step_turns: the index of the task's current step, and the number of its turns.
-    keep_failed: stores the failed calls for which no later call has made up. It is awaited whenever these calls change,
+    keep_failed: stores the failed calls that no later call has made up for. It is awaited whenever these calls change,
         before the client gets the error or the end of the reply.
-    broken: the error because of which a turn could not be recorded, or None. When it is set, `on_broken` is called, and
-        later calls are refused.
+    broken: the error that kept a turn from being recorded, or None. When it is set, `on_broken` is called, and later
+        calls are refused.
     hung_up: True if a client gave up a call before the run ended.
     frozen: the name of a frozen model for error messages; None for the policy.
     overdue: counts the seconds by which calls wait longer than usual for an engine or the store.
@@ -226,8 +226,8 @@ class Conversation:
         self._open = True
         self._memories: dict[str, Memory] = {}
         self._grids: dict[str, Grid | str] = {}
-        """The grid (size in patches) of each image of the session by the image's digest, or the reason why the image
-        cannot be decoded."""
+        """The session's images by digest: the grid (size in patches) of an image, or the reason why it cannot be
+        decoded."""
         self._reading = asyncio.Lock()
         self._not_begun: dict[object, tuple[float, float]] = {}
         """The calls whose request is still being received or read. The value is the result of `_waited` at the
@@ -285,7 +285,7 @@ class Conversation:
         The prompt is rendered here, even if the session's engine has its own renderer.
 
         Raises RequestError, also for an image that cannot be counted. If the model reads images or the request has
-        images, an engine is assigned to the session first, which may raise RunEnded or EngineError.
+        images, an engine is assigned to the session first. This may raise RunEnded or EngineError.
         """
         thinking = self._thinking_in_prompt(request)
         form = None if self._images is None else (await self._assigned()).image_form
@@ -378,8 +378,8 @@ class Conversation:
 
     @property
     def failure(self) -> OutriderError | None:
-        """The error with which the run would end now, or None. It is `broken`, or the error of a failed call for which
-        no later call has made up."""
+        """The error with which the run would end now, or None. It is `broken`, or the error of a failed call that no
+        later call has made up for."""
         return self.broken or self._failed.error
 
     @property
@@ -425,9 +425,9 @@ class Conversation:
 
     @contextmanager
     def _may_be_given_up(self) -> Iterator[None]:
-        """While the request of a call is received or read in this block, record the call as given up if the block is
-        cancelled or the run ends. The client may have disconnected unnoticed, because its connection is not read while
-        the request waits for an engine."""
+        """Receive or read a call's request in this block, and record the call as given up if the block is cancelled or
+        the run ends. The run's end counts because the client may have disconnected unnoticed: its connection is not
+        read while the request waits for an engine."""
         key, waited = object(), self._waited()
         self._not_begun[key] = waited
         try:
@@ -487,8 +487,8 @@ class Conversation:
                 on_limit()
 
     async def _begin(self, request: ModelRequest, dialect: str, received: float, held: ExitStack) -> EngineCall:
-        """Prepare a call and return it, ready to be started. The call may take memory for pixel values, which it gives
-        back when `held` is closed."""
+        """Prepare a call and return it, ready to be started. The call may take memory for pixel values; closing `held`
+        frees this memory."""
         assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, takes_messages=True).check_numbers(len(request.messages), len(request.tools))
@@ -651,8 +651,8 @@ class Conversation:
         return self._wanted_thinking(request) if request.sampling.constraint is None else False
 
     def _check_reasoning_closed(self, prompt: PromptNode) -> None:
-        """Raise RequestError if the prompt opens the model's reasoning, with which a constrained reply must not
-        begin."""
+        """Raise RequestError if the prompt opens the model's reasoning. A constrained reply must not begin with
+        reasoning."""
         renderer = self.backend.renderer
         if renderer.opens_reasoning(prompt.tail(renderer.tail_start)):
             raise RequestError(

@@ -115,8 +115,9 @@ class ExternalSessions:
     grader: waits for a node that can grade a session and returns it. It is called unless the task's evaluator is
         `reported`.
     services: the agent services, which run the agents of tasks with a remote harness.
-    paths: the host paths from which the files of such tasks are read.
-    address: returns the base URL of this service in a network, for the agents of such tasks.
+    paths: resolves the paths of the files that such tasks upload.
+    address: returns the base URL at which the agents of such tasks reach this service. It takes the name of their
+        network (see `AgentServices.run_of`).
     """
 
     def __init__(
@@ -306,7 +307,7 @@ class ExternalSessions:
             return RemoteRunFailed(f"the report of the run does not fit the session: {error.message}", hint=error.hint)
         except OutriderError as error:
             return error
-        # for example, a file or an environment variable that the task or the settings name is missing
+        # for example, a file of the task cannot be read
         except (OSError, ValueError) as error:
             return RemoteRunFailed(f"the run could not be started: {error}")
         finally:

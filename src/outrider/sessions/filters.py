@@ -25,7 +25,7 @@ REPEATS = 4
 
 
 class EndedRun(msgspec.Struct, frozen=True):
-    """The input of filters: why the agent's run ended, its model calls, and its patch if the task carries a diff."""
+    """The input of filters: why the agent's run ended, its turns, and its patch if `evaluator.carry` is a diff."""
 
     reason: StopReason
     turns: Sequence[Turn]

@@ -101,7 +101,7 @@ class Grading:
     numbers: yields a new number for each sandbox in which this session is graded.
     field: the evaluator's field in the task.
     goes_on: True if another step follows in the agent's sandbox. Then this sandbox is stopped only if the agent is to
-        be blamed, and the session's resources are enough for a second sandbox, used for grading.
+        blame. The session's resources are enough for a second sandbox beside it, which is used for grading.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Grading:
         self._carry = attempt.task.evaluator.carry
         workdir = self._task.runtime.workdir
         self._repository = place_of(self._carry, workdir) if isinstance(self._carry, DiffSpec) else ""
-        """Path in the sandbox of the repository whose changes are carried, or "" if the task carries no diff."""
+        """Where the repository whose changes are carried is in the sandbox, or "" if the task carries no diff."""
         self._folder = sandboxes.host.folder / f"{attempt.name}-graded"
         self._archive = self._folder / "carried"
         self._layer: Path | None = None
@@ -230,7 +230,7 @@ class Grading:
             facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=model_replied)
             if decide(facts).blame is not Blame.AGENT:
                 raise
-            failure = failure or error  # a failure of the run is the cause of the grading's failure
+            failure = failure or error  # if the run failed, its failure is the cause of this one
         self._stopwatch.lap("eval")
         if failure is not None:
             await self._stop(sandbox)
@@ -250,7 +250,7 @@ class Grading:
         """Grade a run whose sandbox no longer exists. `gpus` are set aside for this grading. Raises the errors of
         `grade` and of `fetch`.
 
-        `fetch` writes the run's carried data into a file. If no data was kept, it is None, and the evaluator gets only
+        `fetch` writes the run's carried data into a file. It is None if no data was kept. Then the evaluator gets only
         the agent's answer, the transcript and `Outcome.beside`."""
         self._gpus = gpus
         if fetch is None:
@@ -273,9 +273,9 @@ class Grading:
             return Grade(verdict=await self._confirm_excess(error, outcome, self._graders), excess=True)
 
     async def _decide_unchanged(self, runtime: Runtime, outcome: Outcome) -> None:
-        """Keep an empty patch and set the verdict, if the agent has changed nothing in the carried repository and the
-        evaluator needs no sandbox for this verdict. The check needs the repository's git tree from an earlier grading
-        (`PatchBases`)."""
+        """Check whether the agent has changed nothing in the carried repository. If so, keep an empty patch and set the
+        verdict. Does nothing if the evaluator needs a sandbox for this verdict, or if no earlier grading has stored the
+        repository's git tree (`PatchBases`), which the check needs."""
         host = self._sandboxes.host
         if not isinstance(self._carry, DiffSpec) or not isinstance(self._evaluator, DecidesEarly):
             return
@@ -393,7 +393,7 @@ class Grading:
         been stopped. `failure` occurred in a sandbox made from `origin`.
 
         First, sandboxes in which no agent has worked are tested. They must start, accept a file, run a command, open a
-        shell (if `failure` is NoShell), and carry the task's files. If one of them fails, `failure` is raised.
+        shell (if `failure` is NoShell), and carry the task's files. If a test fails, `failure` is raised.
 
         Then `outcome` is evaluated in a tested sandbox, as if the agent had done nothing. The reward is the lower of 0
         and the reward of this evaluation. If the evaluation raises EvaluatorError, the reward is 0; but if `failure` is
@@ -561,8 +561,8 @@ async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
 class GraderSandbox:
     """A sandbox for grading. It starts as soon as this object is created, in an asyncio task of `owner`.
 
-    `starts` limits how many such sandboxes start at once. A start may take `seconds`, without the wait for a slot of
-    `starts` and the time for which a service such as E2B queues the start.
+    `starts` limits how many such sandboxes start at once. A start may take at most `seconds`. The wait for a slot of
+    `starts` does not count, nor does the time for which a service such as E2B queues the start.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Starts agents on a Harbor run server and follows their runs.
 
 A run server accepts a task folder and the name of an agent (docs/external.md). Outrider stores the id that the server
-assigns to the run, and follows the same run after a restart. The server cannot be asked to end a run. So if a session
-is cancelled, its key becomes invalid, and the agent's model calls fail.
+assigns to the run, and follows the same run after a restart. The server cannot be asked to end a run. Instead, the key
+of a cancelled session becomes invalid, so the agent's model calls fail.
 
-Invariants: a run that is lost or fails is an error, never a reward; a request that may have started a run is not sent
-again as another run, because two agents would then write into one session.
+Invariants: a run that is lost or fails is an error, never a reward; if a request may have started a run, no second run
+is started, because two agents would then write into one session.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from outrider.spec import (
 SUBMIT_SECONDS = 600.0
 FIELD = "task.harness.remote.options"
 REFUSED_FOR_NOW = frozenset({429, 503})
-"""HTTP statuses of the reply to a submission that prove that no run was started."""
+"""HTTP statuses that prove, in the reply to a submission, that no run was started."""
 NOT_YET = TRANSIENT | {404}
 """HTTP statuses after which a request for the state of a run is repeated. 404 is among them, because the server may not
 list a run right after its submission."""
@@ -78,8 +78,8 @@ class HarborRunVerifier(Spec):
 
 
 class HarborRemoteOptions(Spec):
-    """The `options` of a task whose agent runs on a Harbor run server. `reward` names the run's reward that becomes the
-    session's reward. All other fields are sent to the server.
+    """The `options` of a task whose agent runs on a Harbor run server. `reward` names the one of the run's rewards that
+    becomes the session's reward. All other fields are sent to the server.
 
     Harbor's `max_retries` is not supported, because the turns of a failed run would stay in the session. Use the task's
     `max_attempts` instead."""
@@ -223,8 +223,8 @@ class HarborRemoteRun:
         )
 
     def _metadata(self, folder: str) -> Mapping[str, Any]:
-        """Return the `metadata` part of the request, without null values. The server ends the run at the session's time
-        limit in it."""
+        """Return the `metadata` part of the request, without null values. It tells the server to end the run at the
+        session's time limit at the latest."""
         options, seconds = self._options, self._task.limits.session_seconds
         given = options.model_dump(mode="json", exclude_none=True, exclude={"reward"})
         most = options.agent.max_timeout_sec
@@ -267,7 +267,7 @@ class HarborRemoteRun:
         if self._task.evaluator.kind != REPORTED:
             return ReportSpec(stop_reason=stop)
         if not state.rewards:
-            if timeout:  # the agent caused the timeout, and another attempt would take as long
+            if timeout:  # no retry: the agent caused the timeout, so another attempt would take as long
                 return ReportSpec(error=said[:1000])
             raise RemoteRunFailed(f"agent service {self._service.name!r} gave no rewards: {said}")
         reward = reward_of(state.rewards, self._options.reward)
@@ -309,7 +309,7 @@ def task_folder_in(archive: bytes) -> str:
 
 
 def multipart(boundary: str, metadata: bytes, archive: bytes) -> bytes:
-    """Return the body of a submission. The part `metadata` has no content type, because servers then read it as a form
+    """Return the body of a submission. The part `metadata` has no content type, so that servers read it as a form
     field."""
     parts = (
         ('name="metadata"', metadata),

@@ -75,11 +75,11 @@ class HeldSlot:
 class Lanes:
     """The lanes of a node.
 
-    init: for sandboxes of agents that are being prepared. A prepared sandbox holds no slot of `init`, so it does not
-        delay others.
-    ready: for sandboxes that are being prepared or wait for a slot of `run`. By default there are twice as many slots
-        as in `init`.
-    grading: for sandboxes for grading that are starting.
+    init: for agents' sandboxes while they are being prepared. A prepared sandbox holds no slot of `init`, so it does
+        not delay others.
+    ready: for agents' sandboxes while they are being prepared or wait for a slot of `run`. By default it has twice as
+        many slots as `init`.
+    grading: for the starts of sandboxes for grading.
     """
 
     def __init__(self, sizes: LanesConfig) -> None:

@@ -65,7 +65,7 @@ class SessionModels:
     """The conversations of an attempt: `policy`, and `frozen` by model name.
 
     bodies: counts the bytes of the request bodies of all unfinished calls.
-    under_way: the number of unfinished calls, which the gateway maintains.
+    under_way: the number of unfinished calls. The gateway keeps it up to date.
     failed_calls: counts the calls that were answered with an error."""
 
     def __init__(
@@ -108,7 +108,7 @@ class SessionModels:
 
     @property
     def broken(self) -> OutriderError | None:
-        """The error because of which a turn of some model could not be recorded, or None."""
+        """The error that kept a turn of some model from being recorded, or None."""
         return next((one.broken for one in self._all if one.broken is not None), None)
 
     @property
@@ -187,8 +187,7 @@ async def completed(
         tools=tuple(tools),
         tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
         sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
-        # an agent in this process sends images only if it controls a desktop by screenshots, which it cannot do without
-        # them
+        # agents in this process send images only to control a desktop, and cannot do so without seeing the screenshots
         needs_images=True,
     )
     async with aclosing(conversation.call(request, dialect=INPROCESS)) as batches:

@@ -96,8 +96,7 @@ class LocalNode:
         self.failures = failures or Failures()
         """Failures of the background work."""
         self._background = Chores(self.failures)
-        """Runs the periodic removal of leftovers, the check of the folder, and sandboxes for grading that are
-        starting."""
+        """Runs the node's periodic work, such as the removal of leftovers, and the starts of sandboxes for grading."""
         self._models: dict[str, SessionModels] = {}
         self.call_failures = CallFailures()
         """The failed model calls of the node's own gateway."""

@@ -1,8 +1,8 @@
 """Makes a patch of the agent's changes to a git repository, and applies it in a sandbox that no agent has touched.
 
-The patch is made in a new sandbox, whose git compares the sandbox's repository with the files that the agent left. So
-none of the hooks, filters or attribute drivers in the agent's `.git` runs, and the patch is the same whether or not the
-agent has committed its changes.
+The patch is made in a new sandbox: its git compares its own copy of the repository with the files that the agent left.
+So none of the hooks, filters or attribute drivers in the agent's `.git` runs, and the patch is the same whether or not
+the agent has committed its changes.
 
 Invariant: after `make_patch` and `apply_patch`, the repository is the result of the sandbox's preparation plus the
 patch, and contains nothing else from the agent.
@@ -43,8 +43,8 @@ git() {{
     command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.autocrlf=false "$@"
 }}
 """
-# The base of the patch is the state of the folder, not HEAD. HEAD lacks uncommitted changes of the sandbox's
-# preparation, and these are not the agent's.
+# The base of the patch is the state of the folder, not HEAD. HEAD lacks changes that the sandbox's preparation made but
+# did not commit, so these would count as the agent's.
 BASE = """test -d .git || {{ echo 'it has no folder .git' >&2; exit 3; }}
 git read-tree HEAD
 git add -A --ignore-errors . || true
@@ -133,7 +133,7 @@ async def is_unchanged(runtime: Runtime, spec: DiffSpec, repository: str, base: 
     """Return True if the repository in the agent's sandbox has the files of the git tree `base`, so that the agent's
     patch is empty. Excluded paths may differ. Returns False if the check fails or is uncertain.
 
-    The agent may have replaced programs in the sandbox. They can pretend that its patch is empty, but cannot fake
+    The agent may have replaced programs in the sandbox. They can pretend that the patch is empty, but they cannot fake
     another patch.
     """
     place = shlex.quote(f"{runtime.scratch}/outrider-unchanged-{secrets.token_hex(8)}")

@@ -178,7 +178,9 @@ class PrioritySemaphore:
             _, _, turn, quantities, owner = entry
             if turn.done():  # the wait was cancelled, and its entry is not yet removed
                 continue
-            if not self._may_have(owner, quantities):  # only `_urgent` has requests of several owners
+            if not self._may_have(owner, quantities):
+                # The rest of the owner's line waits as well. In the urgent line, the next request may be another
+                # owner's.
                 passed.append((line, entry))
                 if line is not self._urgent and line.waiters:
                     waiting.remove(line)

@@ -111,8 +111,8 @@ class NodeResources:
         self._free_gpus = set(capacity.gpus)
 
     async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> ResourceShare:
-        """Set an amount aside, and wait until it is free. An empty amount never waits. Raises RuntimeUnavailable for
-        more than exists."""
+        """Wait until an amount is free, and set it aside. An empty amount never waits. Raises RuntimeUnavailable if the
+        node does not have that much."""
         quantities = amount.quantities
         if not any(quantities):
             return ResourceShare()

@@ -99,7 +99,8 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     watchdog: Watchdog
     endpoints: Endpoints
     service_silence: Callable[[], float] = lambda: 0.0
-    """Returns the total seconds so far during which the service, running in another process, was stalled."""
+    """Returns for how many seconds a service in another process has been silent until now, or 0 if it is not stalled.
+    Stalls that are over count in `watchdog` (see `LocalNode.note_stall`)."""
 
     def stalled_seconds(self) -> float:
         """Return the total seconds so far during which no session could make progress, because the event loop was
@@ -185,8 +186,8 @@ class Rollout:
             record=noting_stored(
                 self._timeline, partial(node.store.add_turn, attempt.session.id, attempt.session.attempt)
             ),
-            # The callbacks refer to the cutoff instead of this rollout, which would make a cycle. Only the garbage
-            # collector would then free the token tree, which may take megabytes.
+            # The callbacks refer to the cutoff instead of this rollout. Otherwise there would be a reference cycle, and
+            # only the garbage collector would free the token tree, which may take megabytes.
             on_limit=self._cutoff.cut,
             on_broken=self._cutoff.cut,
             overdue=overdue,
@@ -454,8 +455,8 @@ class Rollout:
         self._overdue.begin_run()
         with self._node.watchdog.witness() as stalls:
             end, error, outcome = await self._run_agent(sandbox, harness, context)
-            # Collected before `_collect` ends the running calls. The turns of those calls do not count, because the
-            # agent's program received no reply to them.
+            # Read these values before `_collect` ends the running calls. The turns of those calls do not count, because
+            # the agent's program received no reply to them.
             called, failure, unanswered = conversation.step_turns > 0, models.failure, conversation.failure
             try:
                 await self._collect(sandbox)

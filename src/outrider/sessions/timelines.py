@@ -136,11 +136,11 @@ class SandboxTimeline:
         self._runtime = runtime
         self._use = use
         self._commands: dict[int, int] = {}
-        """For each running command, the number of its timeline entry, by the command's number."""
+        """The numbers of running commands' timeline entries, by the number of the command."""
         self._processes: dict[int, int] = {}
-        """For each living process, the number of its timeline entry, by the process id."""
+        """The numbers of living processes' timeline entries, by process id."""
         self._network: dict[tuple[str, str], tuple[int, ServerUse]] = {}
-        """For each phase and server, the number of its timeline entry, and the newest state of its use."""
+        """By phase and server: the number of the timeline entry, and the newest state of the use."""
 
     def note_command(self, command: CommandRun) -> None:
         if command.end is None:

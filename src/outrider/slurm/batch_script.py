@@ -26,7 +26,7 @@ END_SECONDS = 90
 """Seconds for the end of a job, in addition to the service's `stop_seconds`. In this time, the script interrupts
 sessions, ends the nodes, counts the unfinished sessions, and queues the job again."""
 LEAST_SECONDS = 30
-"""If the nodes ran for fewer seconds than this, a job that was already queued again three times is not queued again.
+"""A job that was already queued again three times is not queued once more if its nodes ran for fewer seconds than this.
 Its time may be too short for any session."""
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)

@@ -232,7 +232,7 @@ MIGRATIONS: Migrations = (
         # Each row is the report with which a client completes a session whose agent runs outside Outrider.
         "CREATE TABLE session_reports (session_id TEXT PRIMARY KEY REFERENCES sessions (id), report {blob} NOT NULL)",
         # Each row holds the failed model calls of a session for one model, as JSON. A failed call is dropped once a
-        # later call replaces it (see `FailedCalls`). `model` is empty for the policy.
+        # later call makes up for it or replaces it (see `FailedCalls`). `model` is empty for the policy.
         """CREATE TABLE failed_calls (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             model TEXT NOT NULL,

@@ -19,8 +19,8 @@ from outrider.store import queue
 from outrider.store.database import Connection, Database
 
 MAX_PAUSES = 100
-"""Maximum number of pauses that one tenant may have. The pauses of all tenants, which belong to the admins, have the
-same limit of their own."""
+"""Maximum number of pauses that one tenant may have. The admins' pauses, which apply to all tenants, are counted
+separately, with the same limit."""
 ALL_TENANTS = ""
 """Value of the column `tenant` for pauses of all tenants. No tenant has an empty name."""
 AT_ONCE = 100

@@ -1,15 +1,16 @@
-"""Implements `Database` over PostgreSQL. Only one transaction writes at a time, over all processes. Each process runs
+"""Implements `Database` over PostgreSQL. Only one transaction writes at a time, across all processes. Each process runs
 up to READERS reading transactions at the same time.
 
-Each writing transaction first takes a lock that all writers of the database share. So rows become visible in the order
-of their cursors, which number results and events. Once a reader has seen cursor 7, no row with a lower cursor appears.
-Neither sequences nor SERIALIZABLE transactions guarantee this.
+Each writing transaction first takes a lock that only one writer of the database can hold. So results and events become
+visible in the order of their cursors: once a reader has seen cursor 7, no row with a lower cursor appears. Neither
+sequences nor SERIALIZABLE transactions guarantee this.
 
 Writes that arrive during a commit share the next commit and its cost. An acknowledged commit survives a loss of power,
-unless the server's setting synchronous_commit is off. The module has a table for itself, `writers`.
+unless the server's setting synchronous_commit is off. Besides the store's tables, the module keeps one of its own,
+`writers`.
 
 Invariant: after a ServiceError, nothing was committed. If the reply to a COMMIT is lost, the writer looks up the
-outcome in the database before the next write. It retries until it gets an answer or `close` is called.
+outcome in the database before the next write, and repeats the look-up until it gets an answer or `close` is called.
 """
 
 from __future__ import annotations
@@ -41,22 +42,23 @@ MAX_BATCH = 256
 READERS = 4
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 60.0
-"""If the server has not answered a statement after this many seconds, the connection counts as lost."""
+"""How long the server may take to answer a statement, in seconds. After that, the connection counts as lost."""
 FOREVER = 1e7
 PATIENCE_SECONDS = 30.0
-"""Seconds for which a transaction is retried while the server cannot be reached. The server may be restarting."""
+"""How long a transaction is retried while the server cannot be reached, in seconds. The server may be restarting."""
 HANDOVER_SECONDS = 5.0
 """Seconds to wait for the lock that another service holds on the database. After a service is killed, the server may
 keep its lock for a while."""
 PAUSES = RetryPolicy(first=0.05, longest=1.0)
 
-# An advisory lock belongs to one database and is identified by two numbers. Our first number is "outr" in ASCII.
+# An advisory lock belongs to one database and is identified by two numbers. The first of ours is LOCKS ("outr" in
+# ASCII), and the second is SERVICE or WRITE.
 LOCKS = 0x6F757472
 SERVICE, WRITE = 1, 2
 
 SESSION_SETTINGS = {
-    # These settings make the server close connections whose process was stopped or whose host was lost. Such a
-    # connection may hold the lock that all writers need.
+    # These settings make the server close a connection if the client's process was stopped or its host was lost.
+    # Otherwise, the connection could go on holding the lock that all writers need.
     "idle_in_transaction_session_timeout": "15s",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
@@ -72,7 +74,8 @@ CREATE_WRITERS = """CREATE TABLE IF NOT EXISTS writers
 COMMIT_WRITE = """INSERT INTO writers (writer, batch) VALUES ('{}', {})
     ON CONFLICT (writer) DO UPDATE SET batch = excluded.batch, at = excluded.at; COMMIT"""
 # With READ COMMITTED, each statement sees all earlier commits. With a stricter isolation level, the whole transaction
-# would use one snapshot, taken before the lock is granted. The commits made in between would be missing.
+# would use one snapshot, taken before the lock is granted. It would miss what others commit while this transaction
+# waits for the lock.
 BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SELECT pg_advisory_xact_lock({LOCKS}, {WRITE})"
 BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 # A connection that this process has lost may still be open on the server and hold locks. So a writer that reconnects
@@ -118,9 +121,9 @@ def without_password(url: str) -> str:
 class PostgresqlDatabase:
     """Implements `Database` over one PostgreSQL database.
 
-    A service sets `sole`. Its writer then holds a lock that only one service can have. A second service gets a
-    ServiceError that names the process with the lock. Processes without `sole` do not take the lock. The first write
-    has no time limit, because it migrates the schema.
+    Services set `sole`: the writer then holds a lock that only one service can have, and a second service gets a
+    ServiceError that names the process with the lock. Without `sole`, this lock is not taken. The first write has no
+    time limit, because it migrates the schema.
     """
 
     types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
@@ -228,8 +231,8 @@ class _Connection:
 
 
 class _Server:
-    """Opens connections to a server. Administrators and `_Writer` recognise them by their application name, which only
-    this process uses."""
+    """Opens connections to a server. They have an application name that only this process uses, so that administrators
+    and `_Writer` recognise them."""
 
     def __init__(self, url: str, limit: float) -> None:
         self.shown = without_password(url)
@@ -270,8 +273,8 @@ class _Batch:
 
 
 class _Writer:
-    """Runs all writes on one connection, from a queue. The queue needs no limit, because each caller waits for its own
-    write."""
+    """Runs all writes on one connection, from a queue. The queue needs no limit: each caller waits for its own write
+    before it queues another."""
 
     def __init__(self, server: _Server, *, sole: bool, patience: float, commits: Histogram) -> None:
         self._server = server
@@ -280,7 +283,7 @@ class _Writer:
         self._patience = patience
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._stopping = False
-        # starts at the current time, so that a reopened database repeats no number
+        # the number of the last batch. It starts at the current time, so that a reopened database repeats no number.
         self._batches = time.time_ns()
         self._limit: float | None = FOREVER
         self._raw: asyncpg.Connection | None = None

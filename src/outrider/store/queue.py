@@ -1,7 +1,7 @@
 """Defines in which order queued sessions start.
 
-A bucket has a tenant's sessions with the same label `run` or, if they have no `run`, with the same label `user`. A
-tenant's sessions with neither label share one bucket. These steps choose the next session:
+The sessions of a tenant are divided into buckets by the value of their label `run` or, if they have none, of their
+label `user`. Sessions with neither label share one bucket. These steps choose the next session:
 1. Take the tenant with the fewest sessions in progress. Among equals, take the tenant served least recently.
 2. Take the highest priority at which this tenant has waiting sessions.
 3. Take one of the tenant's buckets at this priority, by the rule of step 1.
@@ -11,8 +11,8 @@ Clients choose priorities and labels, so these must not affect other tenants. A 
 tenant. A client that names a new run for each group delays only sessions of its own tenant.
 
 The functions run in the caller's transaction. Invariant: if a session of a bucket waits at a priority, the row in
-`queue_shares` for this bucket and priority has `waiting` = 1. If a reader finds `waiting` = 1 but no waiting session,
-it calls `close_empty_shares`.
+`queue_shares` for this bucket and priority has `waiting` = 1. The reverse may not hold for a while: when a reader finds
+`waiting` = 1 but no waiting session, `close_empty_shares` corrects the row.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ ABOVE_ALL = (1 << 31) - 1
 """Higher than every priority."""
 
 MOST_SKIPPED_BUCKETS = 64
-"""If this many buckets of a tenant must be skipped, a pass over the queue skips the tenant, but considers other
-tenants. This limits the cost of the pass."""
+"""Limit of skipped buckets per tenant. A tenant with this many of them is left out of the pass over the queue, which
+limits the cost of the pass."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -226,13 +226,13 @@ class _Line:
         self._taken: dict[str, int] = {}
 
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
-        """Return the tenant's next session at this priority, or None. `wanted` is about how many sessions the caller
-        still needs from this tenant; it sets how many rows a query reads. Buckets without waiting sessions are added to
-        `empty`."""
+        """Return the tenant's next session at this priority, or None. `wanted` is roughly the number of sessions that
+        the caller still needs from this tenant. It determines how many rows a query reads. Buckets without waiting
+        sessions are added to `empty`."""
         queue_pass = self._pass
         while True:
-            # Buckets without sessions in progress come first. So read more buckets until one of them is at the top of
-            # the heap.
+            # A bucket without sessions in progress comes before all others. So read more buckets until such a bucket is
+            # at the top of the heap.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
                 await self._read_buckets(wanted + len(queue_pass.busy) + len(queue_pass.skip))
             if not self._buckets:
@@ -286,6 +286,6 @@ class _Line:
         return read.pop()
 
     async def _is_empty(self, bucket: str) -> bool:
-        """Return True if no session of the bucket waits. Sessions that wait for their `due` time count, too."""
+        """Return True if the bucket has no waiting session, not even one that is not due yet."""
         sql = "SELECT 1 FROM sessions WHERE waiting = 1 AND priority = ? AND bucket = ? LIMIT 1"
         return not await self._pass.tx.fetch(sql, (self._priority, bucket))

@@ -105,8 +105,8 @@ class Removals:
         return await self._db.read(body)
 
     async def hide(self, group_ids: Sequence[str], *, force: bool) -> list[str]:
-        """Hide the given groups, except those that must not be removed any more. Returns the ids of the hidden groups.
-        The caller must then call `erase` until it returns False."""
+        """Hide the given groups, except those that may no longer be removed. Returns the ids of the hidden groups. The
+        caller must then call `erase` until it returns False."""
         sql = f"SELECT n, bytes FROM groups WHERE {_removable(force)} AND id = ?"
 
         async def body(tx: Connection) -> list[str]:
@@ -143,8 +143,8 @@ class Removals:
     async def erase(self, rows: int) -> bool:
         """Delete about `rows` rows of hidden groups. Returns True if more may be left.
 
-        Before this call, the caller must delete the sessions' other data, such as files. Without the rows, nothing
-        refers to this data.
+        The caller must first delete the sessions' other data, such as files: once the rows are gone, nothing refers to
+        it.
         """
 
         async def body(tx: Connection) -> bool:
@@ -190,8 +190,8 @@ class Removals:
 
 
 def _removable(force: bool) -> str:
-    """Return the SQL condition for groups that may be removed. (`cursor` is set when a group is done, and cleared when
-    it is hidden.)"""
+    """Return the SQL condition for groups that may be removed. (A group has a `cursor` from when it is done until it is
+    hidden.)"""
     return REMOVABLE if force else f"{ACKNOWLEDGED} AND {REMOVABLE}"
 
 

@@ -97,7 +97,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """The length of the queue. `sessions` includes sessions that a pause holds. `buckets` and `tenants` count those
+    """The length of the queue. `sessions` includes those held back by a pause. `buckets` and `tenants` count only those
     with waiting sessions."""
 
     sessions: int
@@ -121,7 +121,7 @@ class Backlog(msgspec.Struct, frozen=True):
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
-    """The policy version that a trainer set last. `weights` says where its weights are stored. It is None if the
+    """The policy version that a trainer set last. `weights` says where its weights are stored, or is None if the
     engines loaded no weights."""
 
     version: int

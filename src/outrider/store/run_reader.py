@@ -1,7 +1,8 @@
 """Reads the store for the index of runs (`run_index/`): the changes after an event, or all groups in pages.
 
-Invariant: every change that the index shows has an event, with two exceptions. The caller of `Removals.hide` reports
-removals to the index. A label that `Store.add_label` sets is read with the next change of its group.
+Invariant: every change that the index shows has an event, with two exceptions: removals, which the caller of
+`Removals.hide` reports to the index, and labels set by `Store.add_label`, which are read with the next change of their
+group.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class RunReader:
         self._db = database
 
     async def changes(self, after: int, limit: int) -> RunChanges:
-        """Read the next `limit` events after a cursor. Return their groups and sessions, except those of hidden
-        groups."""
+        """Read the next `limit` events after a cursor. Return the groups and sessions that they changed, except hidden
+        ones, and the retries among the events."""
         sql = "SELECT cursor, at, kind, group_id, session_id, data FROM events WHERE cursor > ? ORDER BY cursor LIMIT ?"
 
         async def body(tx: Connection) -> RunChanges:

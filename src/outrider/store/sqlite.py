@@ -42,8 +42,8 @@ CHECKPOINT_SECONDS = 1.0
 CHECKPOINTS = "checkpoints of the database"
 """Name under which failed checkpoints appear in the list of failures."""
 CHECKPOINT_PAGES = 16_384
-"""At this length of the write-ahead log in pages (64 MiB), the writer itself moves the log into the file. This limits
-the log."""
+"""How long the write-ahead log may get, in pages (64 MiB). At this length, the writer itself moves the log into the
+file."""
 
 NORMAL, FULL = 1, 2
 """Values of SQLite's setting `synchronous`. In WAL mode, only a commit with FULL waits for the disk."""
@@ -51,11 +51,11 @@ NORMAL, FULL = 1, 2
 INCREMENTAL = 2
 """Value of SQLite's setting `auto_vacuum` that lets `shrink` free pages."""
 SHRINK_PAGES = 64
-"""Maximum number of pages (256 KiB) that one call of `shrink` frees. It keeps the writer busy for a few
+"""Maximum number of pages (256 KiB) that one call of `shrink` frees. Freeing them keeps the writer busy for a few
 milliseconds."""
 SPARE = 10
-"""`shrink` keeps 1/SPARE of the file's pages free. A file that shrinks and grows again and again would make writes
-slower."""
+"""`shrink` keeps 1/SPARE of the file's pages free, because writes would be slower if the file shrank and grew all the
+time."""
 
 HINTS: dict[int, str] = {
     sqlite3.SQLITE_BUSY: "another program holds the database: is a second service using the same data folder?",
@@ -220,8 +220,8 @@ class _Connection:
 
 
 class _Jobs:
-    """Queue of bodies that one or more threads run. The queue needs no limit, because each caller waits for its own
-    body."""
+    """Queue of bodies that one or more threads run. The queue needs no limit: each caller waits for its own body before
+    it queues another."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class _Jobs:
             self._check_file()
             raw.execute(f"PRAGMA synchronous={NORMAL if all(job.volatile for job in batch) else FULL}")
             raw.execute(self._begin)
-        except (sqlite3.Error, ServiceError, MemoryError) as error:  # an error that is raised would end the thread
+        except (sqlite3.Error, ServiceError, MemoryError) as error:  # a raised error would end the thread
             return [_Outcome(job.future, None, _translated(error)) for job in batch]
         try:
             connection = _Connection(raw)

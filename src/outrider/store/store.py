@@ -3,9 +3,9 @@
 All SQL and all transactions of Outrider are in this folder. Each public method makes its changes in one transaction.
 The caller decides which sessions to start, retry or cancel.
 
-Invariants: only the newest attempt of a session can write, and only while it is in progress; other writes raise
-Conflict. A session's result is stored in the same transaction as the changes that follow from it: the group's state,
-cursor, event and outbox row.
+Invariants: only the newest attempt of a session can write, and only while it is in progress (but parts of timelines may
+arrive later). A session's result is stored in the same transaction as the changes that follow from it: the group's
+state, cursor, event and outbox row.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ MOST_REFUSED = 10_000
 MOST_VALUES = 500
 """Maximum number of values in one SQL statement. Databases limit this number."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
-"""States that `set_state` refuses, because other methods set them: `requeue`, `recover`, `start_attempt` and
-`finish`."""
+"""The states that `set_state` refuses. They are set by `requeue`, `recover`, `start_attempt` and `finish` instead."""
 
 # A model call waits for this write, so one statement both checks the attempt and inserts the turn. `lease_until` is set
 # exactly while an attempt is in progress. If no row was inserted, a second statement finds out why.
@@ -444,8 +443,8 @@ class Store:
         return self._db.commits.read()
 
     async def waiting(self, tenant: str, labels: Mapping[str, str] | None = None, *, most: int) -> int:
-        """Count the tenant's waiting sessions, up to `most`. With `labels`, count only the bucket to which groups with
-        these labels belong."""
+        """Count the tenant's waiting sessions, up to `most`. With `labels`, count only those in the bucket of groups
+        with these labels."""
         column, value = ("tenant", tenant) if labels is None else ("bucket", queue.bucket_of(tenant, labels))
         sql = queue.COUNT_WAITING.format(column=column)
         found: int = (await self._db.read(lambda tx: tx.fetch(sql, (value, most))))[0][0]
@@ -546,8 +545,9 @@ class Store:
         sql = f"SELECT state, COUNT(*) FROM sessions WHERE state IN ({', '.join('?' * len(live))}) GROUP BY state"
         own = of_tenant(tenant)
         if tenant is not None:
-            # Sessions that are not done belong to active groups. `<> 'done'` is used instead of a list of states. With
-            # a list, the database would use the index by state, which covers all tenants' sessions.
+            # Start from the tenant's active groups: all sessions that are not done belong to them. Do not compare with
+            # a list of states instead of `<> 'done'`: the database would then use the index by state, which covers all
+            # tenants' sessions.
             sql = f"""SELECT sessions.state, COUNT(*) FROM groups JOIN sessions ON sessions.group_id = groups.id
                 WHERE groups.state = 'active' AND sessions.state <> 'done'{own.sql} GROUP BY sessions.state"""
             live = []
@@ -574,7 +574,7 @@ class Store:
     ) -> int:
         """Start a new attempt: move a queued session to INITIALIZING, with a lease. Returns the attempt's number.
 
-        policy_version: stored as the version at which the group began, if this is its first attempt. None if the
+        policy_version: stored as the version at which the group began, unless the group already has one. None if the
             attempt does not use the policy.
         continues_turns: move the turns of earlier attempts to this attempt.
 
@@ -697,8 +697,8 @@ class Store:
 
     async def add_report(self, session_id: str, report: bytes, *, tenant: str | None = None) -> None:
         """Store the report (JSON) with which a client completes a session. An equal report may be sent again. Raises
-        Conflict if the session already has another report. Without one, raises Conflict if the session is over: it is
-        done, or has `ending` set."""
+        Conflict if the session already has another report, or if it has none and is over (done, or with `ending`
+        set)."""
 
         async def body(tx: Connection) -> None:
             session = await _find_session(tx, session_id, tenant)
@@ -730,12 +730,12 @@ class Store:
         return hashlib.sha256(self._key.keyed_digest(f"the text {text}").encode()).hexdigest()[:16]
 
     def credential_of(self, session_id: str) -> str:
-        """Return the credential of a session whose agent runs outside Outrider. It is derived from the store's key
-        instead of being stored, so it stays valid after a restart."""
+        """Return the credential of a session whose agent runs outside Outrider. It is derived from the store's key, so
+        it need not be stored, and is still valid after a restart."""
         return f"{EXTERNAL_KEY}{session_id}_{self._key.keyed_digest(_key_of(session_id))}"
 
     def session_of_credential(self, credential: str) -> str | None:
-        """Return the id of the session with this credential, or None. Its agent runs outside Outrider."""
+        """Return the id of the session with this credential (see `credential_of`), or None."""
         if not credential.startswith(EXTERNAL_KEY):
             return None
         session_id = credential[len(EXTERNAL_KEY) : -DIGEST_LENGTH - 1]
@@ -806,8 +806,8 @@ class Store:
         await self._db.write(body)
 
     async def renew_leases(self, attempts: Mapping[str, int], lease_until: float) -> None:
-        """Set the ends of the leases of attempts in progress. `attempts` has attempt numbers by session id. Attempts
-        that have ended are skipped."""
+        """Set the time at which the leases of attempts in progress end. `attempts` maps session ids to attempt numbers.
+        Attempts that have ended are skipped."""
         sql = "UPDATE sessions SET lease_until = ? WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL"
         values = [(lease_until, id, attempt) for id, attempt in attempts.items()]
         await self._db.write(lambda tx: tx.execute_many(sql, values), volatile=True)
@@ -831,9 +831,9 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        # The write is volatile, because the agent waits for it. If a loss of power undoes the write, the attempt has
-        # ended, too, and the session starts again from its task. Once the end of an attempt is stored, so are all its
-        # turns.
+        # The write is volatile, because the agent waits for it. This is safe: a loss of power that undoes the write
+        # also ends the attempt, and the session starts again from its task. Once the end of an attempt is stored, so
+        # are all its turns.
         await self._db.write(body, volatile=True)
         self.turns_added.publish(AddedTurn(session_id, attempt, turn, model))
 
@@ -895,7 +895,7 @@ class Store:
 
     async def packed_results(self, group_ids: Sequence[str], first: int, count: int) -> list[PackedResult]:
         """Return the encoded results of these groups' done sessions with sample indexes from `first` to `first + count
-        - 1`. The caller decodes the results (`rows.result_from`), because this may take long."""
+        - 1`. They are not decoded here, because this may take long: the caller does it (`rows.result_from`)."""
         if not group_ids:
             return []
         sql = f"""SELECT group_id, result FROM sessions WHERE group_id IN ({", ".join("?" * len(group_ids))})
@@ -1059,8 +1059,8 @@ class Store:
         return await self._db.write(body)
 
     async def recover(self, *, now: float, held: Container[str] = (), due: float = 0.0) -> list[SessionRow]:
-        """Queue sessions again whose attempts were lost with their nodes: their leases ended before `now`. Such an
-        attempt counts as recovered. The next attempt does not start before `due`.
+        """Queue the sessions again whose leases ended before `now`: their attempts were lost with their nodes, and
+        count as recovered. The next attempt does not start before `due`.
 
         Sessions in `held` are skipped. Returns the sessions that were queued again, including those with `ending` set.
         """
@@ -1270,7 +1270,7 @@ def _no_delivery(group_id: str) -> NotFound:
 
 
 def _spec_of(group_id: str) -> str:
-    """Return the name for which a group's spec is encrypted (see `place` in `task_key.py`)."""
+    """Return the place for which a group's spec is sealed (see `task_key.py`)."""
     return f"the task of group {group_id}"
 
 
@@ -1335,8 +1335,8 @@ async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionR
 
 
 async def _continue_turns(tx: Connection, session_id: str, attempt: int) -> None:
-    """Move the turns of earlier attempts to the attempt that starts. At most one earlier attempt has turns. A turn may
-    be missing if the service was lost before it was stored. The later turns are then renumbered, without a gap."""
+    """Move the turns of earlier attempts to the attempt that starts. At most one earlier attempt has turns. If the
+    service was lost before it stored a turn, the later turns are renumbered to close the gap."""
     for table in TURN_TABLES:
         sql = f"UPDATE {table} SET attempt = ? WHERE session_id = ? AND attempt < ?"
         await tx.execute(sql, (attempt, session_id, attempt))

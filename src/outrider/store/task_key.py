@@ -145,7 +145,7 @@ class KeyFile:
             new.replace(self._path)
             folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(folder)  # no task could be read again if a loss of power undid the rename
+                os.fsync(folder)  # otherwise, a loss of power could undo the rename, and no task could be read again
             finally:
                 os.close(folder)
         except OSError as error:

@@ -22,7 +22,7 @@ class TrainingTimings:
         self._clock = clock
 
     async def keep(self, tenant: str, epoch: int, step: int, record: bytes) -> None:
-        """Store the record of a step. An earlier record of the same step is replaced, and its age stays the same."""
+        """Store the record of a step. It replaces an earlier record of the same step, and keeps that record's age."""
         put = """INSERT INTO training_timings (tenant, epoch, step, record, stored) VALUES (?, ?, ?, ?, ?)
             ON CONFLICT (tenant, epoch, step) DO UPDATE SET record = excluded.record"""
         drop = "DELETE FROM training_timings WHERE tenant = ? AND epoch = ? AND step = ?"

@@ -3,7 +3,7 @@
 Right answers and test cases go into the evaluator's options, which no agent sees. Sources of the columns:
 
 - verl: `examples/data_preprocess/gsm8k.py` (volcengine/verl at 030a519a)
-- Eurus-2: the converters of its users, because its file is 1.7 GB
+- Eurus-2: its users' converters, because the data itself is a file of 1.7 GB
 - NeMo Gym: `resources_servers/math_with_judge/task_data.py`, `resources_servers/code_gen/app.py` and
   `environments/swe/data/example.jsonl` (NVIDIA-NeMo/Gym at 195e8fcc, 05a4377b and 62c6fc29)
 """

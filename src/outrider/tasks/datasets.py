@@ -39,8 +39,8 @@ FORMAT = 1
 """Part of the hash in a Parquet file's name. Increase this number if the code makes other rows from the same source
 than before."""
 ANY_ROWS, ROWS_RATIO = 64 << 20, 200
-"""A compressed file of rows may unpack to ANY_ROWS bytes plus ROWS_RATIO times its size. Text usually shrinks to a
-fifth. A file that shrinks to a two-hundredth repeats the same text."""
+"""A compressed file of rows may unpack to at most ANY_ROWS bytes plus ROWS_RATIO times its size. Text usually shrinks
+to a fifth, so a file that shrinks to a two-hundredth only repeats the same text."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 WHOLE_ROW = "{row}"
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
@@ -156,8 +156,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON Lines file (also `.jsonl.gz`), a JSON file with a list, a Parquet file, or a Hugging
     Face dataset written by `save_to_disk`.
 
-    Raises InvalidField with the file and the line that cannot be read, and if a Parquet file or a saved dataset needs
-    pyarrow, but it is not installed.
+    Raises InvalidField, with the file and the line, for what cannot be read, and for a Parquet file or a saved dataset
+    if pyarrow is not installed.
     """
     _check_there(path)
     if path.is_dir() or path.suffix == ".parquet":
@@ -223,8 +223,8 @@ def _decompressed(path: Path) -> bytes:
 
 
 def human_eval_examples(source: Path | None = None, *, limit: int | None = None) -> list[Example]:
-    """Return the problems of HumanEval as tasks without a harness. The known solution is `prompt` and
-    `canonical_solution` of a row.
+    """Return the problems of HumanEval as tasks without a harness. The known solution is the row's `prompt` followed by
+    its `canonical_solution`.
 
     `source` is a file with rows of HumanEval. None means the installed package human-eval, which is not imported.
     Raises InvalidField.
@@ -276,8 +276,8 @@ def examples_of(
 def verl_rows(
     examples: Sequence[Example], *, data_source: str, split: str = "train", agent_name: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the examples as rows of a dataset for verl. RemoteAgentLoop reads the task, which is JSON. The ground
-    truth is empty, because the service grades."""
+    """Return the examples as rows of a dataset for verl. The column `task` has the task as JSON, for
+    `trainers.verl.RemoteAgentLoop`. The ground truth is empty, because the service grades."""
     named = {"agent_name": agent_name} if agent_name else {}
     rows = []
     for number, example in enumerate(examples):

@@ -3,8 +3,8 @@ the older release. Tests of the newer release grade the result.
 
 The first call downloads the source distributions of both releases, makes the tasks and caches them. The older release
 is the repository. The test patch is the difference between the releases' tests, and the known solution is the
-difference between their sources. Tests that fail without the solution and pass with it are found by running them in
-sandboxes. Invariant: Outrider contains no code of these packages.
+difference between their sources. Runs of the tests in sandboxes show which of them fail without the solution and pass
+with it. Invariant: Outrider contains no code of these packages.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PASSING = frozenset(("PASSED", "XFAIL"))
 COMMAND = "python3 -B -m pytest -rA -p no:cacheprovider {tests}"
 DOWNLOAD_SECONDS, TEST_SECONDS, CHECK_SECONDS = 600, 300.0, 20.0
 PAIRS = "/pairs"
-"""Path in sandboxes of the repository and the tools, which are mounted read-only."""
+"""Where the repository and the tools are mounted, read-only, in a sandbox."""
 COPY = f"cp -r {PAIRS}/base/. ."
 
 
 class ReleasePair(NamedTuple):
-    """Two versions of a package, `old` and `new`. `folder` is its folder in the source distribution. `asks` describes
-    the fix to the agent."""
+    """Two versions of a package, `old` and `new`. `folder` has the package's code in the source distribution. `asks`
+    describes the fix to the agent."""
 
     name: str
     old: str
@@ -184,7 +184,7 @@ async def statuses(
 
 
 def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
-    """Return the spec of the sandbox for a pair's task. `make` has filled the folder `place`."""
+    """Return the spec of the sandbox for a pair's task. `place` is the folder that `make` has filled."""
     library = pair.folder if pair.folder == "src" else "."
     return {
         "mounts": [

@@ -1,4 +1,4 @@
-"""Reads the values in one row of a data set, by the paths of columns and their fields. The module reads no files."""
+"""Looks up the values in one row of a data set, by the paths of columns and fields. The module reads no files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Adapters of data sets that are like SWE-bench. Each adapter's docstring tells how its rows differ from SWE-bench's
-rows.
+"""Adapters for data sets that resemble SWE-bench. Each adapter's docstring says how its rows differ from those of
+SWE-bench.
 
 Sources of the columns and of the rules:
 
@@ -100,11 +100,11 @@ for test in json.load(open(sys.argv[1]))["tests"]:
 
 
 def swe_gym(columns: Columns, given: Additions) -> Draft:
-    """SWE-Gym: rows have SWE-bench's columns. swebench has no parsers and test commands for these repositories. All
-    logs are read as logs of pytest, as in SWE-Gym's fork."""
+    """SWE-Gym: rows have SWE-bench's columns, but swebench has neither parsers nor test commands for these
+    repositories. So all logs are read as pytest logs, as in SWE-Gym's fork."""
     options = {"log_parser": PARSER, **options_of(columns)}
     own = None
-    # Tests of mypy are cases in data files. pytest selects them by name.
+    # mypy's tests are cases in data files, which pytest selects by name.
     if str(columns.get("repo")).lower() == MYPY:
         cases = " or ".join(MYPY_CASE.findall(str(columns.get("test_patch"))))
         own = f'pytest -n0 -rA -k "{cases}"' if cases else None
@@ -163,7 +163,8 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
     selected = columns.tests("selected_test_files_to_run")
-    # Only the last line of this column is run, as in SWE-bench Pro's own harness. It puts the graded tests in place.
+    # As in SWE-bench Pro's own harness, only the last line of this column is run. That line puts the graded tests in
+    # place.
     before = (columns.optional_text("before_repo_set_cmd") or "").strip().rpartition("\n")[2]
     options: dict[str, Any] = {"instance_id": name, "log_parser": PARSER, "test_patch": patch}
     if given.test_command is not None:
@@ -172,7 +173,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     else:
         texts = {file: script_of(columns, given.folder / "run_scripts" / name / file) for file in PRO_SCRIPTS}
         options |= {key: [quoted(test) for test in tests] for key, tests in lists.items()}
-        options["pytest"] = False  # pytest's own reports would name the tests differently than the parser
+        options["pytest"] = False  # pytest's own reports do not use the parser's names for the tests
         words = {key: shlex.quote(texts[file]) for file, key in PRO_SCRIPTS.items()}
         words |= {"selected": shlex.quote(",".join(selected)), "report": shlex.quote(PRO_REPORT)}
         options["test_command"] = PRO_COMMAND.format(before=before, **words)
@@ -198,14 +199,14 @@ def script_of(columns: Columns, path: Path) -> str:
 
 
 def quoted(test: str) -> str:
-    """Return a test's name with its whitespace escaped, as PRO_REPORT prints it. Parsers of logs would cut a name at a
-    space."""
+    """Return a test's name with its whitespace escaped, as PRO_REPORT prints it. Otherwise the log parser would cut the
+    name at a space."""
     return re.sub(r"[%\s]", lambda blank: f"%{ord(blank.group()):02X}", test)
 
 
 def r2e_gym(columns: Columns, given: Additions) -> Draft:
-    """R2E-Gym: instead of a test patch and lists of tests, a row has the status that each test in the image must have.
-    The known solution is the content of the commit's Python files, except test files."""
+    """R2E-Gym: instead of a test patch and lists of tests, a row has the expected status of each test in the image. The
+    known solution is the commit's version of the Python files that it changed, except test files."""
     repo, commit = columns.text("repo_name"), columns.text("commit_hash")
     name = f"{repo}__{commit}"
     expected = expected_of(columns)
@@ -237,7 +238,8 @@ def r2e_gym(columns: Columns, given: Additions) -> Draft:
 
 
 def expected_of(columns: Columns) -> dict[str, str]:
-    """Return the status that each test of a row of R2E-Gym must have, by test. Colour codes in names are removed."""
+    """Return the expected status of each test in a row of R2E-Gym, by the test's name. Colour codes are removed from
+    the names."""
     column = "expected_output_json"
     value = columns.get(column)
     if value is None:
@@ -259,8 +261,8 @@ def expected_of(columns: Columns) -> dict[str, str]:
 
 
 def commit_of(columns: Columns) -> Gold | None:
-    """Return the changes of the commit in the column `parsed_commit_content` as the known solution: only those of
-    Python files that are not tests. Returns None if there are none."""
+    """Return the known solution: the changes to Python files, except tests, in the commit of the column
+    `parsed_commit_content`. Returns None if there are no such changes."""
     diffs = columns.get("parsed_commit_content.file_diffs")
     files: list[dict[str, Any]] = []
     removed: list[str] = []

@@ -1,7 +1,7 @@
-"""Makes tasks from SWE-bench's rows, which are in files of rows or in the task repositories of swebench 5.x.
+"""Makes tasks from SWE-bench's rows. They are read from data set files or from the task repositories of swebench 5.x.
 
 The module runs and downloads nothing. The evaluator `swebench` grades the tasks, and gets the row's columns as options.
-The row's gold patch is the known solution. Adapters of other data sets (`swe_sets.py`) use parts of this module.
+The row's gold patch is the known solution. Adapters for other data sets (`swe_sets.py`) use parts of this module.
 Invariant: no agent sees the gold patch, the test patch, or the names of the tests.
 """
 
@@ -49,8 +49,8 @@ ACTIVATE = """\
 export LANG=C.UTF-8 LC_ALL=C.UTF-8
 [ ! -e /opt/miniconda3/bin/activate ] || { . /opt/miniconda3/bin/activate && conda activate testbed; }
 """
-"""Lines that precede a test command. In images that swebench's harness has built, they activate the conda environment
-with the repository's Python."""
+"""Lines that precede a test command. In images built by swebench's harness, they activate the conda environment that
+has the repository's Python."""
 PYTEST = f"pytest -rA {TESTS}"
 COMMANDS = {
     **dict.fromkeys(
@@ -77,8 +77,8 @@ OLDER = {
 """Test commands for older versions of some repositories. A key is a repository and the beginning of a version
 number."""
 HIDDEN_PYTEST = ("tox ",)
-"""Beginnings of test commands that hide environment variables from pytest. pytest then cannot load the evaluator's
-plugin, and makes no report for it."""
+"""Prefixes of test commands that hide environment variables from pytest. Without the variables, pytest cannot load the
+evaluator's plugin, so no plugin report is expected."""
 PLACEHOLDER = re.compile(r"\{(?:row\.)?([^{}/]+)(?:/([^{}/]+)/([^{}/]*))?\}")
 
 
@@ -95,8 +95,7 @@ def swebench_examples(
     Raises InvalidField.
 
     image: template for the names of all images (see `image_name`). The default is the row's column `image`.
-    template: a part of a task, which overrides the same part of every task. For example, it has prepare steps or
-        carried paths.
+    template: parts of a task, such as prepare steps or carried paths. They override the same parts of every task.
     test_command: the test command for rows of 4.x, which do not have one. The default is the command for the row's
         repository. `{tests}` in the command becomes the test files of the test patch. `{modules}` becomes the same
         files in the form of Django's test runner.
@@ -133,12 +132,13 @@ def swebench_example(
 
 
 def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -> Draft:
-    """The adapter of rows of SWE-bench 4.x and 5.x. `image` is a template for rows that do not name their image."""
+    """The adapter for rows of SWE-bench 4.x and 5.x. `image` is a template for rows that do not name their image."""
     options = options_of(columns)
     command = given.test_command or columns.optional_text("test_command")
     if columns.optional_text("eval_script") is not None and command is None:
         options["eval_script"] = columns.text("eval_script")
-        # The row's script applies the patch itself, and may accept diffs that `files_of` cannot parse.
+        # A test patch that `files_of` cannot parse is left out and not a fault: the row's script applies the patch
+        # itself, and may accept more diffs.
         with suppress(ValueError):
             options |= {"test_patch": columns.text("test_patch")} if files_of(columns.text("test_patch")) else {}
     else:
@@ -184,7 +184,7 @@ def run_by_command(
 
 
 def filled_command(command: str, changed: set[str]) -> str:
-    """Replace the placeholders of a test command by the test files in `changed`. Data files are left out."""
+    """Replace the placeholders in a test command with the test files in `changed`. Data files are left out."""
     run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
     run = [file for file in run if file.endswith(".py")] or run  # other files are left out if there are Python files
     modules = [file.removesuffix(".py").removeprefix("tests/").replace("/", ".") for file in run]
@@ -199,9 +199,9 @@ def image_of(columns: Columns, given: Additions, image: str | None) -> str | Non
 
 
 def image_name(template: str, columns: Columns) -> str:
-    """Return the name of an image. In the template, `{NAME}` or `{row.NAME}` becomes the row's column NAME.
-    `{NAME/OLD/NEW}` also replaces OLD by NEW in the column. A name with a slash is a name in a registry, so the part
-    before its tag becomes lower case."""
+    """Return the name of an image. In the template, `{NAME}` or `{row.NAME}` becomes the value of the row's column
+    NAME. `{NAME/OLD/NEW}` also replaces OLD with NEW in the value. A name with a slash is a name in a registry, so the
+    part before its tag is made lower case."""
 
     def column(match: re.Match[str]) -> str:
         name, old, new = match.groups()
@@ -227,8 +227,8 @@ def swe_draft(
     workdir: str = FOLDER,
     carry: Any = (".",),
 ) -> Draft:
-    """Return the task of a row whose tests the evaluator `swebench` runs. By default, the statement and the gold patch
-    are SWE-bench's columns."""
+    """Return the task of a row whose tests are run by the evaluator `swebench`. By default, the statement and the gold
+    patch come from SWE-bench's columns."""
     runtime: dict[str, Any] = {"image": image, "workdir": workdir} if image else {}
     task = {
         "instruction": ASK.format(statement=(statement or columns.text("problem_statement")).strip()),

@@ -1,7 +1,8 @@
 """Builds training rows that contain conversations, for trainers that apply a chat template themselves.
 
 The rows are a pure function of the stored turns and their samples. They contain the messages that the agent sent and
-received, and not the text of the model's prompt. So a trainer's template may format the messages differently.
+received, but not the text of the model's prompt. So a trainer's template may format the messages differently than the
+service did.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from outrider.tokens.rendering.chat_template import message_dict
 from outrider.trajectory import ChatRow, Sample, Turn
 
 IMAGES = "images"
-"""The name of the folder for the images of an exported file. The folder is next to the file."""
+"""The name of the folder next to an exported file, with the file's images."""
 
 
 def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]:

@@ -6,16 +6,16 @@ The rules, in order:
 1. Each turn has a kind, such as main or sub-agent (`branches/classify.py`). Each kind has a policy: train, mask or
    drop.
 2. A branch is a path of turns from a root to a leaf. A leaf is a turn with sampled tokens that no turn of the same kind
-   and label continues. Turns that were cut off or sampled nothing do not count as continuing it, unless a later turn
-   continues them. For example, a history that only the call for its summary follows is a separate branch.
-3. Branches are sorted by kind (main first), then by their first turn, then by their leaf (newest first). So tokens that
-   several branches share are trained in the branch in which the session continued.
+   and label continues. For example, if only a call for a summary follows a history, the history ends in a leaf. A turn
+   that was cut off or sampled nothing does not count as a continuation, unless a later turn continues it.
+3. Branches are sorted by kind (main first), then by their first turn, then by their leaf (newest first). So if several
+   branches share tokens, these are trained in the branch in which the session continued.
 4. Each branch becomes a row unless its kind is dropped. A branch of a trained kind is also left out if it is the
    beginning of an earlier row of this kind, because it adds no tokens to train.
 5. In a row of a trained kind, the sampled tokens of a turn have mask 1 if the turn is of this kind and no earlier row
    has trained it. All other tokens are context (mask 0). So each trained token has mask 1 in exactly one row.
-6. Only rows of a trained kind have a reward, because the reward does not measure the other kinds. It is the verdict's
-   reward for the row, or else its reward for the session. The reward of a turn is in the row that trains the turn's
+6. Only rows of a trained kind have a reward, because the reward does not measure the other kinds. A row's reward is
+   the verdict's reward for this row, or else for the session. A turn's own reward is in the row that trains the turn's
    tokens.
 
 Invariant: for a session, sampled = trained + masked + dropped tokens.
@@ -49,8 +49,8 @@ from outrider.trajectory import (
 )
 
 MAX_IGNORED_NAMES = 64
-"""A session counts at most this many names of ignored request fields separately. The number is limited because clients
-choose some of the names."""
+"""Maximum number of ignored request fields that a session counts by name. A limit is needed, because clients choose
+some of the names."""
 OTHER_IGNORED = "others"
 """The name for the count of all other ignored fields, beyond the MAX_IGNORED_NAMES most frequent."""
 
@@ -65,9 +65,9 @@ def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
 
 POLICY: Policy = policy_of(Branches())
 """The default policy for each kind of turn. Side calls, for example for a title, are dropped, because the task's reward
-does not measure them. Calls that may be either work or side calls are trained. Replies that were cut off are dropped,
-and so are replies for which the agent used another reply to the same request. The agent did not use them, so they
-cannot have caused a reward."""
+does not measure them. Calls that may be either work or side calls are trained. Replies that the agent did not use are
+dropped, because they cannot have caused a reward: it never received them, or used another reply to the same
+request."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
@@ -117,8 +117,8 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
 
 
 def build_samples_of_conversation(turns: Sequence[TurnOutline], result: SessionResult) -> list[Sample]:
-    """Like `build_samples`, for a session for which `is_one_conversation` is True. All its turns have the same lineage,
-    so their texts are not needed."""
+    """Like `build_samples`, but only for sessions for which `is_one_conversation` is True. All turns of such a session
+    have the same lineage, so the turns' texts are not needed."""
     return _samples(turns, [MAIN] * len(turns), result)
 
 
@@ -156,8 +156,8 @@ def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[GradedT
 def _trained_in(
     turns: Sequence[AnyTurn], lines: Sequence[Lineage], policy: Policy, leaves: Sequence[AnyTurn]
 ) -> dict[int, int]:
-    """Return, for each trained turn index, the number of the row that trains the turn's tokens (rule 5 of the module's
-    docstring)."""
+    """Return a dictionary from the index of each trained turn to the number of the row that trains its tokens (rule 5
+    of the module's docstring)."""
     seen: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
     found = {}
     for row, leaf in enumerate(leaves):
@@ -196,8 +196,9 @@ def _row_leaves(turns: Sequence[AnyTurn], lines: Sequence[Lineage], policy: Poli
 
 
 def _add_path(indexes: set[int], leaf: AnyTurn, turns: Sequence[AnyTurn]) -> list[int]:
-    """Add the indexes of the turns on the path to `leaf`, and return those that are new. The walk stops at the first
-    index that is already there, so many branches with a common beginning take linear time."""
+    """Add the indexes of the turns on the path to `leaf` to `indexes`, and return those that are new. The walk starts
+    at the leaf and stops at the first index that is already there, so many branches with a common beginning take linear
+    time."""
     added = []
     index: int | None = leaf.index
     while index is not None and index not in indexes:
@@ -288,8 +289,8 @@ def _images(path: Sequence[AnyTurn]) -> tuple[SampleImage, ...]:
 
 
 class _Columns:
-    """Collects the tokens of a sample, in the packed form of `Sample`. Ids stay packed, because a row may have a
-    hundred thousand of them, and most are context."""
+    """Collects the tokens of a sample, in the packed form of `Sample`. Ids are never unpacked, because a row may have a
+    hundred thousand of them, most of them context."""
 
     def __init__(self) -> None:
         self.length = 0

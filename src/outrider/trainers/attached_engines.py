@@ -42,8 +42,8 @@ class AttachedEngines:
 
         Each item of `engines` has `url`, `model` and any other fields of `spec.EngineSpec` except the name. The name is
         made from the item's position, which must therefore be the same in every call. The first call also removes an
-        earlier training run's engines that failed or have no sessions. With `renamed`, an engine whose model has
-        another name now is replaced.
+        earlier training run's engines that failed or have no sessions. With `renamed`, an engine is replaced if its
+        model now has another name.
 
         Returns True if this call attached an engine. A new engine has policy version 0, unless its server reports a
         version. Waits while the service restarts. Raises the service's error, for example while a server still loads
@@ -55,7 +55,8 @@ class AttachedEngines:
         failed_before = self._not_attached
         async with self._looking:
             if self._not_attached is not None and self._not_attached is not failed_before:
-                # Another call failed while this call waited for the lock. A new attempt would only wait again.
+                # Another call failed while this call waited for the lock. Raise its error, because a new attempt would
+                # only wait for the service again.
                 raise self._not_attached
             clock = asyncio.get_running_loop().time
             if self._looked is not None and clock() - self._looked < LOOK_SECONDS and not renamed:
@@ -112,8 +113,8 @@ def _of_another(engine: EngineStatus) -> Conflict:
 
 
 async def _add(client: AsyncClient, engine: Mapping[str, Any]) -> bool:
-    """Add an engine to the service. Returns False if another process of the training run has added it. While that
-    process adds the engine, the name is taken, but the service does not list the engine yet. So this function tries
+    """Add an engine to the service. Returns False if another process of the training run has added it. While the other
+    process is still adding the engine, its name is taken, but the service does not list it yet. So this function tries
     again."""
     clock = asyncio.get_running_loop().time
     end = clock() + PATIENCE

@@ -16,7 +16,7 @@ from outrider.errors import InvalidField
 from outrider.trajectory import Sample
 
 Decode = Callable[[list[int]], str]
-"""A function that converts token ids to text, like a tokenizer's `decode`."""
+"""A function that converts token ids to text, such as a tokenizer's `decode`."""
 
 
 class Span(NamedTuple):
@@ -44,8 +44,8 @@ def nemo_gym_reply(
     range of trained ids in the row.
 
     An item's prompt is all ids before the item. So each prompt begins with the previous item's prompt, as NeMo RL
-    requires. Without `decode`, the items have no text. Ids after the first `longest` are left out. The usage counts
-    each id of the row once. Raises InvalidField for a sample without a reward.
+    requires. Without `decode`, the items have no text. With `longest`, only the first `longest` ids of the row are
+    kept. The usage counts each of them once. Raises InvalidField for a sample without a reward.
     """
     reward = _reward(sample)
     ids, mask, logprobs = (column[:longest].tolist() for column in (sample.ids, sample.loss_mask, sample.logprobs))
@@ -113,8 +113,8 @@ def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) 
     Raises InvalidField for a sample without a reward.
 
     Each range of trained ids becomes an assistant node, marked as sampled. All other ranges become user nodes, because
-    a row does not record roles. The `token_ids` of a path's nodes, in order, are the row. Their `logprobs`, in order,
-    are the log-probabilities of the row's trained ids.
+    a row does not record roles. Joined in order, the `token_ids` of a path's nodes are the row's ids, and their
+    `logprobs` are the log-probabilities of the row's trained ids.
     """
     nodes: list[dict[str, Any]] = []
     for sample in samples:
@@ -141,8 +141,9 @@ def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[
 
     `model_input` has all ids but the last. Position i in `loss_fn_inputs` belongs to id i + 1 of the row. `advantage`
     is one number for the whole row, or a list with a number for each id. `weights` are 1.0 for trained ids and 0.0 for
-    other ids. For the loss cross_entropy, pass `weights` in place of `logprobs` and `advantages`. For tinker's class,
-    use `Datum(model_input=ModelInput.from_ints(datum["model_input"]), loss_fn_inputs=datum["loss_fn_inputs"])`.
+    other ids. For the loss cross_entropy, pass `weights` in place of `logprobs` and `advantages`. To get an object of
+    tinker's own class, call
+    `Datum(model_input=ModelInput.from_ints(datum["model_input"]), loss_fn_inputs=datum["loss_fn_inputs"])`.
 
     Raises InvalidField for a sample without a reward, and for one whose first id is trained, because the model cannot
     predict an id without a prompt.

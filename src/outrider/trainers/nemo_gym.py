@@ -13,7 +13,7 @@ this module does not import NeMo Gym. Invariants:
 
 - A reply has exactly one training row, with the sampled tokens and a reward.
 - A rollout that cannot be trained on becomes an HTTP error. The status shows whether another attempt may help.
-- If the connection breaks before the reply, a request repeated within RETRY_SECONDS gets the same rollout.
+- If the connection breaks before the reply and the request is repeated within RETRY_SECONDS, it gets the same rollout.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ T = TypeVar("T")
 
 VARIABLE = "OUTRIDER_NEMO_GYM"
 RETRY_SECONDS = 30.0
-"""For this many seconds, the rollout of a disconnected client continues, so that a repeated request can take it over.
+"""How many seconds a rollout continues after its client has disconnected, so that a repeated request can take it over.
 NeMo Gym's client repeats a request half a second after the connection broke."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}
-"""Fields of `responses_create_params` that do not become sampling parameters. Other code reads some of them, such as
-`input`. The rest do not change the tokens that an agent samples."""
+"""Fields of `responses_create_params` that do not become sampling parameters. Some of them, such as `input`, are read
+by other code. The rest do not change the tokens that an agent samples."""
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
 """Fields of `responses_create_params` for which only the listed values are accepted. These values have no effect."""
 TEMPLATE = "chat_template_kwargs"
-"""The key of the chat template's variables. A NeMo Gym row may have it in its `metadata`, and in the metadata's
-`extra_body`."""
+"""The key of the chat template's variables. A NeMo Gym row may have it in its `metadata`, in the `extra_body` of its
+`metadata`, or in both."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
 """Options of the engines that are attached for NeMo RL's vLLM workers (engine kind `openai`). NeMo RL 0.7 always sets
 this `logprobs_mode`; later versions read it from the workers' configuration."""
@@ -110,8 +110,8 @@ class GymRollouts:
 
     async def __aenter__(self) -> GymRollouts:
         async with AsyncExitStack() as held:
-            # The client stays open between rollouts. With a new client, a rollout would wait only FIRST_PATIENCE
-            # seconds for a restarting service.
+            # Keep the client open between rollouts. With a new client, a rollout would wait only FIRST_PATIENCE seconds
+            # for a restarting service.
             self._shared = await held.enter_async_context(shared_client(self._settings.url, self._settings.token))
             self._tasks = await held.enter_async_context(asyncio.TaskGroup())
             held.callback(self._cancel)
@@ -125,8 +125,8 @@ class GymRollouts:
         """Run the row in `body`, the JSON of a request to `/run`, and return NeMo Gym's reply.
 
         `left()` returns when the client has disconnected. `run` then returns None, and the rollout continues for
-        RETRY_SECONDS. An equal request in this time takes over the rollout. While the first client is still connected,
-        an equal request starts its own rollout, because a dataset may have a row twice.
+        RETRY_SECONDS. If an equal request arrives in this time, it takes over the rollout. But while the first client
+        is still connected, an equal request starts its own rollout, because a dataset may have a row twice.
 
         Raises InvalidField for a row that cannot be converted to a task. Raises the error of a failed session.
         """
@@ -166,7 +166,7 @@ class GymRollouts:
 
     def _keep(self, key: bytes, rollout: asyncio.Task[_Outcome]) -> None:
         kept: _LeftRollout
-        # If no request takes the rollout over, it is cancelled with its group.
+        # If no request takes the rollout over by then, cancel it and its group.
         end = asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._taken(key, kept).cancel())
         kept = _LeftRollout(rollout, end)
         self._left[key].append(kept)
@@ -195,7 +195,7 @@ class GymRollouts:
             done = await self._shared.run(group)
             [trajectory] = trajectories_of(done, self._settings, logprobs=True)
             return reply_of(trajectory, row, self._settings, rows_left_out=len(left_out_of(done, trajectory)))
-        # The error is returned, and `run` raises it. Raised here, it would make the task group cancel all rollouts.
+        # Return the error, for `run` to raise. If it were raised here, the task group would cancel all rollouts.
         except Exception as error:
             return error
 
@@ -313,8 +313,8 @@ async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read a request's body. Raises TooLarge, but only after the whole body has arrived. If the connection broke
-    earlier, NeMo Gym's client would send the request again and again."""
+    """Read a request's body. Raises TooLarge, but only after the whole body has arrived. An earlier reply would break
+    the connection, and NeMo Gym's client would send the request again and again."""
     size, pieces = 0, []
     async for piece in request.stream():
         size += len(piece)
@@ -362,8 +362,8 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
     found |= _object(metadata.get("extra_body"), f"{PARAMS}.metadata.extra_body")
     template = _object(found.pop(TEMPLATE, None), f"{PARAMS}.metadata.extra_body.{TEMPLATE}")
     template |= _object(metadata.get(TEMPLATE), f"{PARAMS}.metadata.{TEMPLATE}")
-    # Only `enable_thinking` is renamed. `task_for` later refuses other variables of the chat template, because
-    # `task.sampling` has no such fields.
+    # Rename `enable_thinking`. Other variables of the chat template keep their names, so `task_for` refuses them later,
+    # because `task.sampling` has no such fields.
     found |= {"thinking" if name == "enable_thinking" else name: value for name, value in template.items()}
     if not isinstance(found.get("thinking"), bool | None):
         raise InvalidField(f"enable_thinking is {found['thinking']!r}; it must be true or false", field=PARAMS)

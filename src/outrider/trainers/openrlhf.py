@@ -38,13 +38,13 @@ from outrider.trajectory import BranchKind, FinishReason, LogprobKind
 
 VARIABLE = "OUTRIDER_OPENRLHF"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "repetition_penalty", "stop")
-"""The fields that are read from the argument `sampling_params`, an object of vLLM's class SamplingParams."""
+"""The fields that are read from `execute`'s argument `sampling_params`, an object of vLLM's class SamplingParams."""
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 class OpenRLHFSettings(BridgeSettings):
-    """The settings that all bridges share, and `relay`: the name of the service's relay engine, whose calls OpenRLHF's
-    own vLLM engines answer. It is None if the service has its own engines.
+    """The settings that all bridges share, and `relay`: the name of the service's relay engine. OpenRLHF's own vLLM
+    engines answer the calls of this engine. `relay` is None if the service has its own engines.
 
     A call of `execute` returns a single row. So with `rows="all"`, the default, a session with several training rows is
     an error. With `rows="main"`, all rows but the main conversation's are left out and counted.
@@ -54,8 +54,8 @@ class OpenRLHFSettings(BridgeSettings):
 
 
 class Executor:
-    """The agent executor without its base class `openrlhf.utils.agent.AgentExecutorBase`. `agent_executor` adds the
-    base class, because this module must not import OpenRLHF."""
+    """The agent executor, without its base class `openrlhf.utils.agent.AgentExecutorBase`: this module must not import
+    OpenRLHF, so `agent_executor` adds the base class."""
 
     def __init__(self, settings: OpenRLHFSettings) -> None:
         self._settings = settings
@@ -85,7 +85,7 @@ class Executor:
         task = task_for(settings, _columns(prompt, label), prompt=prompt, sampling=sampling, labels={})
         if settings.relay is not None:
             await self._attach(llm_engine, settings.relay, wants_logprobs)
-        # With the setting "main", this call must still return all rows, because the rows that are left out are counted.
+        # Even if the setting `rows` is "main", request all rows, because the rows that are left out are counted.
         every = settings.model_copy(update={"rows": "all"})
         [trajectory] = await run_group(every, group_of(settings, task), logprobs=wants_logprobs)
         if trajectory.error is not None:

@@ -1,8 +1,8 @@
-"""Refuses the settings of Polar's bridge for slime, which Outrider's own bridge does not read, and names what to set
-instead.
+"""Refuses the settings of Polar's bridge for slime, because Outrider's own bridge does not read them. The error says
+what to set instead.
 
-Polar's bridge still works unchanged with `outrider serve --compat polar`. Invariant: Outrider's bridge silently ignores
-none of Polar's settings.
+Polar's bridge itself works unchanged with `outrider serve --compat polar`. Invariant: Outrider's bridge silently
+ignores none of Polar's settings, unless they are false, zero or empty.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ INSTEAD: Mapping[str, str] = {
 
 
 def refuse_polar_settings(args: Any) -> None:
-    """Raise InvalidField if slime's arguments have a setting of Polar's bridge. Settings that are false, zero or empty
-    are accepted."""
+    """Raise InvalidField if slime's arguments contain a setting of Polar's bridge that is not false, zero or empty."""
     for name, value in vars(args).items():
         if name.startswith(PREFIX) and value:
             raise InvalidField(

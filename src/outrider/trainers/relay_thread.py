@@ -25,8 +25,8 @@ class RelayThread:
         """The newest worker that the service has accepted."""
         self._make = make
         self._held = ExitStack()
-        # When an asynchronous caller is cancelled, its thread still runs `attach`, so a second call could run at the
-        # same time.
+        # If an asynchronous caller is cancelled, its thread still runs `attach`. Without the lock, the next call could
+        # run at the same time.
         self._lock = threading.RLock()
 
     def attach(self) -> None:

@@ -1,7 +1,7 @@
 """A client of the control API that all concurrent rollouts of an event loop share.
 
-Some trainers make a new object for each trajectory, and have no longer-lived object that could hold a client. So the
-first rollout opens the shared client, and the last rollout closes it. Invariants:
+Some trainers make a new object for each trajectory, and none of their objects lives long enough to hold a client. So
+the first rollout opens the shared client, and the last rollout closes it. Invariants:
 
 - An event loop has at most one open client for each service and token.
 - At most one request at a time polls for finished groups, no matter how many rollouts wait.
@@ -29,7 +29,7 @@ from outrider.trainers.trajectories import Trajectory, trajectories_of
 T = TypeVar("T")
 
 FIRST_PATIENCE = 10.0
-"""The time, in seconds, for which requests are repeated until a service replies for the first time. It is short because
+"""How many seconds requests are repeated as long as the service has not replied even once. The time is short, because
 the address may be wrong."""
 
 
@@ -42,7 +42,7 @@ class SharedClient:
     _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], SharedClient]]] = (
         WeakKeyDictionary()
     )
-    """The open clients of each event loop, by URL and token. This is a class attribute, because no object of the
+    """The open clients of each event loop, by URL and token. They are in a class attribute, because no object of the
     trainer lives long enough to hold a client."""
 
     def __init__(self, url: str, token: str | None) -> None:
@@ -64,10 +64,10 @@ class SharedClient:
         failed_before = self._no_answer
         async with self._first:
             if self._no_answer is not None and self._no_answer is not failed_before:
-                # Another rollout's request failed while this rollout waited for the lock. A new attempt would only wait
-                # again.
+                # Another rollout's request failed while this rollout waited for the lock. Raise its error, because a
+                # new attempt would only wait for the service again.
                 raise self._no_answer
-            # The cursor is a position in the service's results. It is read before the submission, so the group's result
+            # Read the cursor, a position in the service's results, before the submission, so that the group's result
             # comes after it.
             if self._cursor is None:
                 try:
@@ -84,7 +84,7 @@ class SharedClient:
                 submitted(view)
 
         try:
-            # shielded, because the reply has the group's id, without which the group cannot be cancelled
+            # Shielded, so that the reply always arrives: without the group's id in it, the group cannot be cancelled.
             await shielded(submit)
             return await self._result(ids[0])
         except asyncio.CancelledError:
@@ -96,8 +96,7 @@ class SharedClient:
     async def _result(self, group_id: str) -> GroupView:
         done = self._waiting[group_id] = asyncio.get_running_loop().create_future()
         try:
-            # The group may have finished before its id was in `_waiting`. So its state is requested once before the
-            # wait.
+            # The group may have finished before its id was in `_waiting`, so check its state once before waiting.
             if (await patiently(partial(self.client.group, group_id))).state is not GroupState.DONE:
                 while not done.done():
                     changed = self._changed.next()
@@ -139,8 +138,7 @@ class SharedClient:
                     waiting.set_exception(error)
         finally:
             self._following = False
-            # This wakes the other rollouts. If this rollout has its result, one of the others must request the next
-            # page.
+            # Wake the other rollouts. One of them must request the next page if this rollout has its result.
             self._changed.send()
 
 

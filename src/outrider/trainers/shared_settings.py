@@ -41,11 +41,11 @@ WITHOUT_EFFECT_ON_IDS = frozenset(
         "detokenize",
     }
 )
-"""Sampling parameters that change only what an engine reports, or how it makes text from the ids. The bridges drop
-them, because the gateway makes the text from the ids itself."""
+"""Sampling parameters that change only what an engine reports, or how it makes text from the sampled ids. The bridges
+drop them, because the gateway itself makes the text from the ids."""
 NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n": (1,), "ignore_eos": (False,)}
-"""Sampling parameters that a task cannot have, each with the values that have no effect. Such a value is accepted and
-ignored. Any other value is refused."""
+"""Sampling parameters that a task cannot have, each with the values that have no effect. These values are accepted and
+ignored; any other value is refused."""
 
 
 PLAIN_SAMPLING = {
@@ -56,8 +56,8 @@ PLAIN_SAMPLING = {
     "repetition_penalty": 1.0,
 }
 """Values of sampling parameters that leave the model's distribution unchanged. NeMo RL computes importance weights from
-the temperature and top_p only, prime-rl from the temperature only. So their tasks get these values unless they set
-their own, and an agent cannot set others. NeMo RL's servers also refuse a top_k."""
+the temperature and top_p only, prime-rl from the temperature only. So each task for them gets these values unless it
+has its own, and the agent cannot change them. NeMo RL's servers also refuse a top_k."""
 
 
 class BridgeSettings(Spec):
@@ -90,8 +90,8 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
     """Return the settings in `given`, overridden by the environment variable `variable`.
 
     The variable holds a JSON object, or @FILE for a JSON or TOML file. $OUTRIDER_URL and $OUTRIDER_TOKEN override the
-    address and the token. `source` tells in error messages where `given` comes from. Raises InvalidField, which names
-    the wrong setting and its source.
+    address and the token. `source` is the name of the place where `given` comes from, for error messages. Raises
+    InvalidField, which names the wrong setting and its source.
     """
     if given is not None and not isinstance(given, Mapping):
         raise InvalidField(f"{source} is {given!r}; it must be an object", field=source)
@@ -117,8 +117,8 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
 
 
 def _check_task_fields(task: Mapping[str, Any], source: str) -> None:
-    """Raise InvalidField if the setting `task` has an unknown field, at any depth. The values are not checked, because
-    they may be placeholders such as "{row.NAME}", and because a row's own task may override them."""
+    """Raise InvalidField if the setting `task` has an unknown field, at any depth. Values are not checked, because they
+    may be placeholders such as "{row.NAME}", and a row's own task may override them."""
     try:
         TaskSpec.model_validate(task)
     except ValidationError as error:
@@ -199,8 +199,8 @@ def task_for(
             f"column {settings.task_column!r} is a {type(own).__name__}; it must be an object or JSON",
             field=settings.task_column,
         )
-    # A row of an Arrow table has the fields of all rows, with None for those that this row lacks. So fields that are
-    # None are left out.
+    # Leave out fields that are None: a row of an Arrow table has the fields of all rows, with None for those that it
+    # lacks.
     task = merged(plain(filled(settings.task, row, "the dataset row")), plain(own or {}, without_none=True))
     if "instruction" not in task:
         task["instruction"] = _text_of(plain(prompt))
@@ -216,8 +216,8 @@ def task_for(
 def group_of(
     settings: BridgeSettings, task: Mapping[str, Any], *, n: int = 1, evaluating: bool = False
 ) -> dict[str, Any]:
-    """Return a new group of `n` sessions of a task, ready to submit. Its priority is that for training or for
-    evaluation. Each call makes a new idempotency key."""
+    """Return a new group of `n` sessions of a task, ready to submit. It has the priority that is set for training or
+    for evaluation. Each call makes a new idempotency key."""
     group = {"task": task, "n": n, "idempotency_key": secrets.token_hex(16)}
     if evaluating:
         return group | {"priority": settings.evaluation_priority}
@@ -234,7 +234,7 @@ def refuse_images(images: Any, owner: str, *, field: str) -> None:
 
 
 def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trainer's sampling parameters, named as in vLLM or SGLang, as fields of `task.sampling`. Raises
+    """Convert a trainer's sampling parameters, named as in vLLM or SGLang, to fields of `task.sampling`. Raises
     InvalidField for a parameter that changes the sampled ids but cannot be in a task."""
     found: dict[str, Any] = {}
     for name, value in parameters.items():
@@ -279,7 +279,7 @@ def json_object(text: str, source: str) -> dict[str, Any]:
         raise InvalidField(
             f"{source} is not JSON: {error.msg} at character {error.pos + 1}", field=source, hint="write a JSON object"
         ) from error
-    # `json.loads` raises these for a number with thousands of digits, and for too deep nesting.
+    # `json.loads` raises these for a number with thousands of digits, and if the nesting is too deep.
     except (ValueError, RecursionError) as error:
         raise InvalidField(f"{source} is no JSON that can be used: {error}", field=source) from error
     if not isinstance(value, dict):

@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
-"""After this many consecutive instances (prompts) whose trajectories all failed, `generate` raises an error, because
-the cause probably affects all instances."""
+"""How many instances (prompts) in a row must fail, each with all its trajectories, before `generate` raises an error.
+After that many, the cause probably affects all instances."""
 
 
 class SkyRLSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
-    versions: "engine" if the engines report the policy version. With "step", the bridge sets the policy version before
-        the first batch of each step, to the number of finished training steps.
+    versions: "engine" if the engines report the policy version. With "step", the bridge sets the policy version to the
+        number of finished training steps, before the first batch of each step.
     rewards: "row" for one number per row. "token" for one number per response token, with a turn's reward at the end of
-        the turn. SkyRL joins batches, so all batches must have the same form.
+        the turn. SkyRL joins batches, so all of them must have rewards of the same form.
     """
 
     versions: Literal["engine", "step"] = "engine"
@@ -63,13 +63,13 @@ class OutriderGenerator:
     tokens, with the main conversation's row last. To train on all these rows, the trainer needs the mixin
     `LossPerRollout`.
 
-    Otherwise, a trajectory has only the main conversation's row. If a session has a second row with trained tokens,
-    training with `rows="all"` raises an error. With `rows="main"`, and in evaluations, the second row is left out and
+    Otherwise, a trajectory has only the main conversation's row. If a session has other rows with trained tokens,
+    training with `rows="all"` raises an error. With `rows="main"`, and in evaluations, the other rows are left out and
     counted.
 
-    SkyRL cannot leave out a failed trajectory. In training, all trajectories of its instance are therefore replaced by
-    placeholders (one token with mask 0), as in SkyRL's own Harbor example. In an evaluation, only the failed trajectory
-    is replaced, with reward 0.
+    SkyRL cannot leave out a failed trajectory. In training, all trajectories of its instance (prompt) are therefore
+    replaced by placeholders (one token with mask 0), as in SkyRL's own Harbor example. In an evaluation, only the
+    failed trajectory is replaced, and its reward is 0.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
@@ -91,9 +91,9 @@ class OutriderGenerator:
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Run the trajectories of the input, and return SkyRL's GeneratorOutput.
 
-        If all of them failed, raises the first error. For a training input of a single instance, it does so only after
-        FAILED_IN_A_ROW failed instances in a row. Raises InvalidField for an input without trajectory ids or with a row
-        that cannot be converted to a task. Raises ServiceError if the service cannot be reached."""
+        Raises the first error if all of them failed. But if a training input has a single instance, that happens only
+        after FAILED_IN_A_ROW failed instances in a row. Raises InvalidField for an input without trajectory ids or with
+        a row that cannot be converted to a task. Raises ServiceError if the service cannot be reached."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
@@ -135,8 +135,8 @@ class OutriderGenerator:
             )
         errors = [each.error for each in found.values() if each.error is not None]
         self._failed_in_a_row = self._failed_in_a_row + len(places) if len(errors) == len(ids) else 0
-        # SkyRL's asynchronous trainer requests one instance at a time, and any error ends its process. So a failed
-        # instance is replaced by placeholders, unless too many instances in a row have failed.
+        # SkyRL's asynchronous trainer requests one instance at a time, and any error ends its process. So replace a
+        # failed instance by placeholders, unless too many instances in a row have failed.
         bearable = len(places) == 1 and not evaluating and self._failed_in_a_row < FAILED_IN_A_ROW
         if len(errors) == len(ids) and not bearable:
             raise errors[0]
@@ -174,8 +174,8 @@ class OutriderGenerator:
     def _group(
         self, input_batch: Mapping[str, Any], uid: str, places: Sequence[int], evaluating: bool
     ) -> dict[str, Any]:
-        """Return the group of one instance, with a sample for each position in `places`, the positions of its rows in
-        the input."""
+        """Return the group of one instance, with a sample for each of the instance's trajectories. `places` are their
+        positions in the input."""
         prompt = input_batch["prompts"][places[0]]
         extras = input_batch.get("env_extras")
         metadata = input_batch.get("batch_metadata")
@@ -245,8 +245,8 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
         "outrider/cut_tokens": sum(row.cut for row in rows),
     }
     if rows:
-        # SkyRL combines these metrics over the parts of a batch. The end of a name selects the function: "mean", "min"
-        # or "max".
+        # SkyRL combines these metrics over the parts of a batch, with the function that the end of the name gives:
+        # "mean", "min" or "max".
         found |= {
             "outrider/turns_mean": sum(each.result.turns for each in trained) / len(trained),
             "outrider/version_min": min(row.sample.min_version for row in rows),
@@ -256,8 +256,8 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _split_of(trajectory: Trajectory) -> dict[str, float]:
-    """Split the seconds for which the agent ran, under SkyRL's names: `llm` is the time in model calls, `env` is the
-    rest."""
+    """Split the agent's running time in seconds, under SkyRL's names: `llm` is the time in model calls, and `env` is
+    the rest."""
     calls = min(trajectory.result.model_seconds, trajectory.seconds)
     return {"llm": calls, "env": trajectory.seconds - calls}
 
@@ -265,9 +265,9 @@ def _split_of(trajectory: Trajectory) -> dict[str, float]:
 def _usual_metrics(
     columns: Mapping[str, Sequence[Any]], splits: Sequence[Mapping[str, float]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return SkyRL's own metrics of the rows in `columns`, and the columns that only SkyRL 0.4 has. SkyRL 0.3 does not
-    get these columns, because it fails on a column that is a dictionary. The times of a trajectory count once, even if
-    it has several rows."""
+    """Return SkyRL's own metrics of the rows in `columns`, and the columns that only SkyRL 0.4 has. For SkyRL 0.3 there
+    are no such columns, because it fails on a column that is a dictionary. The times of a trajectory count once, even
+    if it has several rows."""
     metrics_of = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics
     last = [row for row, is_last in enumerate(columns["is_last_step"]) if is_last]
     options: dict[str, Any] = {
@@ -342,8 +342,9 @@ def row_weights(loss_mask: Tensor, last: Sequence[bool], boundaries: Sequence[tu
     last: whether a row is the last of its rollout. The rows of a rollout are adjacent.
     boundaries: the range [start, end) of each mini-batch.
 
-    A rollout with T trained tokens has the factor N / (R * T). Its mini-batch has N trained tokens, which belong to R
-    rollouts. Rows outside all mini-batches, and rollouts without a trained token, have the factor 0.
+    The rows of a rollout with T trained tokens have the factor N / (R * T): N is the number of trained tokens in the
+    mini-batch, and R is the number of rollouts that they belong to. Rows outside all mini-batches, and rows of rollouts
+    without a trained token, have the factor 0.
     """
     import torch
 

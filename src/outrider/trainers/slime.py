@@ -55,7 +55,7 @@ LEAVE_SECONDS = 10.0
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
 """The entries of a sample's `multimodal_train_inputs`. slime passes them to the model's forward method."""
 NUMBER = "slime.prompt"
-"""The label of a task that holds the number of its prompt in `_Prompts`."""
+"""The label in which a task carries the number of its prompt in `_Prompts`."""
 NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
 """The advantage estimators for which slime normalises rewards."""
 SCALED = frozenset({"grpo", "gspo", "cispo"})
@@ -85,8 +85,8 @@ class SlimeSettings(BridgeSettings):
     logprobs: whether samples have `rollout_log_probs`.
     complete: with "all", a group is used only if all its samples were graded. With "any", two graded samples are
         enough, and ungraded ones get `remove_sample`.
-    max_age: for `generate_rollout_async`, the maximum number of policy versions by which a trained token may be older
-        than the engines' version. None takes miles' `--max-weight-staleness`.
+    max_age: how many policy versions older than the engines' a trained token may be, for `generate_rollout_async`. None
+        takes miles' `--max-weight-staleness`.
     on_failure: what `custom_generate` does with a session that cannot be trained on. "raise" raises the error. "abort"
         returns the sample as ABORTED, and slime's fully asynchronous rollout then repeats it. "remove" returns the
         sample as FAILED with `remove_sample`.
@@ -104,11 +104,12 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
     A group that does not pass the filter in `--dynamic-sampling-filter-path` is replaced at once. When the batch is
     full, the running groups are cancelled, and the prompts of all groups outside the batch go back to the data source.
-    So slow rollouts are rarer in the batches than among all rollouts. `generate_rollout_async` has no such bias.
+    This biases the batches against slow rollouts. `generate_rollout_async` has no such bias.
 
     With `--partial-rollout`, the running groups are paused instead, and continue in the next rollout with the new
-    weights. A paused group keeps its tokens, and the pause does not count against its agents' time limits. With
-    `evaluation`, the evaluation sets are run instead.
+    weights. A paused group keeps its tokens, and the pause does not count against its agents' time limits.
+
+    With `evaluation`, run the evaluation sets instead of training groups.
     """
     bridge = _Bridge.of(args, data_source)
     if getattr(args, "partial_rollout", False):
@@ -130,8 +131,8 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
     """Return groups like `generate_rollout`, but let unfinished groups continue while slime trains. A later rollout
     returns them.
 
-    With `max_age`, the number of running groups is limited to what slime can train on before they are too old. A full
-    batch also waits for those running groups that would be too old for a later batch."""
+    With `max_age`, no more groups run than slime can train on before they are too old. If a running group would be too
+    old for a later batch, a full batch also waits for it."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
@@ -191,12 +192,12 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     `--custom-reward-post-process-path`.
 
     Each rollout counts once in its group, no matter how many samples it has. A rollout with `remove_sample` does not
-    count. slime's own normalisation treats the batch as a single group unless it has exactly n samples for each prompt.
-    The standard deviation is that of a sample, as in torch.
+    count. (slime's own normalisation treats the batch as a single group unless it has exactly n samples for each
+    prompt.) The standard deviation divides by the number of rollouts minus 1, as in torch.
 
     If only one rollout of a group counts, the group's normalised rewards are 0. If the estimator divides by the
-    standard deviation, they are also 0 when all rollouts of the group have the same reward. Without this rule, a row
-    whose reward differs from its rollout's would get a million times the difference.
+    standard deviation, they are also 0 when all rollouts of the group have the same reward. This matters for a row
+    whose reward differs from its rollout's: otherwise, the difference would be divided by 1e-6.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
@@ -204,8 +205,7 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     counted: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         if not sample.remove_sample:
-            # A rollout's reward is that of its first sample, the main conversation's. Its other samples may have other
-            # rewards.
+            # Count only the rollout's first sample, the main conversation's. Its other samples may have other rewards.
             counted.setdefault(sample.group_index, {}).setdefault(_rollout_id(sample), reward)
     normalised = []
     for sample, reward in zip(samples, rewards, strict=True):
@@ -225,15 +225,15 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
 
 
 def close(data_source: Any) -> None:
-    """Cancel the groups of a data source that run between rollouts. This also happens when the process exits."""
+    """Cancel the groups of a data source that still run between rollouts. This also happens when the process exits."""
     bridge = _Bridge.open_bridges.pop(data_source, None)
     if bridge is not None:
         bridge.opened.close()
 
 
 class _Bridge:
-    """The state between calls of the rollout functions: the client, and whether this bridge has paused the policy.
-    After the first call of `generate_rollout_async`, `resident` has this function's prompts and sampler."""
+    """What the rollout functions keep between calls: the client, whether this bridge has paused the policy, and in
+    `resident` the prompts and sampler of `generate_rollout_async` (None before its first call)."""
 
     open_bridges: ClassVar[WeakKeyDictionary[Any, _Bridge]] = WeakKeyDictionary()
     """The bridges by data source. This is a class attribute, because slime imports a rollout function by name and
@@ -264,7 +264,7 @@ class _Bridge:
 
     @contextmanager
     def policy_runs(self) -> Iterator[None]:
-        """Resume the policy for the block. Pause it at the end, because slime then trains."""
+        """Resume the policy for the block, and pause it again for slime's training."""
         self.client.resume_policy()
         try:
             yield
@@ -273,8 +273,8 @@ class _Bridge:
             self._paused = True
 
     def leave(self) -> None:
-        """Cancel the groups that no rollout will use. If this bridge has paused the policy, resume it for the service's
-        other users."""
+        """Cancel the groups that still run. If this bridge has paused the policy, resume it for the service's other
+        users."""
         with suppress(OutriderError, TimeoutError):  # the service may have ended, and this process exits anyway
             self.client.run(self._leave())
 
@@ -287,8 +287,8 @@ class _Bridge:
 
 
 class _Prompts:
-    """The prompts of a sampler, by number. A prompt is a group of slime's samples, which is taken from slime's data
-    source when its task is first requested."""
+    """The prompts of a sampler, by number. A prompt is a group of slime's samples. It is taken from slime's data source
+    when its task is first requested."""
 
     def __init__(self, args: Any, settings: SlimeSettings, data_source: Any) -> None:
         self.groups: dict[int, list[SlimeSample]] = {}
@@ -343,8 +343,8 @@ class _Prompts:
                 shown.append(seen)
         verdict = self._filter(args, shown)
         keep = bool(getattr(verdict, "keep", verdict))
-        # As in slime, a group with `keep_when_insufficient` is kept if at least as many groups were dropped as run in
-        # excess of the batch size.
+        # As in slime, keep a group with `keep_when_insufficient` once the dropped groups are as many as the spare ones,
+        # which run beyond the batch size.
         if getattr(verdict, "keep_when_insufficient", False):
             keep = keep or sum(self.dropped.values()) >= _inflight(args) - args.rollout_batch_size
         if not keep:
@@ -402,8 +402,8 @@ def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | 
                 of_group.append(_filled(args, settings, sample, trajectory, pixels))
                 versions += [version for row in trajectory.rows for version in row.trained_versions()]
             else:
-                # The session was not graded, or has no row to train on. The filter cannot detect a missing row, because
-                # it gets groups without rows.
+                # The session was not graded, or has no row to train on. Sessions without a row pass the filter: it runs
+                # before the rows are fetched.
                 log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
                 errors.append(trajectory.error)
                 of_group.append([_removed(args, settings, sample, trajectory)])
@@ -655,8 +655,8 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
 def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, *, evaluation: bool = False
 ) -> float | dict[str, float]:
-    """Return the reward for slime. If slime has a reward key, this is a dictionary of the reward and all metrics, from
-    which slime picks the key. Raises InvalidField if the dictionary does not have the key."""
+    """Return the reward for slime. If slime has a reward key, return a dictionary of the reward and all metrics
+    instead. slime looks the key up in it. Raises InvalidField if the dictionary does not have the key."""
     if not (key := _reward_key(args, evaluation=evaluation)):
         return reward
     assert trajectory.result.verdict is not None
@@ -682,8 +682,8 @@ def _status(sample: SlimeSample, trajectory: Trajectory) -> Any:
 
 
 def _rollout_id(sample: SlimeSample) -> Any:
-    """Return the id that all samples of a rollout have in common. Older versions of slime do not set `rollout_id`, so
-    the sample's index is used."""
+    """Return the id that all samples of a rollout have in common. This is the sample's index in older versions of
+    slime, which do not set `rollout_id`."""
     given = getattr(sample, "rollout_id", None)
     return sample.index if given is None else given
 
@@ -728,8 +728,8 @@ def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
 
 
 def _trainer() -> str:
-    """Return the name of the trainer's package, "slime" or "miles". miles imports its own `base_types` before it calls
-    a rollout function."""
+    """Return the name of the trainer's package, "slime" or "miles". miles is recognised by its own `base_types`, which
+    it imports before it calls a rollout function."""
     return "miles" if "miles.rollout.base_types" in sys.modules else "slime"
 
 

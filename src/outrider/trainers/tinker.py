@@ -66,7 +66,7 @@ log = logging.getLogger("outrider.tinker")
 
 VARIABLE = "OUTRIDER_TINKER"
 FAILED_IN_A_ROW = 16
-"""After this many consecutive training groups with too few usable sessions, the error is raised, because its cause
+"""After this many consecutive training groups with too few usable sessions, a session's error is raised. Its cause
 probably affects all groups."""
 STOPS: Mapping[StopReason, CookbookStop] = {
     StopReason.COMPLETED: CookbookStop.COMPLETED,
@@ -75,7 +75,7 @@ STOPS: Mapping[StopReason, CookbookStop] = {
     StopReason.CONTEXT_OVERFLOW: CookbookStop.CONTEXT_OVERFLOW,
     StopReason.AGENT_TIMEOUT: CookbookStop.ROLLOUT_TIMEOUT,
 }
-"""The cookbook's names of Outrider's stop reasons. A stop reason that is not listed keeps its own name."""
+"""The cookbook's names for Outrider's stop reasons. A stop reason that is not listed keeps its own name."""
 
 
 class TinkerSettings(BridgeSettings):
@@ -253,8 +253,8 @@ def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) ->
     transition has the reward of its turns. The session's own reward is not included, because the cookbook takes it
     separately.
 
-    Raises InvalidField if the rows have different rewards, because the cookbook has one advantage for a trajectory, or
-    if a trained token is in none of the `sequences`.
+    Raises InvalidField if a trained token is in none of the `sequences`, or if the rows have different rewards: the
+    cookbook has one advantage for a trajectory.
     """
     rewards = {row.reward for row in trajectory.rows}
     if len(rewards) > 1:
@@ -276,8 +276,8 @@ def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) ->
 
 
 def _transitions_of(row: TrainingRow, sequences: SampledSequences | None) -> list[Transition]:
-    """Return a transition for each sampled sequence of a row. A transition's observation is all ids of the row before
-    its sequence. So the cookbook combines the transitions of a row into one datum."""
+    """Return a transition for each sampled sequence of a row. Its observation is all ids of the row before the
+    sequence, so the cookbook combines the transitions of a row into one datum."""
     sample = row.sample
     turns = [
         (end, reward)

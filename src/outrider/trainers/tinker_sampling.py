@@ -67,9 +67,9 @@ class SampledSequences:
         self._by_prompt.setdefault(_digest(prompt), []).append(sequence)
 
     def find(self, ids: Sequence[int], start: int, end: int) -> tuple[SampledSequence, int] | None:
-        """Return the longest sequence that was sampled for the prompt `ids[:start]` and whose tokens are the next ids
-        of the row. Also return the position, at most `end`, at which it ends in the row. Returns None if there is no
-        such sequence."""
+        """Find the sequence that the row `ids` contains at `start`: it was sampled for the prompt `ids[:start]`, and
+        its tokens up to `end` are the next ids of the row. Returns the longest such sequence and the position where it
+        ends in the row, or None."""
         best: tuple[SampledSequence, int] | None = None
         for sequence in self._by_prompt.get(_digest(ids[:start]), ()):
             stop = min(end, start + len(sequence.ids))
@@ -81,7 +81,7 @@ class SampledSequences:
 
 class SampledGroup:
     """A running group: its client, the client's policy version, and the sampled sequences by session id. `announced` is
-    done once these ids are known, or when the group ends without them."""
+    done once the ids of the group's sessions are known, or when the group ends without them."""
 
     def __init__(self, client: SamplingClient, version: int, by_session: dict[str, SampledGroup]) -> None:
         self.client = client
@@ -107,8 +107,8 @@ class TinkerSampler:
     """A relay worker in the trainer's process, for the relay engine `relay` of the service at `url`. `version` is the
     newest policy version; the first client gets the next version.
 
-    `open` makes at most one sampler for an engine. An engine divides its calls among its workers, and a second sampler
-    would not have the first one's clients.
+    `open` makes at most one sampler for an engine: an engine divides its calls among its workers, so a second sampler
+    would get calls of groups that only the first one knows.
     """
 
     _open: ClassVar[dict[tuple[str, str], TinkerSampler]] = {}
@@ -156,11 +156,12 @@ class TinkerSampler:
 
     @contextmanager
     def group(self, client: SamplingClient) -> Iterator[SampledGroup]:
-        """Sample the calls of a group with `client`. The group is submitted inside the block. A client that was not
-        used before gets a new version."""
+        """Sample the calls of a group with `client`. The caller submits the group inside the block. A client that was
+        not used before gets a new version."""
         with self._lock:
             if client not in self._versions:
-                # An operator may have set a higher version. A worker with a lower version would get no calls.
+                # Begin above the engine's version, which an operator may have raised: a worker with a lower version
+                # gets no calls.
                 self.version = max(self.version, self._engine.version) + 1
                 self._newest = client
                 self._versions[client] = self.version
@@ -211,8 +212,8 @@ class TinkerSampler:
         """Return a session's group and sequences, or None for both if the session belongs to another client of the
         service.
 
-        A session's first call may arrive before the reply to the submission, which names the session. So this method
-        waits for missing replies."""
+        If the session is unknown, first waits for missing replies to submissions: a session's first call may arrive
+        before the reply that names the session."""
         waiting = {asyncio.wrap_future(group.announced) for group in self._groups.copy() if not group.announced.done()}
         while True:
             session = session_key

@@ -86,8 +86,8 @@ def trajectories_of(
     group: GroupView, settings: BridgeSettings, *, logprobs: bool, images: bool = False
 ) -> list[Trajectory]:
     """Return the sessions of a group in order. The group must have been requested with its samples. With `logprobs`, a
-    session with a row without log-probabilities gets an error. Without `images`, a session with a row with images gets
-    an error."""
+    session gets an error if one of its rows has no log-probabilities. Without `images`, it gets an error if one of its
+    rows has images."""
     found = []
     for session in group.sessions:
         samples = [sample for sample in group.samples or () if sample.session_id == session.id]

@@ -15,8 +15,8 @@ has no reward, and is left out of all means. The two trainers differ:
 - AsyncGRPOTrainer takes all rows with trained tokens, each with the advantage of its session. With
   `AsyncLossPerRollout`, each session has the same weight in the loss, no matter how many rows it has.
 
-Importing this module does not import TRL. Invariant: a trainer receives a token with mask 1 only once, with the
-log-probability with which an engine of the service sampled it.
+Importing this module does not import TRL. Invariant: a trainer receives a token with mask 1 only once, together with
+the log-probability recorded when an engine of the service sampled it.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ class StepStats(msgspec.Struct, kw_only=True):
     reward: mean reward of all groups that were graded since the previous batch, including dropped groups.
     spread: mean standard deviation of the rewards within each of these groups.
     kept_reward: mean reward of the groups in the batch.
-    staleness_mean, staleness_max: mean and maximum number of versions by which the trained tokens are older than the
-        policy in training.
-    waited: the seconds for which the trainer waited for the batch.
-    held: the part of `waited` in which the batch was full, but waited for slow groups (`sampling.Batch`).
+    staleness_mean, staleness_max: how many versions older than the policy in training the trained tokens are, on
+        average and at most.
+    waited: how long the trainer waited for the batch, in seconds.
+    held: how much of `waited` a full batch spent waiting for slow groups (`sampling.Batch`).
     left_out_rows: number of rows that were left out because the batch has one row for each session.
     left_out_tokens: number of trained tokens in these rows, plus the tokens that `BatchRow.cut` counts.
     empty_rows: number of rows without a trained token.
@@ -181,13 +181,13 @@ class Rollouts:
     The first call of each step publishes the trainer's weights. Each call returns the next batch of a `DynamicSampler`,
     whose documentation describes the arguments that are not listed here:
 
-    max_age: the maximum number of versions by which a token may be older than the current version. The groups that run
-        while the trainer trains are at least one version old when they are used.
+    max_age: how many versions older than the current version a token may be. The groups that run while the trainer
+        trains are at least one version old when they are used.
     eval_tasks: the tasks of the trainer's evaluations, which have no filter. Each evaluation begins with the first
         task, and each of its batches takes the next tasks.
     measure: compare the recorded log-probabilities with the trainer's own, computed with the weights that sampled each
-        token (`StepStats.logprob_gap`). This costs one more forward pass for each version in a batch, and
-        `weights.keep` should be at least `max_age` + 1.
+        token (`StepStats.logprob_gap`). This costs one more forward pass for each version in a batch. To have the
+        weights of all these versions, set `weights.keep` to at least `max_age` + 1.
     rows: GRPOTrainer has room for one row of a session. With "all", a second row with trained tokens in a training
         batch is an error. With "main", only the first row trains, and the other rows are counted
         (`StepStats.left_out_rows`).
@@ -430,7 +430,8 @@ class Rollouts:
             if version >= 0
         ]
         kept = [reward for group in batch.groups for reward in rewards_of(group)]
-        # If all groups of this batch were done at the previous batch, no group was graded since.
+        # If all groups of this batch were already done at the previous batch, no group was graded since. Use this
+        # batch's rewards instead.
         graded = graded or [rewards_of(group) for group in batch.groups]
         results = [session.result for group in batch.groups for session in group.sessions if session.result]
         return StepStats(
@@ -460,7 +461,7 @@ class ServiceLogprobs:
 
     Unless vLLM generates, TRL uses the trainer's own log-probabilities in place of the engines'. Tokens of an older
     policy would then count as sampled by the current policy. With the mixin, the importance ratio and its clipping use
-    the log-probabilities with which the tokens were sampled. The mixin also logs `StepStats` as `outrider/...`.
+    the log-probabilities that the tokens were sampled with. The mixin also logs `StepStats` as `outrider/...`.
 
     A checkpoint contains the sampler's state. If several steps share a batch (`steps_per_generation`,
     `num_iterations`), it also contains the rows of an unfinished batch. A trainer that continues from the checkpoint
@@ -514,7 +515,7 @@ class ServiceLogprobs:
 
         rollouts = self.rollout_func
         # The state is written before the call of `super`, which completes the checkpoint and removes older ones. So
-        # every complete checkpoint has a sampler's state, even if the process is killed now.
+        # every complete checkpoint has a sampler's state, even if the process is killed in between.
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -595,7 +596,7 @@ class AsyncLossPerRollout:
     The loss of a micro-batch becomes 1/R * sum_r 1/T_r * sum_t l_t. T_r is the number of trained tokens t in all rows
     of rollout r. R is the number of rollouts in the micro-batch; a rollout with only half of its tokens there counts as
     half. TRL's own loss is a mean over tokens, so a rollout with seven rows would have seven times the weight. The
-    mixin multiplies advantages by positive numbers, which PPO's clipping does not change.
+    mixin only multiplies advantages by positive numbers, so PPO clips the same tokens as without it.
     """
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -636,8 +637,8 @@ class RolloutWorker:
 
     groups_per_version: the number of groups that the trainer trains on between two updates of the weights: the groups
         in a batch of its optimizer, times `weight_sync_steps`.
-    max_age: the trainer's max_staleness. The sampler submits no more groups than the trainer can use before they are
-        older.
+    max_age: the trainer's max_staleness. The sampler submits no more groups than the trainer can use before they exceed
+        it.
     """
 
     def __init__(
@@ -783,8 +784,8 @@ class RolloutWorker:
         worth = group_advantages(list(rewards.values()), self._advantages)
         advantages = dict(zip(rewards, worth, strict=True))
         spread = pstdev(rewards.values())
-        # A row may have a reward of its own. Its advantage then compares this reward with the rewards of the group's
-        # rollouts.
+        # A row may have a reward of its own. Its advantage then compares this reward, instead of the session's, with
+        # the rewards of the group's rollouts.
         per_reward = 1.0 if self._advantages != "grpo" else 1.0 / (spread + 1e-4) if spread else 0.0
         for trajectory in trajectories:
             tokens = sum(sum(row.mask) for row in trajectory.rows)
@@ -917,7 +918,7 @@ def _refuse_to_leave_out(rows: Sequence[TrainingRow]) -> None:
 
 
 def _rollout_reward(trajectory: Trajectory) -> float | None:
-    """Return the reward with which a rollout counts in its group: the reward of its first row or, if no row has trained
+    """Return a rollout's reward for comparison with its group: the reward of its first row or, if no row has trained
     tokens, the verdict's. Returns None if the rollout was not graded."""
     return trajectory.rows[0].reward if trajectory.rows else _reward_of(trajectory.session)
 

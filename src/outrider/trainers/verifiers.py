@@ -36,8 +36,8 @@ CACHE_SALT = "cache_salt"
 """The sampling parameter in which prime-rl sends the version of its policy, as decimal digits."""
 WITHOUT_EFFECT = {CACHE_SALT, "return_token_ids", "stream", "stream_options"}
 CLIENT_ENGINE = {"vllm": {"control": False, "logprobs_mode": "processed_logprobs"}}
-"""Options of the engine that is attached for the inference server of verifiers' client, by engine kind. prime-rl starts
-vLLM with this `logprobs_mode`. It also pauses vLLM and loads the weights itself, so `control` is False."""
+"""Options with which the inference server of verifiers' client is attached as an engine, by engine kind. prime-rl
+starts vLLM with this `logprobs_mode`. It also pauses vLLM and loads the weights itself, so `control` is False."""
 STOPS = {
     StopReason.MAX_TURNS: "max_turns",
     StopReason.MAX_TOKENS: "max_output_tokens",
@@ -167,8 +167,8 @@ class VerifiersRollouts:
         """Attach the inference server that verifiers' client uses to the service as an engine.
 
         prime-rl renames its policy's model when it trains a LoRA adapter. `salted` is True if the request has
-        prime-rl's cache salt; only such a request may rename the model. A renamed model never gets an earlier name
-        again.
+        prime-rl's cache salt; only such a request may rename the model. A request with an earlier name never renames it
+        back.
 
         Raises InvalidField for a second server, and for another model name without a salt, because all sessions of a
         service use all its engines.
@@ -352,7 +352,7 @@ def _add(nodes: list[dict[str, Any]], parent: int | None, message: Mapping[str, 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], Mapping[str, Any]]]:
     """Yield each reply of the model in a row's conversation, with the messages before it. Then yield empty replies
-    without end. They stand for replies that the agent never received. Such replies are trained, but are not in the
+    without end, for the row's replies that the agent never received. They are trained, but are not in the
     conversation."""
     before: list[Mapping[str, Any]] = []
     for message in messages:

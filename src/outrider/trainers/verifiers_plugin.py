@@ -36,7 +36,7 @@ from outrider.trainers.verifiers import VARIABLE, ModelServer, TraceParts, Verif
 
 ID = "outrider-rollouts"
 INFO = "outrider"
-"""The key in `Trace.info` under which a session's data is stored."""
+"""The key of a session's data in `Trace.info`."""
 NO_KEY = "EMPTY"
 ERRORS: dict[Boundary, type[vf.RolloutError]] = {
     Boundary.ENGINE: vf.ProviderError,
@@ -46,8 +46,8 @@ ERRORS: dict[Boundary, type[vf.RolloutError]] = {
     Boundary.EVALUATOR: vf.TaskError,
     Boundary.SERVICE: vf.InterceptionError,
 }
-"""verifiers' error types, by the part of Outrider in which an error occurred. verifiers uses `InterceptionError` for
-failed communication with the program through which model calls pass."""
+"""verifiers' error types, by the part of Outrider in which an error occurred. In verifiers, an `InterceptionError`
+means that communication failed with its proxy for model calls."""
 
 
 class OutriderRow(vf.TaskData):  # type: ignore[misc]
@@ -161,9 +161,9 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-# verifiers' default runtime is a remote sandbox. Nothing runs in the runtime here, so the local one is chosen.
-# `model_copy` sets the harness without validation, which would import the harness's module by its id. That module
-# imports this one.
+# verifiers' default runtime is a remote sandbox. Nothing runs in the runtime here, so the local one is chosen. The
+# harness is set with `model_copy`, which does not validate: validation would import the harness's module by its id, and
+# that module imports this one.
 _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})
 
 

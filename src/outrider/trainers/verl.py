@@ -87,13 +87,13 @@ log = logging.getLogger("outrider.verl")
 
 MODEL_PATH = "actor_rollout_ref.model.path"
 START_SECONDS = 120.0
-"""Maximum seconds until a service that `start_service` starts is ready."""
+"""How long a service started by `start_service` may take to be ready, in seconds."""
 READY = b"outrider is ready at "
-"""The beginning of the line in which `outrider serve` prints its address."""
+"""What `outrider serve` prints before its address, at the beginning of a line."""
 ABORTED = ("aborted", "abort")
 ABORT_PAUSE = 1.0
-"""Seconds before an aborted generation is continued, as in verl's own client. verl aborts generations while its servers
-load weights."""
+"""How long to wait before an aborted generation is continued, in seconds, as in verl's own client. verl aborts
+generations while its servers load weights."""
 SENT = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 """Sampling parameters that are sent even if their value is 0."""
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -186,7 +186,8 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         for number, rows in outputs.items():
             await self._agent_loop_postprocess(rows, validate, session_id=number, **prompt)
             if not validate and self.config.algorithm.adv_estimator in ESTIMATORS:
-                # Of the columns that the trainer passes to the estimators, only `uid` can identify a row's session.
+                # Put the row's key into `uid`. Of the columns that the trainer passes to the estimators, only this one
+                # can identify a row's session.
                 keys = [f"{prompt['uid']}_{number}_{row}" for row in range(len(rows))]
                 fields = list_of_dict_to_tensordict([{"uid": key} for key in keys])
                 await tq.async_kv_batch_put(keys=keys, partition_id="train", fields=fields)
@@ -267,8 +268,8 @@ async def outputs_of(
 
 
 async def pictures_of(settings: VerlSettings, images: Sequence[SampleImage], processor: Any) -> list[Any]:
-    """Return the images of a row as Pillow images, in the size in which the engine read them. verl's processor makes
-    pixel values of them. Raises InvalidField if its grid of patches differs from the engine's."""
+    """Return the images of a row as Pillow images, in the size that the engine read. verl's processor makes pixel
+    values of them. Raises InvalidField if the processor's grid of patches differs from the engine's."""
     settings = await with_address(settings)
     async with shared_client(settings.url, settings.token) as shared:
         files = {
@@ -289,7 +290,7 @@ class VerlGenerate:
     LLMServerClient of verl. The client can be pickled, and therefore this object, too.
 
     If verl aborts a generation to load new weights, another request continues after the ids sampled so far. verl does
-    not stream, so each request gives its tokens in one chunk, which have the same version.
+    not stream, so each request gives one chunk, whose tokens all have the same version.
     """
 
     def __init__(self, client: Any) -> None:
@@ -343,7 +344,7 @@ class VerlGenerate:
     async def _attempt(self, session: str, prompt: list[int], params: dict[str, Any]) -> Any:
         client = self._client
         # The client of verl's asynchronous trainers continues an aborted generation by itself, but does not report
-        # where the abort was. So the method of its base class is called, which returns after an abort.
+        # where the abort was. So call its base class's method instead, which returns after an abort.
         generate = LLMServerClient.generate if isinstance(client, FullyAsyncLLMServerClient) else type(client).generate
         try:
             return await generate(client, session, prompt_ids=prompt, sampling_params=params)

@@ -25,8 +25,8 @@ AGGREGATION = "seq-mean-token-mean"
 """The loss aggregation that the estimators need. It divides by a row's trained tokens, and by the configured number of
 rows in a mini-batch. Neither number depends on which rows share a mini-batch or micro-batch."""
 SCALABLE_LOSSES = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"})
-"""verl's policy losses that use the configured aggregation, and in which a positive factor of the advantages becomes a
-factor of the loss."""
+"""verl's policy losses that use the configured aggregation, and that grow by the same factor when the advantages are
+multiplied by a positive number."""
 EPSILON = 1e-6
 """A small number that is added to a standard deviation before a division by it, as in verl's GRPO."""
 
@@ -41,7 +41,7 @@ def estimate(
     """Return verl's pair (advantages, returns): the advantages with and without the weights of the rows.
 
     `token_level_rewards`, `response_mask` and the results are tensors [rows, response length]. `index` has the rows'
-    keys. Raises InvalidField if it does not.
+    keys. Raises InvalidField if a row with trained tokens has no key.
     """
     with torch.no_grad():
         trained = response_mask.sum(-1)
@@ -112,8 +112,8 @@ def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config
     rollout is the reward of its main row. Unless `norm_adv_by_std_in_grpo` is false, the result is divided by the
     standard deviation of these rewards.
 
-    With this division, the advantages are 0 if all rollouts of the group have the same reward. Without this rule, a row
-    whose reward differs from its rollout's would get a million times the difference."""
+    With this division, the advantages are 0 if all rollouts of the group have the same reward. This matters for a row
+    whose reward differs from its rollout's: otherwise, the difference would be divided by EPSILON alone."""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:

@@ -44,7 +44,7 @@ class VerlSettings(BridgeSettings):
 
 @dataclass(frozen=True)
 class Terms:
-    """The requirements of verl's configuration for a rollout.
+    """What verl's configuration requires of a rollout.
 
     prompt_length, response_length: the maximum lengths in tokens, from verl's `rollout`.
     logprobs: whether log-probabilities are required (`rollout.calculate_log_probs`).
@@ -66,8 +66,8 @@ def verl_settings(custom: Mapping[str, Any] | None) -> VerlSettings:
 
 
 def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
-    """Return the task of a dataset row, with verl's sampling parameters. A session may sample at most verl's response
-    length in tokens. Raises InvalidField."""
+    """Return the task of a dataset row, with verl's sampling parameters. A session may sample at most as many tokens as
+    verl's response length. Raises InvalidField for a row that cannot be converted."""
     sampling = {name: terms.sampling[name] for name in SAMPLING if name in terms.sampling}
     labels = {f"verl.{name}": row[name] for name in LABELS if name in row}
     task = task_for(settings, row, prompt=row.get("raw_prompt"), sampling=sampling, labels=labels)
@@ -98,8 +98,8 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
 
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[dict[str, Any]]:
-    """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session with trained tokens. Also
-    returns the row's `images`, from which the caller makes `multi_modal_data`. The main conversation's row is last,
+    """Return the fields of an AgentLoopOutput, except `metrics`, for each row of a session that has trained tokens.
+    Each also has the row's `images`. The caller makes `multi_modal_data` of them. The main conversation's row is last,
     because verl treats the last output as that of the session.
 
     The response columns have equal length, and at least one token has mask 1. `step` is used as the version if the

@@ -70,7 +70,7 @@ class PolicyWeights:
         self._mode = mode
         self._written: list[int] = []
         self._failed: int | None = None
-        """The version whose publication failed last. The service may still have this version."""
+        """The version of the last publication if it failed. The service may have this version nevertheless."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:

@@ -200,13 +200,13 @@ class DocumentReader:
         self._bytes = 0
 
     def pages(self, digest: str, *, pictures: bool) -> DocumentPages | str | None:
-        """Return the pages of a document from the cache, or the reason why it cannot be read, or None if it is not in
-        the cache. If `pictures` is True, the pages are pictures, otherwise texts."""
+        """Return a document's pages from the cache, as pictures if `pictures` is True, otherwise as texts. If the
+        document cannot be read, returns the reason as a text. If it is not in the cache, returns None."""
         return self._kept.get((digest, pictures))
 
     async def read(self, document: Document, owner: str = "", *, pictures: bool) -> None:
-        """Read a document into the cache, from which `pages` returns the result. Owners (sessions) take turns. Raises
-        ServiceError if the process fails."""
+        """Read a document into the cache, for `pages` to return. Owners (sessions) take turns. Raises ServiceError if
+        the process fails."""
         key = document.digest, pictures
         async with self._process.turns.take(owner):
             if key in self._kept:
@@ -229,8 +229,8 @@ def _size(found: DocumentPages | str) -> int:
 
 
 def item_size(settings: ImageSettings, grid: Grid) -> int:
-    """Estimate the maximum size of an image's `item` in bytes, from the image's number of patches. Patches have this
-    size. A PNG has at most about half of it."""
+    """Estimate the maximum size of an image's `item` in bytes, from the image's number of patches. An item of patches
+    has this size; a PNG is at most about half as large."""
     return settings.values_of(grid) * 4 // 3 + ITEM_HEAD
 
 

@@ -2,8 +2,8 @@
 
 msgspec decodes a message in one call that cannot be interrupted. 15 MB of short texts block the event loop for 0.4 s,
 and 15 MB of empty lists for several seconds. The size alone says little, because a single text of 15 MB takes only 10
-ms. So a thread first counts the values of every large message. Invariant: a message that passes this check blocks the
-event loop for less than 50 ms.
+ms. So a thread first counts the values of each large message from another machine. Invariant: a message that passes
+this check blocks the event loop for less than 50 ms.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from outrider.wire.link_protocol import Nonsense
 
 SMALL = 64 << 10
-"""The cost of messages of at most this number of bytes is not computed. The most expensive message of this size, a list
-of empty lists, decodes in 26 ms."""
+"""The cost of messages of up to this many bytes is not checked. The most expensive message of this size, a list of
+empty lists, decodes in 26 ms."""
 MAX_COST = 400_000
 """Maximum cost of a message. A list or map costs CONTAINER units. A key or a value of another type costs 1 unit. A unit
 takes at most 100 ns, so this maximum takes 40 ms."""
@@ -23,8 +23,8 @@ MAX_DEPTH = 64
 # MessagePack's formats, by the first byte of a value.
 #
 # - `_FIXED`: the number of bytes that follow.
-# - `_SIZED`, `_LISTS`, `_MAPS`: the number of bytes of the length, which comes next.
-# - `_EXTENSIONS`: one more byte follows, for the type.
+# - `_SIZED`, `_LISTS`, `_MAPS`: the number of bytes that hold the length. They come next.
+# - `_EXTENSIONS`: after the length comes one more byte, for the type.
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}

@@ -18,7 +18,7 @@ LEAST = 4096
 """Number of file descriptors that a node needs when all its sessions run. A session holds about six descriptors, and
 each of its model calls two more."""
 FEWEST = 64
-"""Minimum number of file descriptors with which a process can open its event loop and its store."""
+"""The fewest file descriptors that are enough for a process to open its event loop and its store."""
 SESSIONS = 8
 """One session may use 1/SESSIONS of the connections of sandboxes, so this number of sessions can together use all of
 them. In the same way, one access token may use 1/SESSIONS of the connections for the control API."""

@@ -43,9 +43,9 @@ BACKLOG = 2048
 """Maximum number of connections that wait in the kernel until the server accepts them."""
 ACCEPTED_AT_ONCE = 64
 """Maximum number of connections accepted before the event loop does other work. The number is small, because the server
-must read a client's data before newer clients can push the client out."""
+must read a client's data before newer clients can push that client out (`ConnectionLimit`)."""
 ACCEPTING = "accept connections"
-"""The name of failures to accept connections in the service's list of failing work."""
+"""The name under which failures to accept connections are noted in `Failures`, the service's list of failing work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
 """asyncio calls the event loop's exception handler with this message when it cannot accept a connection."""
 ACCEPT_SECONDS = 5.0
@@ -457,8 +457,8 @@ class _WebSocket(WebSocketsSansIOProtocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Called when the client has stopped reading. Closes the connection after `unread` seconds, unless the client
-        reads again by then."""
+        """Close the connection after `unread` seconds, unless the client reads again by then. Called when the client
+        has stopped reading."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._timeouts.unread, self.transport.abort)
 
@@ -528,7 +528,7 @@ def noting_refusals(failures: Failures) -> Iterator[None]:
 
     asyncio tries again every second, and each time calls the loop's exception handler up to ACCEPTED_AT_ONCE times. The
     default handler would log a traceback for each call; `failures` limits the log lines. (uvloop keeps a spare
-    descriptor, with which it accepts such a connection and closes it.)
+    descriptor to accept such a connection and close it.)
     """
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
@@ -579,7 +579,8 @@ def server_settings(
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        # asyncio accepts this number of connections at once. `api.gateway_server` sets BACKLOG, the kernel's queue.
+        # asyncio also uses this as the number of connections to accept at once. `api.gateway_server` then gives the
+        # kernel's queue the length BACKLOG.
         backlog=ACCEPTED_AT_ONCE,
         server_header=False,
         date_header=False,

@@ -32,7 +32,7 @@ class Disconnected(Exception):
     """The connection has ended. `code` is one of these:
     - the WebSocket close code that the peer sent
     - a code of `Close`, if this side has ended the connection
-    - the HTTP status with which the peer refused the connection
+    - the HTTP status, if the peer refused the connection
     - 1006 or another WebSocket close code otherwise"""
 
     def __init__(self, code: int, reason: str = "") -> None:
@@ -113,7 +113,7 @@ class Link(Generic[In]):
         await self._spacious.wait()
 
     def close(self, code: Close, reason: str) -> None:
-        """End the connection. Queued messages are dropped."""
+        """End the connection, and drop queued messages."""
         if self._close is None:
             self._close = Disconnected(code, close_reason(reason))
             self._waiting.clear()
@@ -188,7 +188,7 @@ class Link(Generic[In]):
 
     async def _watch(self) -> Disconnected:
         """Send heartbeats, and end the connection if the peer sends nothing or reads nothing. This task checks at
-        intervals, because a timeout for each message would take a sixth of the time that the message itself takes."""
+        intervals, because a timeout for each message would add a sixth to the message's own cost."""
         while True:
             pause = min(self._heartbeat / 2, self.silence / 4)
             due = self._clock() + pause

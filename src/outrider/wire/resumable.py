@@ -53,8 +53,8 @@ class ResumableSocket(Socket):
         self._most = most
         self._most_unread = most_unread
         self._unacknowledged: deque[tuple[bool, bytes]] = deque()
-        """Pieces that the peer has not acknowledged. The first has the number `_acknowledged`. Each entry tells
-        whether more of the frame follows, and has the bytes of the piece."""
+        """Pieces that the peer has not acknowledged: for each, whether more of its frame follows, and its bytes. The
+        first has the number `_acknowledged`."""
         self._unacknowledged_bytes = 0
         self._acknowledged = 0
         self._written = 0

@@ -28,8 +28,7 @@ MAX_UNPACKED = 64 << 20
 """Maximum size of a task's files, in bytes. `tasks/harbor/files.py` has lower limits for files that are sent into the
 sandbox, such as tests."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 20
-"""Unpacking may increase the size by at most the factor RATIO. Archives with up to ANY_RATIO_BYTES unpacked bytes may
-exceed this factor."""
+"""An archive may unpack to at most RATIO times its size, or to ANY_RATIO_BYTES, whichever is more."""
 MAX_CONFIG = 1 << 20
 """Maximum size of a task.toml in bytes. Parsing a large one is slow."""
 MAX_ENTRIES = 4096

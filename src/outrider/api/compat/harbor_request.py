@@ -35,8 +35,8 @@ SYSTEM = "harbor"
 JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, BOUND_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session", "ungraded")
 )
-"""Labels of the group that runs a task for Harbor. BOUND_LABEL: the turns belong to a session of verl's session proxy
-(`verl.py`). UNGRADED_LABEL: the task has no verifier."""
+"""Labels of the group that runs a task for Harbor. BOUND_LABEL: the id of the session of verl's session proxy
+(`verl.py`) that gets the turns. UNGRADED_LABEL: set if the request disables the verifier."""
 PROXY_KWARGS = ("model_base_url", "api_base")
 """Names of agent settings that may contain the URL of the model proxy."""
 
@@ -117,7 +117,7 @@ WITHOUT_MODEL = ("oracle", "nop")
 """Harbor's agents that make no model calls."""
 SAMPLING = ("temperature", "top_p")
 TURNS = ("max_turns", "max_iterations", "step_limit")
-"""Settings with which agent programs limit their number of model calls."""
+"""Names of the agent setting that limits the number of model calls."""
 ENV_KWARGS = ("extra_env", "sandbox_env_vars")
 RESOURCES = {"cpus": "cpus", "memory_mb": "memory_mb", "storage_mb": "disk_mb", "gpus": "gpus"}
 OVERRIDES = (*RESOURCES, *(f"override_{name}" for name in RESOURCES), "docker_image", "workdir", "env", "network_mode")
@@ -142,20 +142,20 @@ FIELDS = (
     ("task.labels", "task_id"),
     ("task", ARCHIVE),
 )
-"""Maps fields of Outrider's group to the fields of Harbor's request from which they are made, so that an error about
-the group names the request's field. The first matching pair is used."""
+"""Pairs of a field of Outrider's group and the field of Harbor's request that it is made from. Errors about the group
+are translated with them, to name the request's field. The first matching pair is used."""
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
-"""Context manager in which errors about a field of the group name the field of the request instead."""
+"""Context manager that makes errors about a field of the group name the request's field instead."""
 
 
 def run_group(
     asked: HarborRunRequest, folder: Path, *, session: str | None = None, idempotency_key: str | None = None
 ) -> StoredGroupSpec:
     """Return the group that runs the task in an unpacked folder. If its turns belong to a session of verl's session
-    proxy, `session` is the id of that session. Blocks. If something cannot be translated, raises TooLarge, or
-    InvalidField with the field of the request."""
+    proxy, `session` is the id of that session. Blocks. Raises TooLarge, or InvalidField with the request's field, if
+    something cannot be translated."""
     overrides = _overrides(asked)
     task = _task(folder, image=overrides.pop("image"), offline=overrides.pop("offline"))
     harness, sampling, turns = _harness(asked.agent)
@@ -257,8 +257,9 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
 
 
 def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
-    """Return the fields of the sandbox's spec that the request overrides, and `image`, `memory_limit_multiplier` and
-    `offline`. If `offline` is true, the task gets no network, even if its task.toml asks for one."""
+    """Return the fields of the sandbox's spec that the request overrides. Three more keys are always there: `image`,
+    `memory_limit_multiplier` and `offline`. If `offline` is true, the task gets no network, even if its task.toml asks
+    for one."""
     given = dict(asked.environment_overrides or {})
     if strange := sorted(given.keys() - set(OVERRIDES)):
         raise InvalidField(

@@ -1,8 +1,8 @@
 """Serves Harbor's run API. A run executes an uploaded task folder; it is a group of one session.
 
-The id of a run is the id of its group. So clients can find their runs after they have disconnected, or after a restart.
-If the run's model proxy is a session of verl's session proxy (`verl.py`), its turns belong to that session
-(`verl_runs.py`). Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
+A run's id is its group's id, so clients find their runs again after a disconnect or a restart. If the model proxy of a
+run is a session of verl's session proxy (`verl.py`), the run's turns belong to that session (`verl_runs.py`).
+Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ IDEMPOTENCY_HEADER = "Idempotency-Key"
 MOST_UNPACKED = 2
 """Maximum number of archives that are unpacked at the same time."""
 STEP_METRIC = "step"
-"""Names of metrics that describe one step of a task begin like this (`sessions/step_verdicts.py`)."""
+"""Prefix of the names of metrics that describe one step of a task (`sessions/step_verdicts.py`)."""
 
 RunObject = dict[str, Any]
 """A JSON object in Harbor's format. It may contain numpy arrays, which orjson encodes as lists."""
 
 
 class HarborRunApi:
-    """Handlers of the run API. A caller sees only runs of its own tenant. `find` returns the session of verl's session
-    proxy (`verl.py`) with an id that a client chose. It raises NotFound."""
+    """Handlers of the run API. A caller sees only runs of its own tenant. `find` looks up a session of verl's session
+    proxy (`verl.py`) by the id that a client chose. It raises NotFound if there is none."""
 
     def __init__(
         self, service: Service, bound: BoundRuns, find: Callable[[str, Principal], Awaitable[SessionRow]]
@@ -150,14 +150,14 @@ class HarborRunApi:
                 hint="reset the session before its next run" if sid else "use a new key for a new run",
             ) from error
         request.scope[CREATED].update(group_id=group.id)
-        # the session was closed after `_bindable` checked it
+        # Cancel the run if the session was closed after `_bindable` checked it.
         if sid is not None and (await self._service.store.session(session.id)).over:
             await self._service.cancel(group.id, caller)
         return group.id
 
     async def _bindable(self, sid: str, caller: Principal) -> SessionRow:
-        """Return the session of verl's session proxy to which the new run is to be bound. Raises RequestError if this
-        service does not have the session. Raises Conflict if it is closed or already has turns."""
+        """Return the session of verl's session proxy that the new run is to be bound to. Raises RequestError if this
+        service does not have the session, and Conflict if the session is closed or already has turns."""
         try:
             session = await self._find(sid, caller)
         except NotFound as error:
@@ -203,7 +203,7 @@ def status_of(session: SessionRow, *, graded: bool) -> RunObject:
 
 
 def rewards_of(result: SessionResult, *, graded: bool) -> dict[str, float] | None:
-    """Return the rewards that test.sh wrote, by name. Returns None without a verdict."""
+    """Return the rewards that test.sh wrote, by name. Return None without a verdict, or if the run is not graded."""
     verdict = result.verdict
     if verdict is None or not graded:
         return None
@@ -217,8 +217,8 @@ def _of_step(name: str) -> bool:
 
 
 def error_of_run(result: SessionResult) -> str | None:
-    """Return why a run has no rewards. If it has rewards, return a note if the agent ran out of time, and None
-    otherwise."""
+    """Return why a run has no rewards, or None if it has some. If the agent ran out of time and its work was graded,
+    return a note that says so."""
     if result.stop_reason is StopReason.AGENT_TIMEOUT:
         return "agent_timeout: the agent's time was over; its work was graded"
     return why_ungraded(result, run="run")

@@ -24,7 +24,7 @@ APPLY_SECONDS, TEST_SECONDS = 60.0, 1200.0
 """Polar's default time limits, in seconds: for applying the agent's changes, and for running the tests."""
 HARBOR_SECONDS = 120.0
 STARTING_SECONDS = 300.0
-"""Additional seconds for a grading, to restore the tests' files and to read the log."""
+"""Seconds that are added to the time limit of a grading, for restoring the tests' files and reading the log."""
 REPOSITORY_KEYS = frozenset({"repo_dir", "patch_command", "apply_timeout", "test_timeout", "exclude_patterns"})
 COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
 """Maps columns of SWE-bench to options of Outrider's evaluator, where the names differ."""
@@ -52,7 +52,7 @@ class Strategy(NamedTuple):
 
 def evaluator_of(asked: PolarEvaluator | None, task_id: str) -> dict[str, Any]:
     """Translate an evaluator to the spec for Outrider's evaluator. A task without an evaluator gets the evaluator
-    `completed`; its reward does not appear in results. Raises InvalidField."""
+    `completed`, whose reward is left out of the results. Raises InvalidField."""
     if asked is None:
         return {"kind": "completed"}
     if ":" in asked.strategy:

@@ -32,7 +32,7 @@ PAUSE = 0.25
 """Seconds between two reads of the event log."""
 PING_SECONDS = 15.0
 REMEMBERED = 4096
-"""For this many groups, a stream remembers the task id."""
+"""The number of groups whose task id a stream remembers."""
 LAST_EVENT_ID = "Last-Event-ID"
 OF_TASK = {
     EventKind.GROUP_CREATED: "task.created",
@@ -108,7 +108,7 @@ class _TaskNames:
         self._known: OrderedDict[str, _Named | None] = OrderedDict()
 
     async def of(self, group_id: str) -> _Named | None:
-        """Return the ids of a group, or None. None means that it was removed, or not submitted by a client of Polar."""
+        """Return the ids of a group, or None if the group was removed, or was not submitted by a client of Polar."""
         if group_id not in self._known:
             try:
                 row = await self._service.store.group(group_id, tenant=self._caller.tenant)

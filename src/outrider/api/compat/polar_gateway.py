@@ -1,7 +1,7 @@
 """Serves the HTTP interface of Polar's gateway. Its routes are at `/gateway`, and at the root beside those of Polar's
 rollout server.
 
-A client can create a session without a task. This is a group of one session, which is found by its idempotency key.
+A client can create a session without a task. Such a session is a group of one, which is found by its idempotency key.
 Invariant: an id belongs to one session; model calls reach only sessions whose agents run outside Outrider.
 """
 
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
-"""Maps HTTP statuses of Outrider's errors to the statuses of refused sessions that Polar's clients handle, such as 400
-and 503."""
+"""The HTTP status sent in place of each status of Outrider's errors when a session is refused. Polar's clients handle
+400 and 503, for example."""
 OPEN_SECONDS = 5.0
 """Maximum time that `POST /sessions` waits until the new session accepts model calls, in seconds."""
 PROXY_SESSION = "_proxy_session_id"
@@ -72,7 +72,7 @@ PROXY_SESSION = "_proxy_session_id"
 KNOWN_SESSION_STATUSES = (*STATES.values(), *ENDINGS.values())
 SESSION_ID = re.compile(SESSION_PATTERN)
 PAUSE_SECONDS = 300.0
-"""Seconds that a pause waits by default until running generations have ended."""
+"""How many seconds a pause waits by default for running generations to end."""
 MOST_PAUSE_SECONDS = 3600.0
 TOO_LATE = 504
 """HTTP status if running generations have not ended in time for a pause."""
@@ -356,7 +356,7 @@ class PolarGateway:
 
 
 def nodes_of(service: Service, request: Request) -> list[PolarObject]:
-    """Return the nodes in Polar's format. Each has the address to which this request was sent."""
+    """Return the nodes in Polar's format. All have the URL that this request was sent to."""
     return [_node(node, _url_of(request)) for node in service.nodes().nodes]
 
 
@@ -410,8 +410,8 @@ def _field_of(body: bytes, name: str) -> Any:
 
 
 def _without_field(body: bytes, name: str) -> tuple[Any, bytes]:
-    """Remove a field from a JSON object. Returns its value and the new body, in which other values keep their bytes. If
-    the field is missing, returns None and the same body."""
+    """Remove a field from a JSON object. Returns its value and the new body. The other values keep their bytes. If the
+    field is missing, returns None and the same body."""
     if name.encode() not in body or (found := _field_of(body, name)) is None:
         return None, body
     try:

@@ -46,8 +46,9 @@ OWN_METADATA = "outrider"
 TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, ALONE_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id", "ungraded")
 )
-"""Labels of a group, which lists show without reading the stored request. ALONE_LABEL: the group is a session that was
-created without a task. UNGRADED_LABEL: the group has no evaluator, so lists show no rewards."""
+"""Labels of a group. Lists are made from them, without reading the stored request. ALONE_LABEL: the id of a session
+that was created without a task; other groups do not have it. UNGRADED_LABEL: the group has no evaluator, so lists show
+no rewards."""
 SESSION_DIR = "/tmp/polar-session"
 """Folder of a session in its sandbox. Polar uses /polar/session, but the root folder of a sandbox may be read-only."""
 FOLDERS = {"ARTIFACTS_DIR": "artifacts", "LOGS_DIR": "logs", "AGENT_LOG_DIR": "logs/agent"}
@@ -171,8 +172,9 @@ class PolarAgent(Spec):
 
 
 class PolarBuilder(Spec):
-    """The builder, which turns model calls into traces (training data). `config` of prefix_merging is ignored. It is
-    about finding end tokens and tokenizing text again, but these traces use the token ids that the engine sampled."""
+    """The builder, which turns model calls into traces (training data). The `config` of prefix_merging is ignored: it
+    tells Polar how to find end tokens and tokenize text again, but Outrider's traces use the token ids that the engine
+    sampled."""
 
     strategy: Literal["per_request", "prefix_merging"] = "per_request"
     config: dict[str, Any] = Field(default_factory=dict)
@@ -310,8 +312,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     },
     "mini_swe_agent": {"step_limit": "limits.turns"},
 }
-"""Maps Polar's agent settings to fields of the task, by harness: `max_turns` sets `limits.turns`. Other settings become
-options of Outrider's preset, which refuses unknown options."""
+"""For each harness, the task's fields that Polar's agent settings set: `max_turns` sets `limits.turns`, for example.
+Other settings become options of Outrider's preset, which refuses unknown options."""
 
 FIELDS = (
     ("task.harness.env", "agent.env"),
@@ -342,12 +344,12 @@ FIELDS = (
     ("n", "num_samples"),
     ("idempotency_key", "task_id"),
 )
-"""Maps fields of Outrider's group to the fields of Polar's request from which they are made, so that an error about the
-group names Polar's field. The first matching pair is used."""
+"""Pairs of a field of Outrider's group and the field of Polar's request that it is made from. Errors about the group
+are translated with them, to name Polar's field. The first matching pair is used."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)
-"""Context manager in which errors about a field of the group name the field of Polar's request instead."""
+"""Context manager that makes errors about a field of the group name the field of Polar's request instead."""
 
 
 def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
@@ -529,8 +531,8 @@ def _check_replayed(asked: PolarRuntime) -> None:
 def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
     """Return the agent's time limit in seconds, from the request's `metadata`. `seconds` is the session's time limit.
 
-    If the agent reaches its limit, the session is still graded. If the session's limit is reached, it is not. So an
-    agent's limit of `seconds` or more is replaced by MAX_SECONDS, to let the session's limit come first."""
+    An agent's limit of `seconds` or more is replaced by MAX_SECONDS, so that the session's limit is the first to be
+    reached. The session then ends without being graded, whereas it would be graded after the agent's limit."""
     given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

@@ -1,8 +1,8 @@
 """Creates replies in Polar's format from the store's rows: statuses, results, traces and completions.
 
 Traces depend only on a session's turns and result. A trace trains exactly the tokens that Outrider's own training rows
-train (`tokens/samples.py`). Invariants: a session that failed for another reason than its agent has the status ERROR
-and no reward; traces of a session without a verdict train no tokens.
+train (`tokens/samples.py`). Invariant: a session without a verdict has no reward, its traces train no tokens, and its
+status is ERROR, or TIMEOUT if it reached a time limit while it ran.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ENDINGS: Mapping[Ending, str] = {"completed": "COMPLETED", "failed": "ERROR", "t
 MOST_LISTED = 1000
 """Maximum number of entries in a list of tasks or sessions."""
 MOST_SEARCHED = 10_000
-"""A filter looks only at this many of the newest tasks."""
+"""How many of the newest tasks a filter looks at."""
 
 
 def status_of_task(row: GroupRow) -> str:
@@ -143,7 +143,7 @@ class PolarReader:
         rows = await self._service.store.sessions(row.id) if sessions is None else sessions
         results = [each.result for each in rows if each.result is not None]
         build = partial(trajectory_of, request=request)
-        # A session without turns gets a trajectory, too, because its `error` says why it has no traces.
+        # Sessions without turns get a trajectory, too: the trajectory's `error` says why there are no traces.
         trajectories = await self._service.reader.built(results, build)
         done = [each for each in rows if each.result]
         return [result_of(each, trajectory, request) for each, trajectory in zip(done, trajectories, strict=True)]

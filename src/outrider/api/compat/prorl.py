@@ -61,12 +61,12 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=Spec)
 
 ENGINE_PREFIX = "prorl-"
-"""`/add_llm_server` attaches engines, whose names begin like this."""
+"""Prefix of the names of the engines that `/add_llm_server` attaches."""
 MOST_JOBS = 100_000
-"""Jobs are searched in at most this many unfinished groups."""
+"""Maximum number of unfinished groups that are searched for jobs."""
 STATUSES = {501: 503, 502: 503}
-"""Maps HTTP statuses of Outrider's errors to those that ProRL's clients expect: 503 if an engine, a sandbox or a
-program is not available."""
+"""The HTTP status sent in place of each status of Outrider's errors. ProRL's clients expect 503 if an engine, a sandbox
+or a program is not available."""
 
 
 def routes(service: Service) -> list[CompatRoute]:
@@ -98,7 +98,7 @@ class ProrlServer:
         """Locks by engine name, so that an address is attached once."""
         self._clearing = asyncio.Lock()
         self._next_version: int | None = None
-        """The version that the policy gets with the next engine, while `/clear_llm_server` has paused the policy."""
+        """While `/clear_llm_server` has paused the policy: the version that the policy gets with the next engine."""
 
     async def start(self, request: Request, caller: Principal) -> dict[str, str]:
         """Begin to accept jobs. Raises RequestError if the server is already running."""
@@ -204,8 +204,8 @@ class ProrlServer:
         return {"status": f"{len(names)} engines are detached; the policy's next version is {version}"}
 
     def _known_context(self, address: str) -> int:
-        """Return the model's context length from the settings. It limits the length of replies, and a server with only
-        ProRL's token route does not report it. Raises InvalidField if the setting is missing."""
+        """Return the model's context length from the settings. It is needed to limit the length of replies, but a
+        server with only ProRL's token route does not report it. Raises InvalidField if the setting is missing."""
         context = self._service.config.model.context_tokens
         if context is None:
             raise InvalidField(
@@ -275,8 +275,8 @@ class ProrlServer:
         return [group for group in groups if JOB_LABEL in group.labels]
 
     async def _is_running(self, caller: Principal) -> bool:
-        """Return True if the tenant's server is started. After a restart of the service, this is so if there are
-        unfinished jobs, because their callers will ask for the results."""
+        """Return True if the tenant's server is started. After a restart of the service, it counts as started if the
+        tenant has unfinished jobs: their callers will ask for the results."""
         if (started := self._started.get(caller.tenant)) is not None:
             return started
         return bool(await self._jobs(caller))
@@ -299,7 +299,7 @@ class ProrlServer:
         )
 
     async def _body(self, kind: type[S], request: Request, caller: Principal) -> S:
-        """Parse the body of a request. ProRL replies 422 to every malformed body, so all of them raise InvalidField."""
+        """Parse the body of a request. Every malformed body raises InvalidField, because ProRL replies 422 to it."""
         try:
             return await self._service.parse(kind, await whole_body(request), caller)
         except RequestError as error:

@@ -115,7 +115,7 @@ AGENTS_OWN: dict[str, bool] = {
     "enable_vision": True,
     "enable_a11y_tree": True,
 }
-"""Switches for ProRL's own agent, each with the value that is refused because Outrider's agents cannot follow it. The
+"""The switches for ProRL's own agent, each with the value that is refused: Outrider's agents cannot follow it. The
 opposite value is accepted and ignored."""
 REFUSABLE = (*AGENTS_OWN, "max_model_len", "token_level_generation")
 """Parameters that a handler may list in its setting `ignored`. They are then accepted and ignored."""

@@ -115,7 +115,7 @@ def critical_error(result: SessionResult) -> str | None:
 
 def _trains(result: SessionResult, path: Sequence[Turn], samples: Sequence[Sample]) -> bool:
     """Return True if the job gives a trainer tokens to train on. If the engine reports no token ids, there are no
-    training rows, and the task's branch policy for the main conversation decides."""
+    training rows to look at, so the task's branch policy for the main conversation decides."""
     if result.verdict is None:
         return False
     if path and all(turn.mode is TokenMode.TEXT for turn in path):

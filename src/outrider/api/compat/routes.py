@@ -1,4 +1,4 @@
-"""Serves the routes of other systems, with access control and their format of errors.
+"""Serves the routes of other systems, with access control, and with errors in their format.
 
 The routes of a system are at `/NAME/...`. The first system in the settings has its routes at the root, too. An error is
 `{"detail": text}` with the HTTP status of its class. Invariant: a handler runs only if the caller has the role that the
@@ -67,8 +67,8 @@ def _route(route: CompatRoute, prefix: str) -> Route:
 
 
 def compat_paths(routes: Sequence[Route], names: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tells whether a path belongs to one of the named systems. Errors outside of handlers then
-    have the format of these systems, too. `routes` are the routes from `compat_routes`."""
+    """Return a function that tells whether a path belongs to one of the named systems. It is used to give errors
+    outside of handlers the format of these systems, too. `routes` are the routes from `compat_routes`."""
     below = tuple(f"/{name}/" for name in names)
 
     def belongs(path: str) -> bool:
@@ -101,7 +101,7 @@ def _socket(service: Service, socket: CompatSocket) -> Callable[[WebSocket], Awa
     async def serve(websocket: WebSocket) -> None:
         await socket.serve(service, websocket)
 
-    # FastAPI evaluates the annotation, which `from __future__` has made a string
+    # FastAPI reads the annotation, which `from __future__` has made a string: put the class there instead.
     serve.__annotations__["websocket"] = WebSocket
     return serve
 

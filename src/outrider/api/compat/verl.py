@@ -1,7 +1,7 @@
 """Serves the session proxy of verl's RemoteAgentLoop recipe. Clients choose the ids of sessions, and send chat calls to
 them.
 
-Such a session is a session whose agent runs outside Outrider (docs/external.md). It is found by an idempotency key that
+The agent of such a session runs outside Outrider (docs/external.md). The session is found by an idempotency key that
 contains its id. The recipe's trainer reads the session's record and computes the reward itself. Outrider never gets the
 reward, so a completed session ends as cancelled, with its turns but without a verdict. Invariant: only `create` creates
 a session, never a model call with an unknown id.
@@ -187,7 +187,7 @@ class VerlProxy:
 
     async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
         """Return the group of the session with this id, or None. A group of another kind may use the same idempotency
-        key. It lacks the session's label, and is ignored."""
+        key; it is recognised by the missing label, and ignored."""
         group = await self._service.store.keyed_group(caller.tenant, _idempotency_key(sid))
         return None if group is None or group.labels.get(LABEL) != sid else group
 

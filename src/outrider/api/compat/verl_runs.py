@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
 """Pattern of the session ids that clients of verl's session proxy may choose."""
 RESET_SECONDS = 2 * 86_400.0
-"""Seconds for which a reset is remembered. No session of verl's session proxy lasts this long."""
+"""How many seconds a reset is remembered. No session of verl's session proxy lasts this long."""
 
 
 class BoundRuns:

@@ -49,7 +49,7 @@ from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec, joi
 
 
 class _StreamOptions(msgspec.Struct):
-    """The options of a stream. Only `include_usage` has an effect, because the other options do not change the
+    """The options of a stream. Only `include_usage` has an effect; the others do not concern the contents of the
     reply."""
 
     include_usage: bool | None = None
@@ -158,7 +158,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     choice = _read_tool_choice(wire, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
-    # Clients turn thinking on or off with different fields. If they disagree, the first of these is used:
+    # A request can turn thinking on or off in several fields. If they disagree, the first of these is used:
     # `reasoning.enabled`, the effort `none`, `thinking`, the variables of the chat template.
     thinking = read_thinking(wire, wire.thinking, notes)
     reasoning = wire.reasoning or {}

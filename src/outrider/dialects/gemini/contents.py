@@ -44,7 +44,7 @@ SIGNED = b"outrider:"
 _ROLES = {None: Role.USER, "": Role.USER, "user": Role.USER, "function": Role.USER, "model": Role.ASSISTANT}
 _TEXT_KEYS = frozenset({"output", "result", "content"})
 _SNAKE_CASE_KEY = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
-"""Finds a snake_case key of a part. Most contents have only camelCase keys and are decoded in one pass."""
+"""Matches the end of a snake_case key of a part. Most contents have only camelCase keys and are decoded in one pass."""
 _INVALID_KEY = b'{"' + INVALID_JSON.encode()
 _LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # long enough for a key with all letters as escapes
 _URLSAFE = bytes.maketrans(b"-_", b"+/")

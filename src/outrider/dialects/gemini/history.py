@@ -1,4 +1,5 @@
-"""Converts the contents of a Google request to messages. Restores the ids of calls that the client changed or dropped.
+"""Converts the contents of a Google request to messages, and restores the ids of calls, which some clients change or
+drop.
 
 A content (Google's form of a message) is read once per session. If a user's content has no tool results, reading it
 decodes only its role. Invariants: a call from one of our replies keeps its original id, even if the client changes or
@@ -89,8 +90,8 @@ class _PartRange(msgspec.Struct, frozen=True, gc=False):
 
 class _ReadContent(msgspec.Struct, frozen=True, gc=False):
     """The stored facts about one content of a conversation. A user's content has `ranges`; a model's content has the
-    fields after it. `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` has the
-    names of the fields that tools on Google's servers wrote."""
+    fields below `ranges`. `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` has
+    the names of the fields that tools on Google's servers wrote."""
 
     role: Role
     digest: bytes
@@ -342,7 +343,7 @@ def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
         data = bytes(raw)
         if not any(letters in data for letters in _FUNCTION):
             return _ReadContent(Role.USER, key, (_PartRange(0),))
-        # Each tool result becomes a message, and each run of other parts between tool results becomes one. Empty parts
+        # Each tool result becomes a message, and so does each run of other parts between tool results. Empty parts
         # before a run are dropped.
         ranges: list[_PartRange] = []
         start: int | None = None

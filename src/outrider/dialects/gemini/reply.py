@@ -113,8 +113,8 @@ class GeminiStream:
     """Implements `StreamWriter` for streamGenerateContent. It writes server-sent events if the query has `alt=sse`.
     Otherwise it writes one JSON array, item by item."""
 
-    # An empty line is white space in a JSON array, and clients of event streams skip it. The other dialects send an SSE
-    # comment line, but Google's Python client tries to parse such a line as JSON and fails.
+    # An empty line is white space in a JSON array, and clients of event streams skip it. An SSE comment, as in Chat's
+    # streams, would not do: Google's Python client tries to parse the line as JSON and fails.
     ping = b"\n"
 
     _text_head: bytes

@@ -2,7 +2,7 @@
 
 This module parses the settings, `tools.py` the tools and `history.py` the contents. Invariant: contents that earlier
 requests also had are scanned, not decoded. So reading a request takes one pass over its bytes, plus decoding its new
-contents. Only `GeminiHistory.parse` decodes messages.
+contents. `GeminiHistory.parse` makes the messages later.
 
 Source: Google AI API reference, "models.generateContent", "models.countTokens", "GenerationConfig".
 """
@@ -203,9 +203,9 @@ def _thinking_switch(thinking: _Thinking) -> bool | None:
 
 
 def _constraint(generation: _Generation) -> Constraint | None:
-    """Return the constraint for the requested form of the reply; None for free text. With the media type text/x.enum,
-    the reply must be one of the schema's values. With any other schema, or application/json, it must be JSON. Raises
-    RequestError."""
+    """Return the constraint for the requested form of the reply; None for free text. With the media type text/x.enum
+    and a schema, the reply must be one of the schema's values. Otherwise a schema requires JSON that matches it, and
+    application/json without a schema requires a JSON object. Raises RequestError."""
     schema, mime = generation.response_schema, generation.response_mime_type
     if mime == _ENUM and schema is not None:
         values = schema.get("enum")

@@ -2,8 +2,8 @@
 
 Invariant: the model sees the tools as the client declared them. `parametersJsonSchema` is passed on unchanged.
 `parameters` is written in Google's dialect of OpenAPI and is converted to JSON schema: types become lower case,
-`nullable` becomes the type `null`, and counts in strings become numbers. Keys that only Google's servers use are
-dropped (`propertyOrdering`, the format `enum`, unspecified types).
+`nullable` becomes the type `null`, and counts written as strings become numbers. What only Google's servers use is
+dropped: the key `propertyOrdering`, the format `enum`, and unspecified types.
 
 Tools that Google's servers would run (search, code execution, URL context) are not passed to the model; their names are
 added to the request's notes. The tool `computerUse` becomes the functions that Google documents, because clients run

@@ -1,7 +1,7 @@
 """Parses the messages of an Anthropic request, block by block, into our `Message`.
 
-The parser reads only the raw JSON of each block's relevant fields. The other fields (`cache_control`, `signature`,
-`citations`) are not part of the bytes that identify a message (`raw`). So a message stays the same if the client moves
+Only the relevant fields of each block are read, as raw JSON. The other fields (`cache_control`, `signature`,
+`citations`) are not part of the bytes that identify a message (`raw`), so a message stays the same if the client moves
 its cache marker.
 
 Invariant: no content for the model is left out silently. A block of an unsupported type is refused with status 400.
@@ -46,8 +46,8 @@ from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_ur
 TOOL_ERROR = "[tool error]"
 """The line that the model sees at the end of a tool result with `is_error`."""
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of a billing line that Claude Code puts before its system prompt. The line is removed, because it
-differs between agents. Otherwise no two agents would have equal system prompts."""
+"""The beginning of a billing line that Claude Code puts before its system prompt. The line is removed: it differs
+between agents, so with it no two agents would have equal system prompts."""
 
 _ROLES = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})
@@ -111,8 +111,8 @@ class _Source(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """The place of one of our messages in the request. It consists of the request's messages [first, last). If it is
-    only a part of one user message, it consists of that message's blocks [start, stop)."""
+    """The place of one of our messages in the request: the request's messages [first, last). A part of one user message
+    is the blocks [start, stop) of that message."""
 
     role: Role
     first: int
@@ -210,7 +210,7 @@ class MessagesHistory:
                 return _tool_message(blocks[0])
 
     def _pieces(self, span: _Span) -> list[bytes | Raw]:
-        """Return the bytes that determine a message: its role, then JSON values. The role is not valid JSON. So it
+        """Return the bytes that determine a message: its role, then JSON values. The role is not valid JSON, so it
         marks where a message begins in the joined pieces of several messages."""
         pieces: list[bytes | Raw] = [_ROLE_BYTES[span.role]]
         for message in self._wire[span.first : span.last]:

@@ -1,4 +1,4 @@
-"""The OpenAI Responses dialect, with and without streaming. Its `Memory` for a session has the stored responses and the
+"""The OpenAI Responses dialect, with and without streaming. A session's `Memory` has the stored responses and the
 parsed tools.
 
 A client can continue a stored response (`previous_response_id`), but cannot fetch or delete it.

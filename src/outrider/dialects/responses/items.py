@@ -3,7 +3,8 @@
 Invariants:
 
 - One scan of the body finds the relevant fields of each item. Only `ResponsesHistory.parse` decodes messages.
-- The ids and states of items are not part of a message's bytes, except the ids that connect a call with its output.
+- A message's bytes (`raw`) contain neither the states of its items nor their ids, except the ids that connect a call
+  with its output.
 - No content for the model is left out silently. An unsupported item or part is refused with status 400. Only items of
   the types in HOSTED_ITEMS are left out, and their types are added to the request's notes.
 
@@ -64,7 +65,7 @@ HOSTED_ITEMS = frozenset(
         "tool_search_output",
     }
 )
-"""Types of items that the model does not see, because tools on OpenAI's servers wrote them. A history that began at
+"""Types of items that the model does not see, because they belong to tools on OpenAI's servers. A history that began at
 OpenAI's service can contain such items."""
 
 
@@ -189,8 +190,8 @@ _SHELL_ACTION = msgspec.json.Decoder(_ShellAction)
 
 class ResponsesHistory:
     """Implements `WireMessages` for the items of a conversation, with the instructions as first message. `items` must
-    not contain items of hosted tools or additional tools. Raises RequestError for an unknown type of item or an unknown
-    role."""
+    contain neither types in HOSTED_ITEMS nor `additional_tools`. Raises RequestError for an unknown type of item or an
+    unknown role."""
 
     __slots__ = ("_instructions", "_items", "_spans")
 
@@ -213,7 +214,7 @@ class ResponsesHistory:
     def raw(self, index: int) -> bytes:
         span = self._spans[index]
         if span.first == span.last:
-            # The prefix distinguishes instructions from an item of an unknown type, whose only bytes are its type.
+            # Without the prefix, the instructions could look like an item, whose bytes also begin with a JSON string.
             return b"i" + msgspec.json.encode(self._instructions)
         return b"\n".join([piece for at in self._items[span.first : span.last] for piece in at.item.pieces()])
 

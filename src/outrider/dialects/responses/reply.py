@@ -5,8 +5,8 @@ Invariant: a streamed reply and a whole reply have the same items, and parsing t
 reply.
 
 The items of a response are its reasoning, its text and its calls, in this order. A reply without calls always has a
-text item, even an empty one. A client that drops reasoning then still has an item to send back. `reasoning_tokens` is
-always 0, although reasoning tokens are not counted, because strict clients refuse a usage without this number.
+text item, even an empty one: a client that drops reasoning then still has an item to send back. Reasoning tokens are
+not counted, but `reasoning_tokens` is sent as 0, because strict clients refuse a usage without it.
 
 Source: OpenAI API reference, "The response object" and "Streaming events".
 """
@@ -36,7 +36,8 @@ class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
     - `echo`: the request's fields that the response repeats, ready to encode.
     - `table`: the tools by the names that the model sees.
     - `keep`: a function that stores the response, given its id and its items; None if the request has `store: false`.
-    - `summary`, `encrypted`: True if the reasoning is written in these fields (see `reasoning_item`).
+    - `summary`, `encrypted`: whether the reasoning is written to the fields `summary` and `encrypted_content` (see
+      `reasoning_item`).
     """
 
     echo: dict[str, Any]
@@ -83,7 +84,7 @@ def response_object(context: ResponsesContext, about: Opening | Completion, outc
 
 def finished(completion: Completion, output: list[dict[str, Any]]) -> ResponseOutcome:
     """Return the outcome of a finished model call. An aborted reply is `incomplete` with the reason
-    `max_output_tokens`. The API has no value for an abort, and `completed` would tell clients that the reply is
+    `max_output_tokens`: the API has no value for an abort, and `completed` would tell clients that the reply is
     complete."""
     whole = completion.finish is FinishReason.STOP
     return ResponseOutcome(
@@ -135,8 +136,8 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def call_item(context: ResponsesContext, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
-    """Return the item of a tool call, with the client's name of the tool. A call of an unknown tool has the name that
-    the model wrote. A computer call becomes a `function_call` if its arguments are not a valid action."""
+    """Return the item of a tool call. It names the tool as the client does; a call of an unknown tool keeps the name
+    that the model wrote. A computer call becomes a `function_call` if its arguments are not a valid action."""
     tool = context.table.get(call.name)
     if tool is not None and tool.custom:
         sent = custom_call(call)
@@ -172,7 +173,8 @@ def call_item(context: ResponsesContext, completion_id: str, index: int, call: T
 
 
 def response_id(completion_id: str) -> str:
-    """Return the response's id. It already has the prefix if the engine itself serves the Responses API."""
+    """Return the response's id. The completion's id already has the prefix if the engine itself serves the Responses
+    API."""
     return completion_id if completion_id.startswith(_PREFIX) else _PREFIX + completion_id
 
 
@@ -205,7 +207,7 @@ def failure(error: OutriderError) -> dict[str, Any]:
 
 
 _UNOPENED = Opening(id="unopened", created=0, model="")
-"""Replaces the `Opening` of a stream that fails before `open` is called."""
+"""The `Opening` of a stream that fails before `open` is called."""
 
 
 class _ItemForm(msgspec.Struct, frozen=True):
@@ -288,8 +290,8 @@ class ResponsesStream:
         return written + self._event(f"response.{outcome.status}", whole)
 
     def error(self, error: OutriderError) -> bytes:
-        """Write two events for an error. `error` makes OpenAI's clients raise an exception, and Codex reads
-        `response.failed`."""
+        """Write two events for an error: `error`, which makes OpenAI's clients raise an exception, and
+        `response.failed`, which Codex reads."""
         told = openai_error(error)["error"]
         flat = {"code": told["code"], "message": told["message"], "param": told["param"]}
         outcome = ResponseOutcome(status="failed", output=self._items, error=failure(error))
@@ -320,7 +322,7 @@ class ResponsesStream:
         return written + self._event(form.part_event(done=False), {**item.place(), "part": _part(form, "")})
 
     def _end_item(self, status: str) -> bytes:
-        """End the open item, if any. `status` is the item's status, which only a text item has."""
+        """End the open item, if any. `status` is the status of a text item; a reasoning item has none."""
         item, self._open = self._open, None
         if item is None:
             return b""

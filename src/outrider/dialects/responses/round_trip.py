@@ -1,9 +1,9 @@
-"""Encodes parts of a Responses reply for the client, and decodes them when the client sends the reply back: the
-reasoning, the calls of custom tools, the actions of a computer, and the names of tools.
+"""Encodes the reasoning, the calls of custom tools, the actions of a computer and the names of tools in a Responses
+reply, and decodes them when the client sends the reply back.
 
-Each function is followed by its inverse, except `flat_name`, whose inverse is the table of `tools.py`. Invariant: a
-reply in a client's history is parsed exactly as the model wrote it, character by character. Items that another service
-wrote are parsed as plain text.
+Each function is followed by its inverse. Only `flat_name` has none here, because `Tools.table` (in `tools.py`) maps its
+results back. Invariant: a reply in a client's history is parsed exactly as the model wrote it, character by character.
+Items that another service wrote have none of the marks defined here, and their text is taken as it is.
 
 The model sees functions only, but the Responses API has two more forms of tools. A custom tool's call
 (`custom_tool_call`) has a string as input, not JSON; the model sees a function with the single parameter `input`. A
@@ -27,14 +27,14 @@ INPUT = "input"
 """The single parameter of the function that represents a custom tool."""
 
 _SEAL = "outrider1:"
-"""The prefix of `encrypted_content` that Outrider wrote. Content that another provider encrypted has no such prefix."""
+"""The prefix that marks `encrypted_content` as written by Outrider and not by another provider."""
 _JOIN = "__"
 _AS_JSON = "~json"
 """Appended to the id of a custom call if the model's arguments are not one string `input`. The input that the client
 gets is then the JSON of all arguments."""
 _AS_TEXT = "~text"
 """Appended to the id of a custom call with text as input, if the model's own id ends with `_AS_JSON` or `_AS_TEXT`.
-Otherwise this end of the id would be removed when the client sends the call back."""
+Without it, that ending of the model's id would be removed when the client sends the call back."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -95,8 +95,8 @@ def arguments_of_custom_call(sent: CustomCall) -> str:
 
 def computer_action(call: ToolCall) -> dict[str, Any] | None:
     """Return the action in the model's call of the computer; None if the arguments are not an action. Arguments with a
-    null value are not an action. Clients add nulls for missing fields, so the inverse function removes all nulls and
-    could not restore the model's own."""
+    null value do not count as an action: clients add nulls for missing fields, so the inverse function removes all
+    nulls, and would also remove the model's own."""
     try:
         OPENAI_ACTION.decode(call.arguments)
         action: dict[str, Any] = json.loads(call.arguments)

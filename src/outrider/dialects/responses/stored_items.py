@@ -55,8 +55,8 @@ class StoredConversation(NamedTuple):
 
 
 class ResponseStore:
-    """The stored responses of one session. A request holds its own conversation until it calls `keep`. So its response
-    can be stored even if the store drops everything in the meantime."""
+    """The stored responses of one session. A request keeps a reference to its own conversation, so that `keep` can
+    store the response even if the store has dropped everything in the meantime."""
 
     def __init__(self) -> None:
         self._responses: dict[str, StoredConversation] = {}

@@ -32,7 +32,7 @@ from outrider.dialects.responses.round_trip import INPUT, flat_name
 from outrider.messages import ToolSpec
 
 _COMPUTERS = {"computer_use_preview": "action", "computer": "actions"}
-"""Maps the types of computer tools to the field of a `computer_call` that has the action or the list of actions."""
+"""For each type of computer tool, the field of a `computer_call` that has the action or the list of actions."""
 _SUPPORTED = frozenset({"function", "custom", "namespace", *_COMPUTERS})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
@@ -76,8 +76,8 @@ class Tools(msgspec.Struct, frozen=True):
 
 
 class ToolList(msgspec.Struct, frozen=True):
-    """One list of tools in a request, and its path. `top` is True for the request's field `tools`, and False for a list
-    in an input item."""
+    """One list of tools in a request. `where` is its path in the body. `top` is True for the request's field `tools`,
+    and False for a list in an input item."""
 
     raw: msgspec.Raw
     where: str
@@ -138,8 +138,8 @@ def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -
 
 
 def _names_in_table(name: Any, tools: Tools) -> list[str]:
-    """Return the model's names of all tools that the client calls `name`. Tools in different namespaces may share a
-    name."""
+    """Return the keys in `tools.table` of all tools named `name`: the client's name, which tools in different
+    namespaces may share, or the key itself."""
     return [flat for flat, tool in tools.table.items() if name in (tool.name, flat)]
 
 

@@ -1,7 +1,7 @@
 """Writes token ids as JSON by table lookup. Each id takes 8 bytes: seven characters, padded with spaces, and a comma.
 
-Every turn sends a long prompt. Table lookup takes half the time of converting each number to digits. Invariant: the ids
-of a long prompt are written once, directly into the bytes that are sent.
+Every turn sends a long prompt, and table lookup takes half the time of converting each number to digits. Invariant: the
+ids of a long prompt are written once, directly into the bytes that are sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.trajectory import Ids
 
 DIGITS = 7
 TABLED = 1 << 20
-"""If a prompt contains an id of at least this value, the JSON encoder writes the prompt and the table is not used.
+"""The lookup table has only ids below this. A prompt with any other id is written by the JSON encoder instead.
 Vocabularies are smaller than this, and a larger table would take much time and memory."""
 SHORT = 4096
 """The JSON encoder writes prompts of fewer ids than this, because table lookup is not faster for short prompts."""

@@ -52,8 +52,8 @@ class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
 
     - `ids`: if False, requests contain only fields of OpenAI's own API, and replies are text.
     - `logprobs_mode`: the `--logprobs-mode` of a vLLM server.
-    - `nemo_rl`: the server is a vLLM worker of NeMo RL, which lists no models, and replaces the beginning of a prompt
-      by `required_prefix_token_ids`."""
+    - `nemo_rl`: True if the server is a vLLM worker of NeMo RL. Such a worker lists no models, and replaces the
+      beginning of a prompt by `required_prefix_token_ids`."""
 
     ids: bool = True
     nemo_rl: bool = False

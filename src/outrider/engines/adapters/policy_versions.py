@@ -15,8 +15,8 @@ from outrider.trajectory import VersionSpan
 
 MAX_DIGITS = 10
 UNLABELLED = "default"
-"""The label that vLLM and SGLang report until a label is set. `unlabelled` in this module is the policy version that it
-stands for, by default 0."""
+"""The label that vLLM and SGLang report until a label is set. In this module, `unlabelled` is the policy version that
+this label stands for, 0 by default."""
 
 
 class LabelSpan(msgspec.Struct, frozen=True):

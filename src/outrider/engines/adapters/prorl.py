@@ -50,7 +50,8 @@ value is refused."""
 
 class ProrlOptions(ServerOptions, frozen=True, kw_only=True):
     """The options of a server with ProRL's token route. `logprobs_mode` is the kind of the server's log-probabilities,
-    in vLLM's words. `context_tokens` is the length of the model's context, which such a server does not report."""
+    in the words of vLLM's `--logprobs-mode`. `context_tokens` is the length of the model's context, which such a server
+    does not report."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     context_tokens: int | None = None

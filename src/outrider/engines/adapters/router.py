@@ -127,7 +127,7 @@ class Servers:
         try:
             return await self.order_all(question)
         except WorkersOutOfReach:
-            if self._reached:  # workers could be reached before, so the router's list may be outdated
+            if self._reached:  # workers were reached before, so they have failed, or the router's list is outdated
                 raise
             return [await question(self._front)]
 
@@ -191,7 +191,7 @@ async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
     try:
         return msgspec.convert(await http.get("/workers"), _WorkerList).workers
     except StatusFailure as failure:
-        # A router may require a key for its list, so 401 and 403 are raised.
+        # 401 and 403 do not show that there is no router: a router may require a key for its list.
         if failure.transient or failure.status in (401, 403):
             raise
         return None

@@ -95,8 +95,8 @@ class ServerReply(Generic[EventT]):
         """Read events, and return their tokens as one chunk. Returns None if there are no tokens, or once the reply is
         finished.
 
-        Raises EngineMisbehaved for a malformed event, and StatusFailure for an error event. After that, `unsent`
-        returns the tokens of the events before it.
+        Raises EngineMisbehaved for a malformed event, and StatusFailure for an error event. `unsent` then returns the
+        tokens of the events before that one.
         """
         self.begun = True
         for event in decode_batch(self.event, self.events, payloads, self._engine):
@@ -281,7 +281,7 @@ class ServerEngine(Generic[ReplyT]):
         return None
 
     def note(self, last: Chunk, reply: ReplyT) -> None:
-        """Called after each reply, to record properties of the server that only a reply shows, such as how it streams.
+        """Record properties of the server that only a reply shows, such as how it streams. Called after each reply.
         Does nothing by default."""
 
     async def health(self) -> EngineHealth:

@@ -59,8 +59,8 @@ OLD_IMAGES = (
     " with SGLANG_VLM_CACHE_SIZE_MB=0"
 )
 IDS_PER_TOKEN = 4096
-"""With images in the prompt, the server sends one event for 1 + (number of prompt ids) // IDS_PER_TOKEN tokens. For a
-long prompt, an event per token would cost too much, because each event repeats all ids of the prompt."""
+"""With images in the prompt, the adapter asks for one event per 1 + (number of prompt ids) // IDS_PER_TOKEN tokens.
+Each event repeats all ids of the prompt, so with a long prompt, an event per token would cost too much."""
 SETTINGS_SECONDS = 5.0
 """Timeout for the request of the server's settings. SGLang 0.5.17 took 1.3 s to answer."""
 INCREMENTAL = (
@@ -124,7 +124,8 @@ class _SGLangReply(ServerReply[_Event]):
             if not self._length and event.prompt_token_ids:
                 self._prompt_ids = decode_ids(event.prompt_token_ids, self._engine)
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
-            # If the aborted request was requeued before, `output_ids` has only its last id.
+            # If the aborted request had been requeued, `output_ids` has only its last id. The log-probabilities have
+            # all ids.
             ids = [entry[1] for entry in entries]
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
@@ -169,8 +170,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     session_header = "X-SMG-Routing-Key"  # a header, because routers drop the field `routing_key` of the body
     pause_modes: ClassVar[dict[PauseMode, str]] = {"finish": "abort", "abort": "abort", "keep": "retract"}
     """The server's name for each pause mode. "finish" can use `abort`, because this adapter's generations have ended by
-    then. "keep" does not use `in_place`: with it, the server would exit if its cache is flushed during any generation,
-    even a health check's."""
+    then. "keep" does not use SGLang's `in_place`: the server would then exit if its cache were flushed during any
+    generation, even that of a health check."""
     gated = frozenset({"finish", "abort"})
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
@@ -248,8 +249,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         return [*_image_data(request.images), b"," + orjson.dumps(body)[1:-1] + b',"input_ids":', ids_json(ids), b"}"]
 
     def aborted(self, error: Exception, reply: _SGLangReply, *, paused: bool) -> bool:
-        """Return True if the server has aborted the request, even if this adapter did not pause it. In a stream, the
-        error code shows this; in any other response, only the message does."""
+        """Return True if the server has aborted the request, even if this adapter did not pause the server. In a
+        stream, the error code shows this; in any other response, only the message does."""
         return isinstance(error, StatusFailure) and (
             error.status == ABORTED or (error.status == 400 and ABORTED_WORDS.search(error.body) is not None)
         )
@@ -295,8 +296,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         self._warn_of_images()
 
     def _warn_of_images(self) -> None:
-        """Log once that the server may combine new weights with images that were encoded with old weights. No request
-        clears its cache of encoded images, and this cache has no salt."""
+        """Log once that the server may combine new weights with images that were encoded with old weights. The server
+        has no route to clear its cache of encoded images, and this cache has no salt."""
         if self._read_images and not self._warned:
             self._warned = True
             log.warning("engine %s %s", self.name, OLD_IMAGES)
@@ -339,8 +340,8 @@ def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
 
 
 def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
-    """Return the beginning of a request body: the images of the prompt. It stays in several pieces, because images have
-    many megabytes."""
+    """Return the beginning of a request body: the images of the prompt. It stays in several pieces, because joining
+    them would copy many megabytes."""
     pieces: list[Buffer] = [b'{"image_data":']
     for at, image in enumerate(images):
         pieces += [b',"data:image/png;base64,' if at else b'["data:image/png;base64,', image.item, b'"']
@@ -372,6 +373,6 @@ def decode_ids(raw: msgspec.Raw, engine: str) -> list[int] | None:
 
 
 def request_name(request: GenerateRequest, attempt: int) -> str:
-    """Return the `rid` of one attempt to send a request. SGLang aborts all requests whose `rid` begins with the `rid`
-    to abort. So all `rid`s have the same length."""
+    """Return the `rid` of one attempt to send a request. All `rid`s have the same length, so that none is the beginning
+    of another: SGLang aborts all requests whose `rid` begins with the `rid` to abort."""
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()

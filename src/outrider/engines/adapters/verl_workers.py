@@ -5,8 +5,8 @@ Invariants:
 
 - If a worker loses its connection, its calls do not wait: they go to another worker at once, or fail with
   EngineUnavailable if there is none.
-- A call goes to another worker only if the earlier worker has sent no reply, or has replied with an error that may be
-  its own.
+- A call goes to another worker only if the earlier worker has sent no reply, or has replied with an error that it may
+  have caused itself.
 - The ids of a reply are passed on only together with the ids of the prompt and one log-probability for each id. Any
   other reply is text and never used for training; its ids appear only in the worker's report.
 """
@@ -273,7 +273,7 @@ class VerlWorkersEngine:
 
 def check_sampling(request: ChatRequest) -> None:
     """Raise EngineRejected for a sampling parameter that the workers' protocol cannot express, or if the request
-    switches the model's reasoning."""
+    switches the model's reasoning on or off."""
     sampling: SamplingParams = request.sampling
     for name, usual in REFUSED.items():
         if getattr(sampling, name) != usual:

@@ -230,7 +230,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         if sampling.constraint is not None:
             params["structured_outputs"] = structured_outputs(sampling.constraint)
         mark = salt()
-        # Each attempt has its own id. The server may still be running an earlier attempt whose connection broke.
+        # Each attempt has its own id: the server may still be running an earlier attempt whose connection broke.
         body: dict[str, Any] = {
             "request_id": f"{request.request_id}-{attempt}",
             "cache_salt": mark,
@@ -305,7 +305,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
 
         The adapter calls `reload_weights`, a method of vLLM's workers, through `/collective_rpc`, because vLLM's routes
         for weights do not read from disk. Raises EngineRejected if the option `control` is False, if the server is not
-        in development mode, or if this process sees that the folder has no weights, with which vLLM would exit. Raises
+        in development mode, or if this process sees that the folder has no weights (vLLM would exit). Raises
         EngineUnavailable if the server has exited or has not dropped its cache.
         """
         self._check_control()
@@ -360,8 +360,8 @@ def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
 def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
     """Return what is wrong with a folder of weights. Returns None if it is good, or if it cannot be seen from here.
 
-    A folder can be seen if one of the URLs in `servers` is on this machine and the folder's parent exists here. The
-    parent is checked because a server in a container has other folders.
+    A folder can be seen if one of the URLs in `servers` is on this machine and the folder's parent exists here. If the
+    parent is missing here, the server probably runs in a container with other folders.
     """
     path = Path(weights)
     local = any(urlsplit(url).hostname in LOCAL_HOSTS for url in servers)

@@ -31,8 +31,8 @@ class FunctionEngine:
     The policy version of a token comes from the first of these sources that exists:
 
     1. `versions` of the last chunk, which cover the whole output.
-    2. `versions` of the token's chunk, as spans over the whole output, for a chunk that may wait in a queue while the
-       version changes.
+    2. `versions` of the token's chunk, whose positions count from the start of the whole output. A chunk needs them if
+       it may wait in a queue while the version changes.
     3. The version that was set (`set_version`, or the attribute `version`) when the chunk arrived.
 
     `tokenize`: without it, `token_check` returns None.
@@ -127,8 +127,8 @@ class FunctionEngine:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generations. After "finish" and "abort", the generate function no longer runs when this method returns.
-        With "keep", each generation finishes its current step, and yields the chunk after `resume`."""
+        """Pause generations. With "finish" and "abort", no generate function is running any more when this method
+        returns. With "keep", each generation finishes its current step, and yields the chunk after `resume`."""
         self._gate.close()
         if mode == "finish":
             await self._gate.drained()

@@ -104,15 +104,15 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     chosen = logits.argmax(dim=-1)
     if any(state.params.temperature != 0 for state in states):
         temperatures = _column([state.params.temperature for state in states])
-        # In rows with temperature 0, the likeliest token is chosen below. There the lower bound only avoids a division
-        # by zero.
+        # In rows with temperature 0, the clamp only avoids a division by zero: they get the likeliest token below.
         weights = (logits.double() / temperatures.clamp_min(1e-6)).softmax(dim=-1)
         if any(state.params.top_k > 0 or state.params.top_p < 1 or state.params.min_p > 0 for state in states):
             weights = _truncate(weights, [state.params for state in states])
         cumulative = weights.cumsum(dim=-1)
         uniform = _column([state.uniform() for state in states]) * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, uniform, right=True)[:, 0]
-        # After rounding, a random number can equal the last cumulative sum. Then `drawn` is past the last token.
+        # After rounding, a random number can equal the last cumulative sum. `drawn` is then past the last token, and
+        # the likeliest token is used instead.
         fallback = (temperatures[:, 0] == 0) | (drawn >= logits.shape[-1])
         chosen = torch.where(fallback, chosen, drawn)
     logprobs = raw.gather(1, chosen[:, None])[:, 0].tolist()
@@ -130,7 +130,7 @@ def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     keep = (ordered >= min_p * ordered[:, :1]) & (torch.arange(vocab) < top_k[:, None])
     kept = ordered * keep
     before = kept.cumsum(dim=-1) - kept
-    # With top_p 1, rounding in the cumulative sum could cut off unlikely tokens, so this value is tested separately.
+    # Test for top_p 1 separately, because rounding in the cumulative sum could cut off unlikely tokens.
     kept = kept * ((before < top_p * kept.sum(dim=-1, keepdim=True)) | (top_p == 1))
     return torch.zeros_like(weights).scatter(1, tokens, kept)
 

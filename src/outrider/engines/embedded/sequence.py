@@ -100,8 +100,8 @@ class RequestChecker:
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def check(self, request: GenerateRequest) -> TokenSequence:
-        """Create the sequence for a request. Prompt and output together must fit into the context. Raises
-        ContextOverflow if the prompt alone fills it, and EngineRejected for any other invalid request."""
+        """Create the sequence for a request. The output ends at the latest when the context is full. Raises
+        ContextOverflow if the prompt alone fills the context, and EngineRejected for any other invalid request."""
         sampling = request.sampling
         check_sampling(sampling)
         if sampling.constraint is not None:

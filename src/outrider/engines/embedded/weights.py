@@ -1,4 +1,4 @@
-"""Reads, updates and exports the weights of the model. Hugging Face publishes some tensors separately that are one
+"""Reads, updates and exports the weights of the model. Some tensors that Hugging Face publishes separately are one
 fused parameter in model.py.
 
 Invariant: an update checks every tensor before it changes a parameter, so it is applied completely or not at all.

@@ -70,7 +70,7 @@ class Cut:
 
 
 class HttpClient:
-    """The connections to one engine server, from `start` to `close`. Every method raises:
+    """The connections to one engine server, from `start` to `close`. Every method that sends a request may raise:
 
     - EngineUnavailable: the server cannot be reached or stops responding.
     - StatusFailure: the response has a status of 400 or more.
@@ -123,7 +123,7 @@ class HttpClient:
 
         Until the first payload arrives, the request is sent again after a connection failure or a transient status.
         Closing the generator closes the connection, so that the server aborts its work. Before the first payload,
-        `cut.now` does this, too, and this method then raises WasCut.
+        `cut.now` also closes it, and this method then raises WasCut.
         """
         cut = cut or Cut()
         attempts = self._retry.attempts or 1

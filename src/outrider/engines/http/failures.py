@@ -17,7 +17,7 @@ from outrider.errors import ContextOverflow, EngineError, EngineRejected, Engine
 MAX_QUOTED = 500
 OVERFLOW_STATUSES = frozenset({400, 413, 422})
 UNKNOWN_STATUS = 0
-"""Stands for the status of a failure that has no HTTP status, such as an error event in a stream."""
+"""The `status` of a failure that has no HTTP status, such as an error event in a stream."""
 
 _HINTS = {
     401: "check the engine's api_key option",

@@ -41,8 +41,8 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 FAILOVERS = 3
-"""Maximum number of times that a call is tried again. After more failures, the request itself may be the cause. While
-engines are unavailable, each engine of the pool may be tried."""
+"""Maximum number of retries of a call: after more failures, the request itself may be the cause. If engines are
+unavailable, the maximum is the number of engines in the pool, if that is larger."""
 
 
 class EngineCalls:
@@ -157,8 +157,8 @@ class PoolReply(Generic[T]):
         return self.serving
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
-        """Return the version spans of the first `length` tokens. Used for a reply without a last chunk, which was ended
-        early or given up."""
+        """Return the version spans of the first `length` tokens. Used for a reply that was ended early or given up, and
+        so has no last chunk."""
         earlier = () if self._continued is None else self._continued.versions
         spans = [span for span in earlier if span.end <= length]
         start = spans[-1].end if spans else 0
@@ -266,13 +266,13 @@ class PoolReply(Generic[T]):
             )
 
     def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
-        """Handle the last chunk of an engine's reply. Returns True if the engine has cut the reply off and it continues
-        as a new request."""
+        """Handle the last chunk of an engine's reply. Returns True if the engine has cut the reply off and the reply
+        continues as a new request."""
         # `ours` is True if a pause of this pool has cut generations off since this one began. The chunk's version may
         # then be old.
         ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
-            # If something other than this pool has aborted the generation, it starts again, but only if it has no token
+            # A generation that was aborted by something other than this pool starts again, but only if it has no token
             # yet.
             again = self._cuttable is not None if ours else not attempt.generated and self._dropped < FAILOVERS
             if again:

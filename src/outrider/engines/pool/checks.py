@@ -25,9 +25,9 @@ from outrider.tokens.rendering.tokenizer import ANY_IDS, Vocabulary
 from outrider.trajectory import VersionSpan
 
 ROUNDING = 1e-3
-"""The largest accepted log-probability. Values slightly above 0 are rounding errors: an engine subtracts two float32
-numbers, the logit of a token and the log of the sum over all tokens. For a nearly certain token both are equal except
-for rounding (2.4e-4 at 2,048). An accepted value is recorded as it is."""
+"""The largest accepted log-probability. Values slightly above 0 are rounding errors: an engine subtracts the
+log-sum-exp of all logits from the token's logit, both in float32. For a nearly certain token the two are equal except
+for rounding (2.4e-4 for logits of 2,048). An accepted value is recorded as it is."""
 
 LOWEST = -9999.0
 """vLLM sends this number in place of -inf, NaN and missing log-probabilities. The log-probabilities of sampled tokens
@@ -42,7 +42,7 @@ FREE_CHARACTERS = 64 << 10
 """A reply may have this number of characters in addition to CHARACTERS_PER_TOKEN for each token."""
 
 MAX_MODEL = 1000
-"""Maximum length in characters of a model's name that an engine reports. The status shows it."""
+"""Maximum length, in characters, of a model's name that an engine reports. The name is shown in the status."""
 OVERFLOW_SLACK = 64
 """An engine may refuse a prompt that is at most this number of tokens shorter than the context, because servers reserve
 a few tokens."""
@@ -54,8 +54,8 @@ MESSAGE_TOKENS = 64
 
 def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
     """Check that a prompt has ids, and that all token ids of a request are in the vocabulary. Raises InvalidField for a
-    wrong id in `logit_bias` or `stop_token_ids`, which may come from an agent. Raises EngineRejected for an empty
-    prompt or a wrong id in it, because the prompt comes from the renderer and the engines."""
+    wrong id in `logit_bias` or `stop_token_ids`, which may come from an agent. An empty prompt or a wrong id in it is
+    not the agent's fault, because the prompt comes from the renderer and the engines, so it raises EngineRejected."""
     sampling, end = request.sampling, vocabulary.end
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
         for token in ids:
@@ -154,7 +154,7 @@ class TokenCheck:
         _check_count(self._engine, "prompt tokens", chunk.prompt_tokens)
         _check_count(self._engine, "cached tokens", chunk.cached_tokens)
         if isinstance(chunk.stop_match, str):
-            # If its logits are NaN, SGLang sends "NaN happened" as the stop string. Then the last id was not sampled.
+            # If the logits are NaN, SGLang sends "NaN happened" as the stop string, and the last id was not sampled.
             if chunk.stop_match not in self._sampling.stop:
                 raise EngineMisbehaved(
                     f"engine {self._engine!r} stopped at {chunk.stop_match[:100]!r}, which is no requested stop string"

@@ -54,8 +54,8 @@ class ContinuedGeneration:
             self._watch = StopWatch(stops, self._text(), self._sampled)
 
     def ended(self) -> Chunk | None:
-        """Return the last chunk if the reply was already complete when it was cut off, otherwise None. It can be
-        complete because the engine may sample the last token and not yet check whether the reply ends there."""
+        """Return the last chunk if the reply was already complete when it was cut off, otherwise None. It is complete
+        if the engine had sampled the last token but had not yet checked whether the reply ends there."""
         sampling, count = self._request.sampling, len(self._sampled)
         last = self._sampled[-1] if self._sampled else None
         string = self._watch.completed if self._watch is not None else None
@@ -116,8 +116,8 @@ class ContinuedGeneration:
             self._cached = min(last.cached_tokens, len(self._request.input_ids))
 
     def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
-        """Return the chunk. If one of its tokens completes a stop string that began in an earlier request, the reply
-        ends with this token, and the chunk is shortened."""
+        """Return the chunk. If one of its tokens completes a stop string that began in an earlier request, the chunk is
+        cut after this token and becomes the last chunk of the reply."""
         before = len(self._sampled) + self._given
         for number, token_id in enumerate(chunk.ids, start=1):
             match = watch.push(token_id)
@@ -134,10 +134,9 @@ class ContinuedGeneration:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """Return the prompt that the engine reports, without the ids of the reply: the prompt of a request that
-        continues a reply ends with the ids of the reply so far. For each of these ids that is reported wrongly or not
-        at all, an id 0 is appended. The result is then longer than the original prompt, which is recorded as a
-        deviation (drift)."""
+        """Return the part of the reported prompt that belongs to the original prompt. The part after it should be the
+        ids of the reply so far. For each id there that is wrong, missing or surplus, an id 0 is appended to the result.
+        The result is then longer than the original prompt, so that a deviation (drift) is recorded."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))

@@ -73,10 +73,10 @@ class Flight:
         """When the last chunk of the reply arrived, or None before that."""
         self._known = member.pace.known
         self.forgiven = 0.0
-        """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. The generation is not cut
-        off because of these seconds."""
+        """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. These seconds do not count
+        when it is decided whether to cut the generation off."""
         self.given_up: tuple[float, float] | None = None
-        """Begin and end of the wait for a chunk that the consumer has given up, None if there is none."""
+        """The wait that the consumer has given up, as (begin, end); None if it has given up none."""
         if overdue is not None:
             overdue.add(self.wait)
 
@@ -114,9 +114,9 @@ class Flight:
             raise
         now = loop.time()
         seconds = now - began
-        # `Overdue` sums up the session's overdue seconds. It is updated if this wait for a chunk was overdue. It is
-        # also updated after a long wait, because a later call that is queued behind this one may be overdue. Within
-        # `least` seconds after a chunk of this call, no later call can be overdue.
+        # Update `Overdue`, which sums up the session's overdue seconds, if this wait for a chunk was overdue. Also
+        # update it after a wait of more than `least` seconds, because a later call that is queued behind this one may
+        # then be overdue.
         if seconds > self._least or seconds > wait.allowance - wait.waited:
             self._end_stretch(now)
         else:
@@ -190,7 +190,7 @@ class Flight:
 
     @property
     def longest_wait(self) -> float:
-        """After this number of seconds of waiting, the engine may have lost the call."""
+        """Number of seconds of waiting after which the engine may have lost the call."""
         if self.begun:
             return self.wait.allowance + self.grace
         whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)
@@ -198,7 +198,7 @@ class Flight:
 
     @property
     def grace(self) -> float:
-        """Additional seconds before an engine is checked if its usual speed (pace) is unknown, otherwise 0."""
+        """Additional seconds before an engine of unknown pace (usual speed) is checked; 0 if the pace is known."""
         if self._known:
             return 0.0
         if self.begun:

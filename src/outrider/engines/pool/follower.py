@@ -4,8 +4,8 @@ generates on the engines directly.
 The leading pool sends its `PoolState`. Only the leader checks new engines, and orders engines to pause, to load weights
 and to resume. `outrider.nodes` connects the processes. Invariants:
 
-- Once this pool has reported a pause to the leader, no generation begins here until the leader resumes. Generations
-  still in flight can be cut off, and continue after the pause as new requests.
+- Once this pool has reported a pause to the leader, no generation begins here until the leader resumes the policy.
+  Generations still in flight can be cut off, and continue after the pause as new requests.
 - A generation begins only on an engine that the leader uses, according to the last applied state.
 """
 
@@ -32,7 +32,7 @@ log = logging.getLogger("outrider.engine")
 ADOPT_SECONDS = 30.0
 """Maximum seconds for starting an engine in this process and applying the leader's state to it."""
 AGAIN_SECONDS = 1.0
-"""If an engine could not be started, it is tried again after this number of seconds."""
+"""How long to wait before an engine that could not be started is tried again."""
 
 
 class Leader(Protocol):
@@ -76,8 +76,8 @@ class FollowedPolicy(Policy):
         self._report()
 
     def _report(self) -> None:
-        # Count the pause in `gate.cuts` before the report. When the leader gets the report, it orders the engines to
-        # abort their generations at once.
+        # Count the pause in `gate.cuts` before reporting it. The count shows that a pause has cut the generations off,
+        # and the leader may order the engines to abort them as soon as it has the report.
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
             self._cut = self._closings
             self.gate.cuts += 1
@@ -108,8 +108,8 @@ class FollowedPolicy(Policy):
 
 
 class Forwarded(Protocol):
-    """Represents, in a follower, an engine that only the leader's process has. `apply_state` receives the leader's
-    state of the engine."""
+    """A follower's stand-in for an engine that only the leader's process has. `apply_state` receives the leader's state
+    of the engine."""
 
     def apply_state(self, state: EngineState) -> None: ...
 
@@ -117,8 +117,8 @@ class Forwarded(Protocol):
 class PoolFollower:
     """Applies the states of the leader to a following pool, inside `async with PoolFollower(...)`.
 
-    If only the leader's process has an engine, `forwarded` creates a `Forwarded` that represents it here. The owner
-    must pass each state from the leader to `follow`.
+    `forwarded` creates the stand-in (`Forwarded`) for an engine that only the leader's process has. The owner must pass
+    each state from the leader to `follow`.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class PoolFollower:
                 failures.note_success(name)
         for name in self._followed.keys() - {engine.name for engine in state.engines}:
             self._leave_engine(name, state)
-        # The gate opens last, as in the leader, because the engines and this policy must have the new version first.
+        # Open the gate last, as the leader does: before any generation begins, the engines must have the new version.
         if state is self._state and state.paused is None:
             self._policy.follow(state)
 
@@ -195,7 +195,7 @@ class PoolFollower:
         self._followed[engine.name] = engine
         if engine.spec is None:
             cast(Forwarded, self.pool.engine(engine.name)).apply_state(engine)
-        # If the leader's versions have not changed, this process may have newer ones, which it keeps.
+        # Take over the leader's versions only if they have changed. Otherwise this process may have newer ones.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):

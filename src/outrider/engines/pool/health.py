@@ -2,8 +2,8 @@
 engines.
 
 A failed engine gets no work. It is probed until it responds and has the policy's weights. An engine that has sent an
-impossible reply is suspect until it has passed several trials. It gets new sessions only if there is no other engine.
-Invariant: after an engine has joined, only this module and the engine's removal change whether it serves.
+impossible reply is suspect until it has passed several trials. A suspect engine gets new sessions only if there is no
+other engine. Invariant: after an engine has joined, only this module and the engine's removal change whether it serves.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class HealthChecks:
         self._changes.publish(None)
 
     def mark_suspect(self, member: EngineRecord, error: EngineMisbehaved, request: AnyRequest) -> None:
-        """Mark the engine as suspect and start trials. A suspect engine gets new sessions only if there is no other
-        one. The session with the impossible reply leaves the engine, so that another one can be assigned."""
+        """Mark the engine as suspect and start trials. The session that got the impossible reply leaves the engine, and
+        can then be assigned to another one."""
         self._placement.leave(request.session_key, member)
         member.misbehaved += 1
         if member.suspect is None:
@@ -178,9 +178,9 @@ class HealthChecks:
     async def prove(
         self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
-        """Check that an engine generates a token within `seconds`, and return its health. Engines whose workers connect
-        to the service need only a connected worker, because the workers' model may be slow, unless `by_token` is set.
-        Returns None if the policy is paused meanwhile, because a pause does not wait for this check. Raises EngineError
+        """Check that an engine generates a token within `seconds`, and return its health. Unless `by_token` is set, an
+        engine whose workers connect to the service only has to be healthy, because the workers' model may be slow. A
+        pause of the policy does not wait for this check: it ends the check, which then returns None. Raises EngineError
         if the engine fails the check."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
@@ -191,7 +191,7 @@ class HealthChecks:
                 with gate.ended_by_closing(clock):
                     health = await self.vet(engine)
                     if by_token or not member.awaits_workers:
-                        # a refusal shows, too, that the engine responds
+                        # a refusal also shows that the engine responds
                         with suppress(EngineRejected, ContextOverflow):
                             await self._read_small_reply(engine, request, whole=False)
                     return health

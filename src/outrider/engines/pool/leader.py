@@ -1,7 +1,8 @@
-"""The code of the leading pool. If several processes have pools, the service's pool leads and the other pools follow.
+"""What a leading pool does for the pools that follow it. If several processes have pools, the service's pool leads and
+the other pools follow.
 
 The leading pool manages the list of engines, probes the engines and changes their weights. The following pools
-(`follower.py`) generate.
+(`follower.py`) only generate.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) ->
 
 
 def loads_elsewhere(pool: EnginePool, followers: Sequence[str]) -> list[dict[str, float]]:
-    """Return a mapping for each of the `followers`: for every engine, the load that all other followers put on it."""
+    """For each of the `followers`, return the load that all other followers together put on each engine, by engine
+    name."""
     loads = {
         name: {follower: use.load for follower, use in member.uses.items()} for name, member in pool.members.items()
     }

@@ -6,8 +6,8 @@ a new session to the least loaded engine. The session stays there, because this 
 of an engine:
 
 - `sessions` is the number of sessions assigned to it, and `assigned_tokens` the sum of their context tokens.
-- `idle` is set exactly while nothing is in flight on it. During its removal, `idle` is also not set while any follower
-  uses it.
+- `idle` is set exactly while no process has a generation in flight on it. During its removal, `idle` is set only after
+  the last follower has stopped using it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from outrider.trajectory import LogprobKind, TokenMode
 T = TypeVar("T", bound=msgspec.Struct)
 
 TOKENS_PER_REQUEST = 16384
-"""This number of context tokens of assigned sessions counts as much in an engine's load as one request in flight. A
-request in flight uses computing time; a session between two requests still uses memory of the engine's cache."""
+"""In an engine's load, this number of context tokens of assigned sessions counts as one request in flight. The tokens
+count because a session between two requests still uses memory of the engine's cache."""
 
 OVERLOAD = 32.0
 OVERLOAD_TIMES = 1.5
@@ -58,7 +58,7 @@ On SWE-bench Pro over vllm-router, 84 % of the prompts' tokens were cached with 
 thresholds of 4 and 1.1 (NeMo Gym #3345). `python -m bench routing` compares both pairs."""
 
 SLACK = 64
-"""When the heap has more than this number of entries per name, it is rebuilt without the outdated entries."""
+"""A `LoadHeap` with more than this number of entries per name is rebuilt without the outdated entries."""
 
 Load = tuple[bool, float, int]
 """Sort key for the choice of an engine: suspect engines last, then load, then number of sessions."""
@@ -155,7 +155,8 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
     `closings`: the number of changes of the leader's gate.
     `paused`: the gate's current mode.
     `policy_version`: None until a trainer has set a version.
-    `leaving`: maps the name of each engine that is being removed to the seconds that its generations have to end."""
+    `leaving`: the names of the engines that are being removed, each with the seconds after which its generations are
+    cut off."""
 
     closings: int
     paused: PolicyPause | None
@@ -200,13 +201,13 @@ class EngineRecord:
     behind: bool = False
     """True if the engine responds but serves no session, because its weights are older than the policy."""
     looked_for: int = 0
-    """The highest version for which the engine was checked because a follower had reported it."""
+    """The highest version that made the leader check the engine, because a follower had reported this version."""
     failed_probes: int = 0
     silent: AnyRequest | None = None
     """If the engine has fallen silent, the request for one token that it must answer before it serves again. Otherwise
     None."""
     newest_answered: float = 0.0
-    """When the newest call began that has received a chunk."""
+    """The beginning (`loop_time`) of the newest call that has received a chunk."""
     pace: Pace = field(default_factory=Pace)
     last_chunk_at: float = field(default_factory=loop_time)
     """When the engine last sent a chunk to any call of this process (`loop_time`)."""
@@ -286,8 +287,8 @@ class EngineRecord:
             task.cancel()
 
     def known_pace(self) -> PaceSummary | None:
-        """Return the engine's usual speed (pace). This process and each follower may have measured one; the one from
-        the most calls is returned. Returns None if none was measured."""
+        """Return the engine's usual speed (pace), or None if no process has measured it. If this process and followers
+        have measured it, return the pace that was measured over the most calls."""
         all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
         return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
 
@@ -365,8 +366,9 @@ class Placement:
         """Release the session if its engine is overloaded compared with the least loaded engine. The next `pick` then
         assigns the least loaded one.
 
-        The session's own load is added to OVERLOAD, because the other engine must compute the session's context again.
-        After a few moves, the two loads differ by less than this sum, so sessions do not move back.
+        The session's own load is added to OVERLOAD: the longer the context that the other engine must compute again,
+        the more the loads must differ. After a few moves they differ by less than this sum, so sessions do not move
+        back.
         """
         place = self._places.get(session_key)
         if place is None or not place.member.serves:

@@ -86,7 +86,7 @@ class Policy:
         """The policy that a trainer has set, or None."""
         self._undone: set[int] = set()
         """Versions that were undone by setting a lower version. An engine that still reports one of these versions has
-        missed this order."""
+        missed the order to go back."""
         self._keep = keep
         self._draining = False
         self._warned: set[str] = set()
@@ -312,8 +312,8 @@ class Policy:
     async def _resume_engines(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
         """Set the version if `known` is given, and resume the engines that respond. Engines that fail are marked as
         failed. Engines that must first load the current weights in `catch_up` are left out. `loaded` are the engines
-        that have loaded the weights, if any were loaded; an engine that has joined since then is marked as failed,
-        too."""
+        that have loaded new weights, or None if there are no new weights. An engine that is not among them must have
+        joined since then, and is marked as failed, too."""
         if known is not None and known.version < self.version:
             self._undone.add(self.version)
         self._known = known or self._known

@@ -59,7 +59,8 @@ class EnginePool:
     - `tokenizer`: passed to engines that are made from a spec.
     - `vocabulary`: token ids outside of it are rejected.
     - `context_tokens`: the model's context from the settings, or None if not set.
-    - `text`: creates a decoder of token ids, which finds stop strings in generations that were cut off and continued.
+    - `text`: creates a decoder of token ids. It is used to find stop strings in generations that were cut off and
+      continued.
     - `check`: called when an engine joins or returns. It may refuse the engine by raising an EngineError, such as
       ModelMismatch.
     - `patience`: seconds that a request waits for an engine, so that no session fails while an engine restarts.
@@ -106,7 +107,7 @@ class EnginePool:
         self._remembered = dict(paces)
         self._listings: dict[str, Listing] = {}
         self._claimed = set() if claimed is None else claimed
-        """Names of all engines and lists, including engines and lists that are still joining."""
+        """Names of all engines and lists, including those that are still joining."""
         self._tasks = Chores(self.failures)
         self.health = HealthChecks(
             self.members,
@@ -145,7 +146,8 @@ class EnginePool:
             self.placement.refresh(member)
         self._tasks.cancel()
         try:
-            # The task group gets only a cancellation, because it would wrap any other error of the caller's block.
+            # Pass an error of the caller's block to the task group only if it is a cancellation. The task group would
+            # wrap any other error in an ExceptionGroup.
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:

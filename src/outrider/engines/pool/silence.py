@@ -31,8 +31,9 @@ from outrider.messages import Message, Role
 UNANSWERED_SECONDS = 1.0
 """If a client gives up a call after fewer seconds than this, the engine is not blamed."""
 SLOWER = 2.0
-"""A wait that a client gives up is long if it has at least this multiple of the usual seconds. Long waits that a
-session gives up in a row are added up, because they are as unlikely as one wait of their total length."""
+"""A wait that a client gives up counts as long if it lasted at least this multiple of the usual seconds. Long waits
+that a session gives up in a row are added up, because together they are as unlikely as one wait of their total
+length."""
 
 
 class SilenceWatch:
@@ -94,15 +95,15 @@ class SilenceWatch:
             return
         overdue = wait.overdue_by(now) - flight.forgiven - flight.grace
         if self._gate.mode is not None and overdue > self.limits.slow:
-            # During a pause no engine may be probed, so there is no check first. The pause may be waiting for this
-            # call, so the call is cut off. It can continue after the pause.
+            # The pause may be waiting for this call, so cut the call off. It can continue after the pause. The engine
+            # is not checked first, because no engine may be probed during a pause.
             flight.cut(EngineSilent(f"engine {member.name!r} has kept a pause of the policy waiting for a call"))
         since = max(wait.since, self._deaf_until)
         silent = now - since
         if silent < self.limits.least:
             return
-        # While no later call has received a chunk, this call may be queued behind earlier ones. It is not cut off as
-        # lost then, because a repeated call would have to queue again.
+        # Until a later call has received a chunk, this call may only be queued behind earlier ones. Do not cut it off
+        # as lost then: if it were repeated, it would have to queue again.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
         if member.last_chunk_at <= since or (lost and not overtaken and not member.awaits_workers):
@@ -148,8 +149,8 @@ class SilenceWatch:
                     member.newest_answered = max(member.newest_answered, requested_at)
 
     def _check_seconds(self, member: EngineRecord) -> float:
-        """Return how many seconds the engine has for one token. They include time to read the prompts of waiting calls.
-        If the engine has sent no chunk yet, they also include time to compile or load a model."""
+        """Return how many seconds the engine has for one token. They are enough to read the longest prompt of the
+        waiting calls and, if the engine has sent no chunk yet, to compile or load a model."""
         known = member.pace.known or member.newest_answered
         seconds = self.limits.check if known else self.limits.first_check
         waiting = [flight.new_tokens for flight in self.flights.all if flight.member is member and not flight.begun]
@@ -203,8 +204,8 @@ class GivenUp(msgspec.Struct, frozen=True):
     `waited`: the number of seconds that the consumer has waited.
     `usual`: the number of seconds that the engine usually takes, or None if unknown.
 
-    `waited` and `usual` are for the missing chunk alone. If the whole reply is late by a larger factor than this chunk,
-    they are for all chunks of the reply.
+    `waited` and `usual` are normally for the missing chunk alone. But if the whole reply is late by a larger factor
+    than this chunk, they are for all chunks of the reply.
     """
 
     began: float
@@ -225,7 +226,7 @@ def given_up_wait(flight: Flight) -> GivenUp:
     token = pace.usual_token
     whole, waited = first + token * (flight.tokens + 1), flight.wait.waited
     late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-    # a client that gives up sooner has another reason, such as the text of the reply
+    # unless the wait for this chunk was long, too, the client gave up for another reason, such as the text of the reply
     if late and stretch >= SLOWER * token:
         return GivenUp(began, waited, whole)
     return GivenUp(began, stretch, token)
@@ -255,8 +256,9 @@ async def _raise_if_engine_to_blame(
 
 def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
     """Return True if the engine is to blame for a call that a client gave up after `silent` seconds. `usual` is the
-    number of seconds that the engine usually takes. If it is None, the engine is blamed sooner, so that the agent is
-    not. `before` is the total length of the calls that the session gave up directly before this one."""
+    number of seconds that the engine usually takes. If it is None, the engine is blamed after only a few seconds: in
+    doubt, the agent is not to blame. `before` is the total length of the calls that the session gave up directly before
+    this one."""
     if usual is None:
         return silent + before > LIMITS.least
     return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual

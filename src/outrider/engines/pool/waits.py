@@ -1,5 +1,5 @@
-"""The waits for an engine, the store or the service. `Pace` shows how long a wait usually is, and `Overdue` by how much
-the waits of a session are too long.
+"""The waits for an engine, the store or the service. `Pace` measures how long a wait for an engine usually takes.
+`Overdue` adds up by how much the waits of a session are too long.
 
 Each wait has an allowance: the length of a normal wait. For an engine it depends on the engine's pace, which is
 measured over the calls of recent minutes. Seconds within the allowance count towards the session's time limits, like
@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 REMEMBERED_CALLS = 256
-"""The medians are computed from at most this number of recent calls."""
+"""The medians of a pace (`PaceSummary`) are computed from at most this number of recent calls."""
 KNOWN_CALLS = 8
 """The usual speed (pace) of an engine is known after this number of calls that were not overdue."""
 LEARNING_SECONDS = 1.0
@@ -34,7 +34,8 @@ ESTABLISHED_CALLS = 128
 least this number. So later calls change the medians only slowly."""
 SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
-"""After SLOW_CALLS overdue calls in a row, in at least SLOW_SECONDS, the engine is considered slow and not silent."""
+"""After at least SLOW_CALLS overdue calls in a row, over at least SLOW_SECONDS, the engine is considered slow and not
+silent. Its pace is then computed from these calls only."""
 STEADY = 5.0
 """Factor for SLOW_SECONDS if the engine's pace is known and this process has already got a reply from it in time."""
 SUMMED_UP_EVERY = 16
@@ -43,8 +44,9 @@ MUCH_SLOWER = 8.0
 """A wait is overdue if it takes more than this multiple of the usual seconds. The factor is large, because load can
 make an engine a few times slower within a minute."""
 PREFILL_TOKENS_PER_SECOND = 2000
-"""Number of prompt tokens that any GPU computes in a second. At this rate, the time for the whole prompt is added to
-the usual seconds, because those were measured on prompts that were mostly cached."""
+"""Number of prompt tokens that any GPU computes in a second. The time for the whole prompt at this rate is added to the
+seconds after which a wait is overdue. The usual seconds do not cover it, because they were measured on prompts that
+were mostly cached."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
 """Number of prompt tokens that a slow engine computes in a second, for example without a GPU. Time limits allow for
 this rate, so that such an engine is not considered as failed."""
@@ -62,13 +64,13 @@ class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits for silent engines and lost calls, in seconds.
 
     - `least`: an overdue wait has at least this length.
-    - `unknown`: additional seconds before an engine of unknown pace is checked because of a call that has no token. The
-      engine may have to compile or load a model first.
+    - `unknown`: if the pace of an engine is unknown, additional seconds before a call without a token makes the pool
+      check the engine, which may have to compile or load a model first.
     - `unknown_token`: like `unknown`, for each token that the call has received already.
     - `check`: a silent engine must send one token in this time to pass a check.
     - `first_check`: the same for an engine that has sent nothing yet.
     - `longest_check`: maximum time for a check that takes longer because of a long prompt.
-    - `lost`: a call that is overdue by this time is considered as lost, if other calls receive chunks.
+    - `lost`: a call that is overdue by this time is considered lost if other calls receive chunks.
     - `slow`: a call that is overdue by this time in total moves to another engine.
     - `tick`: the time between two checks of all flights.
     """
@@ -245,14 +247,14 @@ class Pace:
 
     def usual_first(self, prompt_tokens: int, max_tokens: int) -> float:
         """Return the usual seconds to the first chunk of a call whose prompt is not cached. While the pace is unknown,
-        this is only the time to read the prompt."""
+        only the time to read the prompt is counted."""
         new = prompt_tokens / PREFILL_TOKENS_PER_SECOND / MUCH_SLOWER
         if (known := self.summary) is None:
             return new
         usual = max(known.first, known.first_per_prompt_token * prompt_tokens)
         if known.first_tokens is not None and known.first_tokens > WHOLE_TOKENS:
-            # Clients often request as many tokens as the context allows, so the length of the longest recent reply
-            # limits `max_tokens`.
+            # Assume no more tokens than in the longest recent reply: clients often request as many as the context
+            # allows.
             usual = max(usual, known.per_token * min(max_tokens, known.longest))
         return usual + new
 
@@ -315,7 +317,7 @@ class SessionWait:
 
     def due(self, behind: float = 0.0) -> float:
         """Return the time at which the current stretch becomes overdue, or infinity between two stretches. `behind` is
-        the time when an earlier wait for the resource last got something."""
+        the time of the last delivery to an earlier wait for the same resource."""
         since, left = self.since, self.allowance - self.waited
         if since is None:
             return math.inf
@@ -389,8 +391,8 @@ class Overdue:
             del self._open[wait]
 
     def _note_delivery(self, wait: SessionWait) -> None:
-        """Called when `wait` is over. Copies the time when it last got something into the later waits for the same
-        resource."""
+        """Record the time of the last delivery to `wait`, which is over, in the later waits for the same resource
+        (`behind`)."""
         later = False
         for other in self._open:
             if later and other.queued and other.what == wait.what:

@@ -53,7 +53,7 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     - `heartbeat_seconds`: maximum time between two messages.
     - `silence_seconds`: a connection without messages is closed after this time.
-    - `resume_seconds`: a worker that has lost its connection has this time to reconnect. Its generations wait.
+    - `resume_seconds`: a worker that loses its connection has this time to reconnect. Its generations wait meanwhile.
     - `window`: maximum number of unacknowledged chunks of a generation.
     - `total_window`: maximum number of unacknowledged chunks of a worker. A generation without unacknowledged chunks
       may always send one, so that slow readers do not stop the generations of others.
@@ -93,8 +93,8 @@ class AttachedWorker:
     """A worker's generations and calls, over all its connections.
 
     `engine` is the name of the engine for error messages. `gone` is the reason why the worker was given up, or None
-    while it is connected or may reconnect. The class implements the part of `Engine` with which the service checks the
-    tokenizer of a worker.
+    while it is connected or may reconnect. The class has those members of `Engine` that the service needs to check the
+    worker's tokenizer.
     """
 
     mode = TokenMode.TOKENS
@@ -134,8 +134,8 @@ class AttachedWorker:
 
     @property
     def _patience(self) -> float:
-        """Timeout of a call in seconds. It includes the time for a worker without a connection to reconnect, which
-        receives the call only then."""
+        """Timeout of a call in seconds. It includes the time to reconnect, because a worker without a connection
+        receives the call only after that."""
         return self._options.resume_seconds + CALL_SECONDS
 
     @property
@@ -310,7 +310,7 @@ class AttachedWorker:
     def handle(self, message: ToService) -> None:
         """Process a message of the worker. Raises Nonsense if it is invalid."""
         if isinstance(message, WorkerTokens | Failed):
-            # An unknown generation was given up, but the worker has not read the abort yet.
+            # Ignore an unknown generation: it was given up here, and the worker has not read the abort yet.
             if (generation := self._generations.get(message.generation)) is not None:
                 self._take(generation, message)
         elif isinstance(message, WorkerReply):
@@ -331,8 +331,8 @@ class AttachedWorker:
             raise Nonsense(f"message {message.number} of a generation came after {generation.received}")
         if generation.received - generation.acknowledged >= self._options.window:
             raise Nonsense(f"more than {self._options.window} unacknowledged chunks of one generation")
-        # Each generation may have one chunk beyond `total_window`. After messages were sent again, the order of arrival
-        # no longer shows which chunks these are. So only their number is checked.
+        # Each generation may have one chunk beyond `total_window`. Check only the total number: after messages were
+        # sent again, the order of arrival no longer shows which chunks are beyond it.
         if self._unacknowledged >= self._options.total_window + len(self._generations):
             raise Nonsense(f"more than {self._options.total_window} unacknowledged chunks")
         if isinstance(message, Failed):

@@ -31,8 +31,8 @@ log = logging.getLogger("outrider.relay")
 
 HELLO_SECONDS = 10.0
 STAY = 4
-"""A session leaves its own worker if that worker has more generations in flight than the least loaded worker, by more
-than this number. Otherwise it stays, because its own worker may have cached its prefix."""
+"""A session stays on its own worker, which may have cached its prefix, while that worker has at most this number of
+generations in flight more than the least loaded worker."""
 FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
 """After these close codes, the worker is not expected to return. After any other end of a connection, it has
 `resume_seconds` to reconnect."""
@@ -72,15 +72,15 @@ class RelayEngine:
         """The version set on the engine."""
         self._weights: str | None = None
         """The location from which workers can load the weights of `_version`; None if there is none."""
-        # Generations are numbered from a random number. A worker may still have generations of an earlier service, and
-        # the numbers must differ from theirs.
+        # Start at a random number, because a worker may still have generations of an earlier service, whose numbers
+        # must not be used again.
         self._numbers = itertools.count(secrets.randbits(48))
         self._closed = False
         self._context: int | None = None
-        """The context reported by the first of the attached workers."""
+        """The length of the model's context, as the first of the attached workers has reported it."""
         self._refused = ""
-        """The reason why a worker was cut off for breaking the protocol, as a suffix of error messages; "" after the
-        next worker has attached."""
+        """A suffix for error messages: which worker was cut off for breaking the protocol, and why. It is "" again once
+        the next worker has attached."""
 
     @property
     def constraints(self) -> frozenset[ConstraintKind]:
@@ -189,7 +189,8 @@ class RelayEngine:
                 self._drop(worker, reason)
 
     async def token_check(self, text: str) -> list[int] | None:
-        """Tokenise the text on any worker that can. When a worker was admitted, its tokenizer was checked."""
+        """Tokenise the text on any worker that can. Any will do, because each worker's tokenizer was checked when the
+        worker was admitted."""
         for worker in self._workers.values():
             if worker.connected and worker.hello.tokenizes:
                 return await worker.token_check(text)
@@ -202,8 +203,8 @@ class RelayEngine:
         check: WorkerCheck | None = None,
         attached: Callable[[], object] = lambda: None,
     ) -> None:
-        """Serve a connection of a worker until the connection ends. `check` may refuse a worker by raising an
-        OutriderError; it then gets no work. `attached` is called when a worker can get work."""
+        """Serve a connection of a worker until the connection ends. `check` may refuse the worker by raising an
+        OutriderError. The worker then gets no work. `attached` is called when a worker can get work."""
         try:
             hello = await _hello(socket)
         except _Refused as refused:
@@ -354,7 +355,7 @@ class RelayEngine:
     def _choose(self, session_key: str, tried: set[AttachedWorker]) -> AttachedWorker | None:
         """Return a worker, or None if there is none left to try. Workers are preferred in this order: connected, not
         `failing`, least loaded. Each session has its own worker, chosen by hash. The session stays on it unless another
-        worker is better connected or healthier, or has much less load."""
+        worker is better by the first two criteria, or has much less load."""
         workers = [
             worker for worker in self._workers.values() if worker not in tried and worker.version >= self._version
         ]

@@ -41,7 +41,7 @@ class WorkerHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     """A worker's first message.
 
     `instance`: a random name of this worker object, the same on every connection.
-    `holds`: the worker's generations whose end was not acknowledged.
+    `holds`: the generations that the worker still keeps, because the service has not acknowledged their end.
     `loads`: True if the worker can load weights.
     `paused`: True if a service, perhaps an earlier one, has paused the worker and not resumed it."""
 
@@ -60,8 +60,9 @@ class WorkerHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
 
 
 class WorkerWelcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
-    """The service's first message. `resumed` maps each generation that continues to the number of the last message that
-    the service has received. The worker drops its other generations. Times are in seconds, windows in chunks."""
+    """The service's first message. `resumed` has the generations that continue, each with the number of the last
+    message that the service has received. The worker drops its other generations. Times are in seconds, windows in
+    chunks."""
 
     protocol: int
     resumed: dict[int, int]
@@ -94,8 +95,8 @@ class Acknowledge(msgspec.Struct, tag="acknowledge", frozen=True):
 
 
 class WorkerCall(msgspec.Struct, tag="call", frozen=True, kw_only=True):
-    """Orders an action, to which the worker sends one reply. A worker that receives a call again only sends the reply
-    again."""
+    """An order to the worker, which carries out the action and sends one reply. If the worker receives the same call
+    again, it only sends the reply again."""
 
     call: int
     action: WorkerAction

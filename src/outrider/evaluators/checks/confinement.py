@@ -1,8 +1,8 @@
 """Restricts a process that checks answers: it can only calculate and read Python's files.
 
-`reasoning_sets.py` keeps answers from running as code in this process. If one does run, it cannot write a file, open a
-socket, start a program or send a signal. Invariant: after `confine_zygote` or `confine_check` has returned, the process
-cannot undo the restrictions.
+`reasoning_sets.py` keeps answers from running as code in this process. If one runs anyway, it cannot write a file, open
+a socket, start a program or send a signal. Invariant: after `confine_zygote` or `confine_check` has returned, the
+process cannot undo the restrictions.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ CALCULATION = {
 """By machine architecture: the numbers of the system calls that Python needs to calculate and to import. aarch64 has
 the same calls, if they exist there. Files may also be opened for reading (see OPENS). All other calls fail."""
 SETITIMER = {"x86_64": 38, "aarch64": 103}
-"""By machine architecture: the number of the system call `setitimer`. CALCULATION does not contain it, because a check
-could extend its own limit of processor time."""
+"""By machine architecture: the number of the system call `setitimer`. CALCULATION does not contain it, because with it
+a check could extend its own limit of processor time."""
 
 
 def confine_zygote() -> None:
     """Restrict this process and its forks to reading Python's files. On a kernel without Landlock, they can also read
     other files, but a check can send their content only to its caller."""
     if landlock.version() > 0:
-        # A folder of sys.path is readable only if a module was loaded from it. sys.path may include the service's
+        # Of sys.path, permit only the folders from which a module was loaded. sys.path may also include the service's
         # working directory, which checks must not read.
         loaded = {str(getattr(module, "__file__", None) or "") for module in tuple(sys.modules.values())}
         folders = [path for path in sys.path if any(name.startswith(f"{path}/") for name in loaded)]

@@ -28,9 +28,9 @@ def name_of_test(test: str) -> str:
 
 
 def statuses_of(log: str) -> dict[str, str]:
-    """Return the statuses in pytest's summary by R2E-Gym's names of tests. If tests of several files share a name, the
-    last status counts, as in R2E-Gym. If the summary lists one test of one file both as passed and as failed, the
-    status is CONTRADICTED."""
+    """Return the status of each test in pytest's summary, by the name that R2E-Gym gives to the test. If tests of
+    several files share a name, the last status counts, as in R2E-Gym. If the summary lists one test of one file both as
+    passed and as failed, the status is CONTRADICTED."""
     _, found, summary = COLOUR.sub("", log).partition(SUMMARY)
     statuses: dict[str, str] = {}
     decided: dict[str, str] = {}
@@ -42,7 +42,8 @@ def statuses_of(log: str) -> dict[str, str]:
         name = name_of_test(line)
         statuses[name] = status
         test = line.split(" - ")[0].replace(status, "", 1).strip()
-        # pytest itself lists a test twice, as PASSED and as ERROR, if the test passes and its teardown fails.
+        # An ERROR does not contradict a PASSED: pytest itself lists a test as both if the test passes and its teardown
+        # fails.
         if status != "ERROR" and decided.setdefault(test, status) != status:
             contradicted.add(name)
     return statuses | dict.fromkeys(contradicted, CONTRADICTED)
@@ -54,8 +55,8 @@ def compare(
     """Return the judgement in the format of `swebench_check.check`.
 
     expected: the status that each test must have, by name.
-    reported: lines from Outrider's pytest plugin, each with a status and a test, or None if there are none. With them,
-        a test counts only if they also have its expected status.
+    reported: lines from Outrider's pytest plugin, each with a status and a test, or None if there are none. If there
+        are lines, a test counts only if one of them also has its expected status.
     added: the ends of the names of Outrider's own tests, which are ignored."""
     wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
     found = {name: status for name, status in statuses_of(log).items() if not name.endswith(added)}

@@ -26,8 +26,8 @@ WRITTEN = re.compile(
       | \\[dt]?frac \s* \{? \s* (?: d | \\partial ) [^{}]* \}? \s* \{? \s* (?: d | \\partial ) \s* [a-zA-Z]""",
     re.VERBOSE,
 )
-"""Matches LaTeX that contains a calculation to be done, such as an integral. The parsed value does not show this,
-because math-verify evaluates some calculations while it parses."""
+"""Matches LaTeX that contains a calculation to be done, such as an integral. The text is searched instead of the parsed
+value, because math-verify evaluates some calculations while it parses."""
 WARM = (
     ("\\frac{1}{2}", "So it is $\\boxed{0.5}$."),
     ("\\{1,2\\}", "$\\boxed{\\{2,1\\}}$"),
@@ -56,8 +56,8 @@ WARM = (
     ("\\frac{-5}{3}", "-1\\frac{2}{3} + \\frac{3\\cdot 3}{7}"),
     ("2(\\frac{a}{2})", "(\\frac{24}{7}) x"),
 )
-"""Pairs of a gold answer and an answer. They are compared once before the first fork, because otherwise every check
-would spend 0.1 s on loading and building the same objects."""
+"""Pairs of a gold answer and an answer. They are compared once before the first fork. Otherwise every check would spend
+0.1 s on loading and building the same objects."""
 
 
 def warm_up() -> None:
@@ -77,16 +77,16 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     - `relative_tolerance`: the greatest relative difference of equal numbers, or None.
 
     With `answer`, the result has `found`, the text of the answer, and `equal`, the equal gold answer or None.
-    `calculates` is true if only the answer, and no gold answer, is an unevaluated calculation. `equal` is then None,
-    because the answer may just repeat the integral in the question. Without `answer`, the result has `unusable`, the
-    index of the first unusable gold answer or None, and `why`, the reason."""
+    `calculates` is true if the answer is an unevaluated calculation, such as an integral, and no gold answer is one.
+    `equal` is then None, because the answer may just repeat the question. Without `answer`, the result has `unusable`,
+    which is the index of the first unusable gold answer or None, and `why`, the reason."""
     golds = [(gold, read(gold)) for gold in request["golds"]]
     tolerance = request.get("relative_tolerance")
     if "answer" not in request:
         for number, (gold, value) in enumerate(golds):
             if isinstance(value, Words) and not _is_text(value.text):
                 return {"unusable": number, "why": "does not parse"}
-            # This comparison must also end within the time limit.
+            # Also compare it with some other answer, to see whether that ends within the time limit.
             _equal(gold, value, "1", tolerance)
             if not _equal(gold, value, gold, tolerance):
                 return {"unusable": number, "why": "does not equal itself"}
@@ -146,7 +146,6 @@ def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> boo
         if isinstance(value, Several) and isinstance(given, Quantity | Several):
             return compare.same(value, read(answer, merge=False))
     except Exception:
-        # sympy can raise any exception. The agent's answer is the cause, because each gold answer was compared with
-        # itself at submission.
+        # sympy can raise any exception for values that it cannot compare. The answer then counts as not equal.
         return False
     return False

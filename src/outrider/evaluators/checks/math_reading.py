@@ -495,8 +495,8 @@ class _Reader:
         return Words(text)
 
     def _equal(self, text: str, sides: list[str], signs: list[str], depth: int) -> Value:
-        """Read a text with equal signs, such as `x = 1 + 2 = 3`. If the first side, or the second of two sides, is a
-        name, the text assigns a value to it."""
+        """Read a text with equal signs, such as `x = 1 + 2 = 3`. If the first side is a name, the text assigns a value
+        to it. If there are only two sides, the second may also be the name."""
         name = _name(sides[0])
         if name is None and len(sides) == 2 and _name(sides[1]) is not None:
             sides.reverse()
@@ -765,8 +765,8 @@ def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
 
 
 def _total(parts: list[Value]) -> Quantity | None:
-    """Return the sum of two quantities, as in `6 hours 30 minutes`, or None unless they have the same dimensions and
-    the first has the greater unit."""
+    """Return the sum of two quantities, as in `6 hours 30 minutes`. Returns None if their dimensions differ, or if the
+    unit of the first is not the greater one."""
     match parts:
         case [Quantity(value=great, unit=Unit() as unit), Quantity(value=small, unit=Unit() as less)]:
             if unit.dimensions == less.dimensions and unit.factor > less.factor:

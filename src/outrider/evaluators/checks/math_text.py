@@ -85,8 +85,8 @@ EVERYWHERE = re.compile(
           | "?\s*for\ (?:all\ |any\ |every\ )?integers?\s*"?\s*([kmn]) )\s*"?\)?$""",
     re.VERBOSE | re.DOTALL,
 )
-"""Matches an answer that ends with a condition on a variable, if all real numbers or all integers fulfil the condition:
-`f(x) = x` for all *x*."""
+"""Matches an answer that ends with a condition that every real number, or every integer, fulfils: `f(x) = x` for all
+*x*."""
 SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<![\d.,] )([1-9]\d{0,2})((?: \d{3})+)(?! ?[\d/])")
 OPEN, CLOSE = "([{", ")]}"
 MAX_JOINED = 16

@@ -4,8 +4,8 @@ This module does not import the libraries that check answers. Invariants:
 
 - Each check has a limit of processor time and of memory.
 - A hanging check delays quick checks by at most QUICK_SECONDS of processor time.
-- A check is killed when its caller is cancelled.
-- If the machine cannot run a check, that is an EvaluatorError and does not count against the answer.
+- A check is killed if its caller is cancelled.
+- If the machine cannot run a check, EvaluatorError is raised, and the answer is not judged.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Checks:
         async with lines.quick.take(tenant_of(bucket), bucket):
             checked = await self._run(body, quick, nicer=lines.nicer)
         if checked is None and quick < seconds:
-            # The check starts over in the slow queue, because a hanging check would block the quick one.
+            # Start the check over in the slow queue. If it went on here, a hanging check would block the quick queue.
             async with AsyncExitStack() as held:
                 async with off_the_clock():
                     await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
@@ -197,7 +197,8 @@ class Checks:
             number = os.WTERMSIG(ended.status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return None
-            # The answer makes the library crash, because the gold answers have already passed this check.
+            # Blame the answer for the crash: the library did not crash on the gold answers, which were checked at
+            # submission.
             if number in CRASHES:
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
                 return CheckResult(answer=None, fault=fault, seconds=ended.seconds)

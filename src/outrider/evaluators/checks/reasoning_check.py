@@ -24,11 +24,11 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the `score` of the request's `answer` to its `entry`, a row of reasoning-gym, or `refused`, the reason why
-    there is none.
+    """Score the request's `answer` to its `entry`, a row of reasoning-gym. The result has either `score`, or `refused`,
+    the reason why there is no score.
 
-    Without `answer`, check the entry: its own answer must score 1. The result is `unusable`, the reason why it cannot
-    be used, or None."""
+    Without `answer`, check the entry: its own answer must score 1. The result has `unusable`, which is None or the
+    reason why the entry cannot be used."""
     entry = request["entry"]
     name, gold = entry["metadata"]["source_dataset"], entry["answer"]
     answer = request.get("answer", gold).strip()  # some scorers also strip the answer before they evaluate it
@@ -48,8 +48,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         score = _score(name, answer, entry)
         return {"score": score} if math.isfinite(score) else {"refused": f"it scores {score}"}
     except Exception as error:
-        # A scorer can raise any exception. The agent's answer is the cause, because the scorer accepted the entry's own
-        # answer at submission.
+        # A scorer can raise any exception. Blame the agent's answer for it: at submission, the scorer accepted the
+        # entry's own answer.
         return {"refused": f"the scorer cannot read it: {type(error).__name__}"}
 
 

@@ -1,7 +1,7 @@
 """Lists the data sets of reasoning-gym that cannot be used, and checks texts that scorers evaluate as Python code.
 
-Such a text must be a plain literal, sum or formula. The module is pure. Invariant: a text that passes cannot call other
-functions than FUNCTIONS, read an attribute, or hide code in a string. Its evaluation may still take forever.
+Such a text must be a plain literal, sum or formula. The module is pure. Invariant: a text that passes can call only
+FUNCTIONS, and cannot read an attribute or hide code in a string. Its evaluation may still take forever.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FUNCTIONS = frozenset(
         *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"),
     )
 )
-"""Functions that a formula may call. `Integral` is not among them, because the scorer differentiates the answer: an
-answer that just repeats the question's integral would count as right."""
+"""Functions that a formula may call. `Integral` is not among them: because the scorer differentiates the answer, just
+repeating the question's integral would count as right."""
 
 
 def is_literal(text: str) -> bool:
@@ -60,7 +60,7 @@ def is_literal(text: str) -> bool:
 
 def is_sum(text: str) -> bool:
     """Return True for a text that is safe for sympy's `parse_expr`: whole numbers with + - * / and brackets. Names are
-    not allowed, because sympy's constants would give an answer more numbers than the task: log(E) is 1."""
+    not allowed: with sympy's constants, an answer could make numbers that the task does not give: log(E) is 1."""
     return SUM_SIGNS.fullmatch(text) is not None and _is_python_of(text, SUM)
 
 

@@ -47,11 +47,12 @@ LINE_BY_LINE = {
     # These parsers list the results of whole test files in Jest's output.
     **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
     **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
-    # Names that do not match are first lines of docstrings, which several Django tests may share.
+    # Django's log names a test by the first line of its docstring, if it has one. The pattern excludes these names,
+    # because several tests may share one.
     "parse_log_django": r"\w+ \([\w.]+\)",
 }
-"""Parsers that handle each line of a log separately, by function name. The value is a pattern for names of exactly one
-test; "" stands for all names."""
+"""Parsers that handle each line of a log separately, by function name. The value is a pattern for the names that belong
+to only one test; "" means all names."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
@@ -89,8 +90,9 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     - `fail_to_pass`, `pass_to_pass`: the numbers of passing tests in the row's two lists.
     - `why`: the reason if some tests do not pass.
 
-    If the request also has `statuses`, the result has only the status of each test in the log. Without `log`, it has
-    `unusable`, the reason why the row is unusable or None, and `field`, the option that causes this."""
+    If the request also has `statuses`, the result has only `statuses`, the status of each test in the log. Without
+    `log`, it has `unusable`, which is None or the reason why the row is unusable, and `field`, the option that causes
+    this."""
     parser = parser_of(request)
     if parser is None:
         field = "log_parser" if request.get("log_parser") else "repo"
@@ -191,8 +193,8 @@ def spec_of(request: dict[str, Any], parser: str) -> Any:
 
 
 def report_of(spec: Any, log: str) -> dict[str, Any]:
-    """Return swebench's report about the log. This process cannot write files, so the functions with which swebench
-    would read the log from a file are replaced."""
+    """Return swebench's report about the log. swebench would read the log from a file, but this process cannot write
+    one. So the functions that read it are replaced."""
     prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": ""}
     classify_logs = grading.classify_logs
     grading.open = lambda path: io.StringIO(log, newline=None)
@@ -212,8 +214,8 @@ def passing(report: dict[str, Any]) -> dict[str, set[str]]:
 
 
 def check_marks(log: str) -> None:
-    """Raise NotBelieved if a test has printed a mark of the output of the tests, or of their exit code. swebench reads
-    only the text between the first two marks, so a test could hide results with its own marks."""
+    """Raise NotBelieved if a test has printed one of the marks around the tests' output, or the mark of their exit
+    code. swebench reads only the text between the first two marks, so a test could hide results with its own marks."""
     ends = log.split(END)
     # A script that prints the end mark under `set -x` prints it twice, with only a quote and a newline in between.
     if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):
@@ -230,7 +232,8 @@ def check_log(spec: Any, log: str) -> None:
         return
     text = COLOUR.sub("", log.split(START)[1].split(END)[0])
     parser = grading.PARSER_REGISTRY[spec.log_parser]
-    # All statuses of a test count, because a forged log may list a pass before and after the true failure.
+    # Collect all statuses of a test, not only the last. A forged log may list a pass both before and after the true
+    # failure.
     statuses: dict[str, dict[Any, None]] = {}
     for line in dict.fromkeys(text.split("\n")):
         for test, status in parser(line, spec).items():
@@ -277,8 +280,8 @@ def log_of(records: str, key: str) -> str:
         if "canary" in record:
             canaries[record["when"], record["canary"]] += 1
         elif "planted" in record:
-            # A pytest mark on a whole module (skip, or expected failure) also applies to the test that the plugin
-            # added. `excused_by` is then None.
+            # The test that the plugin added must fail. Only a pytest mark on its whole module (skip, or expected
+            # failure) may excuse it: `excused_by` is then None.
             if record["when"] == "call" and (record["planted"] == "passed" or record["excused_by"] is not None):
                 passed.append(record["file"])
         elif "test" in record:

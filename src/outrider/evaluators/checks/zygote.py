@@ -1,8 +1,8 @@
 """The zygote: the process from which the checks of one library are forked.
 
-It has imported and warmed up the library, so a fork takes milliseconds, and has confined itself (`confinement.py`).
-Each check runs in its own fork, sees no data of other checks, and can be killed without affecting them. The zygote is
-started by `python -I -S -c`, with one end of a control socket as standard input.
+It has imported and warmed up the library, so that a fork takes only milliseconds. It has also confined itself
+(`confinement.py`). Each check runs in its own fork, sees no data of other checks, and can be killed without affecting
+them. The zygote is started by `python -I -S -c`, with one end of a control socket as standard input.
 
 A request is one message in the format LIMITS on the control socket, with one file descriptor: the connection of the new
 check. The check reads a JSON object from its connection until the end of input, and writes one. Then the zygote adds a
@@ -66,8 +66,8 @@ class CheckForker:
         """Serve requests until the control socket closes."""
         while True:
             ready = dict(self._poll.poll())
-            # The control socket comes last: a new check may get the number of a descriptor that was just closed and
-            # still has an event.
+            # Handle the control socket last. Otherwise a new check could get the number of a descriptor that was just
+            # closed, and an event left over for that descriptor would be taken for the check's.
             asked = ready.pop(self._control.fileno(), 0)
             for fd in ready:
                 if fd in self._ends:
@@ -110,8 +110,8 @@ class CheckForker:
         # If the caller no longer reads, or has left earlier output unread, the connection closes without this line.
         with contextlib.suppress(OSError):
             end.send(b"\n" + json.dumps(told).encode(), socket.MSG_DONTWAIT)
-        # A check that was killed early has not read its whole request. Closing the connection with unread data would
-        # reset it, and lose the line just sent.
+        # Read the rest of the request, which a check that was killed early has left unread. Closing the connection with
+        # unread data would reset it, and lose the line just sent.
         with contextlib.suppress(OSError):
             while end.recv(PIECE, socket.MSG_DONTWAIT):
                 pass
@@ -142,7 +142,7 @@ def main(module: str) -> None:
     """Serve the control socket on file descriptor 0 until it closes. `module` names the module with the check."""
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Libraries log texts that they cannot parse; the verdict's reason says so instead.
+    # Libraries log the texts that they cannot parse. Silence them: the verdict's reason says so instead.
     logging.disable(logging.CRITICAL)
     checks = importlib.import_module(module)
     checks.warm_up()

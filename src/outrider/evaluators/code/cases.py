@@ -16,8 +16,8 @@ from outrider.spec import Name, SandboxPath, Seconds, Spec, Text
 
 MAX_VALUES = 1 << 22
 MAX_CONTAINERS = 1 << 20
-"""Maximum numbers of values (MAX_VALUES), and of objects and lists (MAX_CONTAINERS), in cases given as text. A parsed
-object needs 250 bytes of memory, even if its text has only a few bytes."""
+"""Limits on the values (MAX_VALUES) and on the objects and lists (MAX_CONTAINERS) in cases given as text. They bound
+memory: a parsed object needs 250 bytes, even if its text has only a few."""
 
 
 class CodeOptions(Spec):
@@ -82,11 +82,11 @@ def lines(text: str) -> list[str]:
 
 
 def json_value(coded: Any) -> Any:
-    """Return the value that `guest.encode` encoded. Tuples become lists, because JSON has no tuples. Raises ValueError
-    or TypeError for values of types that JSON does not have, and RecursionError for deep nesting.
+    """Decode a value that `guest.encode` encoded. Tuples become lists, because JSON has no tuples. Raises ValueError or
+    TypeError for values of types that JSON does not have, and RecursionError for deep nesting.
 
-    This function never builds sets, or dicts with keys other than strings. A candidate, the program under test, could
-    choose numbers with equal hashes, so that building such a hash table takes minutes.
+    Never build sets, or dicts with keys other than strings: the candidate (the program under test) could choose numbers
+    with equal hashes, and building such a hash table would take minutes.
     """
     if isinstance(coded, list):
         return [json_value(one) for one in coded]

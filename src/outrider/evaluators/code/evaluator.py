@@ -1,18 +1,18 @@
 """The evaluator `code`: runs a program, the candidate, in a sandbox and compares its results on the node.
 
-A program from the agent's last reply runs in a new sandbox with small limits, a program in a file in the sandbox that
-has the file.
+A program from the agent's last reply runs in a new sandbox with small limits, unless it may need files of the task. A
+program in a file runs in the sandbox that has the file.
 
 The candidate may have changed everything in its sandbox, including the interpreter. So the node sends only inputs to
 this sandbox, never expected results. A hidden `check(candidate)` is Python code of the task's author, and runs in a
-second, untouched sandbox. When it calls the candidate, the node passes the arguments and the result on as values of
-built-in types.
+second, untouched sandbox. When the check calls the candidate, the node passes the arguments and the result between the
+two sandboxes, as values of built-in types.
 
 Invariants:
 
 - Expected outputs and tests are never in the candidate's sandbox.
 - A candidate that misbehaves, takes too long or prints too much fails its case.
-- If the candidate cannot run for any other reason, that is an error.
+- If the candidate cannot run for any other reason, that is an error, not a failed case.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ QUOTED = 200
 RUN_SECONDS = 0.05
 """Assumed minimum duration of one run of a program, in seconds."""
 LATE_SECONDS = 10.0
-"""Seconds after its time limit at which a program counts as impossible to stop. For example, a fork bomb of thousands
-of processes leaves the sandbox's own process no processor time to kill it."""
+"""How many seconds after its time limit a running program counts as impossible to stop. For example, a fork bomb of
+thousands of processes leaves the sandbox's own process no processor time to kill it."""
 SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
-"""Limits of a sandbox for a program from the last reply. A fork bomb of 64 processes leaves the sandbox's own process
-enough processor time to kill it."""
+"""Limits of a sandbox for a program from the last reply. `pids` is so low that even a fork bomb leaves the sandbox's
+own process enough processor time to kill it."""
 FEW_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "4")
 """Environment variables of the programs. Without them, numerical libraries would start one thread per processor of the
-machine, which may be more than SMALL allows."""
+machine. SMALL may not allow so many."""
 
 
 class WrongAnswer(Exception):
@@ -101,7 +101,7 @@ class CodeEvaluator:
         except EvaluatorError as error:
             if error.inside:
                 raise
-            async with outcome.beside() as other:  # if Python also fails in a new sandbox, the agent is not the cause
+            async with outcome.beside() as other:  # raises if Python also fails there: then the agent is not the cause
                 await probe(other, self._options.python)
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:
@@ -206,7 +206,8 @@ class CandidateProgram:
             raise WrongAnswer("the function returned no value of JSON's types") from error
 
     async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
-        """Return the result of a call in the format of `guest.run_call`: `value`, which is encoded, or `raised`."""
+        """Call the program's function `name`, and return the result in the format of `guest.run_call`: the encoded
+        `value`, or `raised`."""
         request = {"file": self._program, "prompt": prompt, "name": name, **call}
         # -I keeps Python from importing a candidate's file in place of a standard module of the same name.
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
@@ -244,8 +245,8 @@ class CandidateProgram:
         return done
 
     async def _confirm_broken(self) -> None:
-        """Set `broke_sandbox` if a new sandbox works, because then the candidate has broken its own. Otherwise the
-        failure of the new sandbox is raised."""
+        """Start a new sandbox to find out who broke the candidate's. If the new one works, the candidate did: set
+        `broke_sandbox`. Otherwise, the failure of the new sandbox is raised."""
         async with self._outcome.beside(small(self._outcome.task.runtime.resources)) as other:
             await probe(other, self._options.python)
         self.broke_sandbox = True
@@ -253,8 +254,8 @@ class CandidateProgram:
 
 @asynccontextmanager
 async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
-    """Yield the sandbox in which a program from the last reply runs: a new one with small limits. If the task carries
-    or prepares files, which the program may need, this is the outcome's sandbox."""
+    """Yield the sandbox in which to run a program from the last reply: a new one with small limits. But if the task
+    carries or prepares files, the program may need them, so it runs in the outcome's sandbox."""
     if outcome.task.evaluator.carry is not None or outcome.task.runtime.prepare:
         yield outcome.runtime
         return
@@ -263,8 +264,8 @@ async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
 
 
 def small(resources: Resources) -> Resources:
-    """Return the limits of a sandbox for one program. The limits of memory, disk and processes are the lower ones of
-    SMALL and `resources`. The processors are those of `resources`."""
+    """Return the limits of a sandbox for one program: those of `resources`, but memory, disk and processes are also
+    limited by SMALL."""
     return Resources(
         cpus=resources.cpus,
         memory_mb=min(resources.most_memory_mb, SMALL.most_memory_mb),
@@ -312,8 +313,8 @@ async def probe(runtime: Runtime, python: str) -> None:
 
 
 async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
-    """Run one step of the `guest.Checker`, and return the event that it prints. Raises TimeoutError, and EvaluatorError
-    if the output has no readable event."""
+    """Run one step of the Checker (see `guest.py`), and return the event that it prints. Raises TimeoutError, and
+    EvaluatorError if the output has no readable event."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)

@@ -1,10 +1,11 @@
 """The code that runs in sandboxes: `run_call` calls a candidate's function in one sandbox, and `Checker` runs a hidden
 check in another. The candidate is the program to be graded.
 
-The code needs only Python 3.8 or newer. It is one file, because the node sends its text, with a last line that starts
-one of the two parts. Values leave a process only as JSON of built-in types (`encode`, `decode`), so an object that
-claims to equal everything stays in its own process. The candidate may have forged the output of `run_call`, so the node
-only compares it or passes it on. Invariant: the candidate affects the check only through return values and exceptions.
+The code needs only Python 3.8 or newer. It is one file, because the node sends its text to Python in a sandbox,
+followed by a line that starts one of the two parts. Values leave a process only as JSON of built-in types (`encode`,
+`decode`), so an object that claims to equal everything stays in its own process. The candidate may have forged the
+output of `run_call`, so the node only compares it or passes it on. Invariant: the candidate affects the check only
+through return values and exceptions.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ MARK = "outrider-step:"
 
 
 def encode(value: Any) -> Any:
-    """Encode a value as JSON. A list stays a list. Any other collection becomes an object whose only key is the name of
-    its type. Raises TypeError for a value of another type, and RecursionError for deep nesting."""
+    """Encode a value as JSON. None, booleans, ints, floats, strings and lists keep their form. A tuple, a set, a dict,
+    bytes or a complex number becomes an object whose only key is the name of its type. Raises TypeError for a value of
+    another type, and RecursionError for deep nesting."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -70,7 +72,8 @@ def decode(coded: Any) -> Any:
 
 def whole_program(prompt: str, candidate: str, name: str) -> str:
     """Join the prompt and the candidate's text. A candidate that defines the function `name` follows the prompt, and
-    may use its imports and helpers. Any other candidate continues the prompt's last line."""
+    may use the prompt's imports and helpers. Any other candidate, such as the body of the function, continues the
+    prompt's last line."""
     try:
         defined = {getattr(one, "name", "") for one in ast.parse(candidate).body}
     except (SyntaxError, ValueError):
@@ -157,8 +160,8 @@ class Checker:
                 self._answers.get()  # this never returns, so that the check cannot hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
-        # Any other exception, such as SystemExit or a class of the candidate, becomes a RuntimeError. So does
-        # StopIteration, because it would end a loop of the check.
+        # Only subclasses of Exception that are built in keep their type. Others, such as SystemExit or a class of the
+        # candidate, become a RuntimeError. So does StopIteration, because it would end a loop of the check.
         if not (isinstance(kind, type) and issubclass(kind, Exception)) or name in (
             "StopIteration",
             "StopAsyncIteration",

@@ -29,7 +29,7 @@ from outrider.trajectory import Verdict
 BUSY = TRANSIENT | {429, 500}
 """HTTP statuses after which a call is repeated: the model's server is overloaded, or one of its workers has exited."""
 OVERFLOWS = ("context_length_exceeded", "maximum context length")
-"""Texts with which OpenAI's API and vLLM report, under status 400, that a question is too long."""
+"""Texts in replies with status 400 by which OpenAI's API and vLLM report that a question is too long."""
 QUOTED = 2000
 """Maximum characters that a verdict's reason quotes from each reply."""
 
@@ -158,7 +158,8 @@ class Judge:
                 )
             except ContextOverflow as error:
                 raise TooLong(f"the judge {options.frozen!r} failed: {error.message}") from error
-            # After an EngineError, the session would run again and lose the agent's work.
+            # Raise EvaluatorError even for an EngineError, after which the whole session would run again and the
+            # agent's work would be lost.
             except OutriderError as error:
                 raise EvaluatorError(f"the judge {options.frozen!r} failed: {error.message}") from error
         body: dict[str, Any] = {

@@ -175,8 +175,8 @@ def filled_in(template: str, values: Mapping[str, str]) -> str:
 
 
 def combined(scores: list[float], combine: Literal["majority", "mean"], undecided: float) -> float:
-    """Combine the scores of several votes. `majority` gives 1 or 0 if more than half of the votes agree, otherwise
-    `undecided`. `mean` gives the mean."""
+    """Combine the scores of several votes. `majority` returns 1 or 0 if more than half of the votes have this score,
+    otherwise `undecided`. `mean` returns the mean."""
     if combine == "mean":
         return sum(scores) / len(scores)
     for score in (1.0, 0.0):

@@ -1,11 +1,11 @@
 """The evaluator `swebench`: runs a repository's tests on the agent's changes and judges the results with swebench's
 grading.
 
-The tests run in a new sandbox that has only the carried paths of the agent's sandbox, so programs that the agent has
-installed do not run them. Before the run, all other files that influence tests (the files of the test patch, the
-configuration of pytest) are restored from an untouched sandbox. swebench's own parsers judge the log in a confined
-process (see `checks/pool.py`). Invariants: if the code under test disturbs the run, the reward is 0; if the machine or
-the task cannot run the tests, that is an error.
+The tests run in a new sandbox that gets only the carried paths from the agent's sandbox, so programs that the agent has
+installed cannot run them. Before the run, the files that influence tests (those of the test patch, the configuration of
+pytest) are restored from an untouched sandbox. swebench's own parsers judge the log in a confined process (see
+`checks/pool.py`). Invariants: if the code under test disturbs the run, the reward is 0; if the machine or the task
+cannot run the tests, that is an error.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
 """Time limit in seconds of a command that only finds, removes or checks files."""
 LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
-"""A shell command that prints the path of the current folder, then NUL, then the mounts. The path may contain a
-newline, because an agent may have replaced the repository with a symbolic link to such a folder."""
+"""A shell command that prints the path of the current folder, NUL, and the mounts. A newline could not mark the end of
+the path: an agent may have replaced the repository with a symbolic link to a folder with a newline in its name."""
 MODULE_SUFFIXES = (".py", ".pyc", ".so")
 SHARE_OF_TIME = 0.75
 """Default time limit of the tests, as a fraction of the evaluation's time limit."""
@@ -144,10 +144,10 @@ class SwebenchEvaluator:
         )
 
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
-        """Replace the files in the sandbox `runtime` that influence tests by those in the sandbox `untouched`."""
+        """In the sandbox `runtime`, replace the files that influence tests with those of the sandbox `untouched`."""
         options, found = self._options, set[str]()
-        # pytest loads a compiled file if it records the time and size of its source. So an agent could leave its own
-        # code as the compiled form of the restored conftest.py.
+        # Remove all compiled files. pytest loads one if it records the time and size of its source, so an agent could
+        # leave code that runs in place of the restored conftest.py.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:
@@ -311,8 +311,8 @@ def script(options: SwebenchOptions, place: str, name: str) -> str:
 
 
 async def records_at(runtime: Runtime, path: str) -> str:
-    """Return the text of the plugin's report. If it cannot be read, return "" or an error message, neither of which
-    passes as a report. Raises RuntimeFailure if the whole sandbox is broken."""
+    """Return the text of the plugin's report. If it cannot be read, return "" or an error message: neither passes as a
+    report. Raises RuntimeFailure if the whole sandbox is broken."""
     try:
         return (await runtime.read(path, follow=False)).decode("utf-8", "replace")
     except FileNotFoundError:

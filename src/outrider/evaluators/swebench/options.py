@@ -30,16 +30,16 @@ CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
 )
-"""Names of files that influence tests in any folder of the repository. An `entry_points.txt` beside a package on
-Python's path names plugins, which pytest loads."""
+"""Names of files that influence tests, in whichever folder of the repository they are. An `entry_points.txt` beside a
+package on Python's path names plugins for pytest to load."""
 GIT = (".git", ".gitattributes")
-"""Files that `git` reads if the script calls it. They may name programs that git runs, and contain the original files
-that git restores."""
+"""Files that `git` reads if the script calls it. They may name programs for git to run, and `.git` contains the
+original files that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')
-"""Matches the first line for a file in a git diff if its two names are equal. For a file without hunks, such as a new
-empty file, only this line has the name. Different names are also in other lines."""
+"""Matches a git diff's first line for a file, if the two names in it are equal. This line is the only one to name a
+file without hunks, such as a new empty file. If the names differ, other lines have them, too."""
 PREFIX = re.compile(r"^[abciwo12]/")
 """Matches git's prefixes of file names: a/ and b/; c/, i/, o/ and w/ with `diff.mnemonicPrefix`; 1/ and 2/ with
 `--no-index`."""
@@ -125,7 +125,7 @@ def files_of(patch: str) -> set[str]:
         if hunk := HUNK.match(line):
             old, new = (int(count or 1) for count in hunk.groups())
             while old > 0 or new > 0:
-                # Some editors strip the leading space from an empty context line.
+                # An empty line is an empty context line whose leading space some editors have stripped.
                 sign = (next(lines, "cut") or " ")[:1]
                 if sign not in " -+\\":
                     raise ValueError("a hunk is cut short, or its header counts wrong")
@@ -176,7 +176,7 @@ def is_test(path: str) -> bool:
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
     """Return the paths below `folder` to restore, sorted. These are the files of the test patch. Without a test patch,
-    they are the test files that the names of the row's tests begin with.
+    they are the test files at the beginning of the names of the row's tests, such as `tests/test_a.py::test_b`.
 
     The option `restored` adds its paths. Without this option, these are added:
 

@@ -137,7 +137,7 @@ class Guard:
                 continue
             if before is not None and before[0] is value and before[1] is code_of(value):
                 continue
-            # A function without a file was made by `exec`. Here it has replaced another function.
+            # A function without a file was made by `exec`. Under a name that existed before, it has replaced something.
             made = before is not None and isinstance(value, types.FunctionType) and not files_of(value)
             if made or self._is_under_test(value, folders):
                 self._report.tell(changed=f"{module}.{name}")
@@ -151,8 +151,9 @@ class Guard:
     def _added(self, config: Any, items: Any) -> Any:
         """Yield objects that the code under test may have added after pytest imported the tests, each with a name for
         the report."""
-        # A test module that mentions `pytest_plugins` may load new plugins. This file, from which pytest collects the
-        # canaries, is not searched, because it contains the word itself.
+        # A test module that mentions `pytest_plugins` may load new plugins, so they are not reported then. This file is
+        # in `_texts`, because pytest collects the canaries from it. It is not searched, because it contains the word
+        # itself.
         texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
         if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:
@@ -188,7 +189,8 @@ def code_of(value: Any) -> Any:
 
 
 def files_of(value: Any) -> Any:
-    """Return the existing files with the code of a value. If it is not a function, this is the code of its class."""
+    """Return the existing files that contain the code of a value: of a function, of a module, or of any other value's
+    class."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -223,7 +225,8 @@ class Watcher:
     def pytest_collection_modifyitems(self, session: Any, items: Any) -> None:
         if not items:
             return
-        # A run that stops at the first failure would stop at the first canary.
+        # Plant none in modules if the run stops at the first failure, as with `--maxfail`: it would stop at the first
+        # canary.
         if not any(getattr(session.config.option, name, None) for name in ("maxfail", "stepwise")):
             self._plant(items)
         make: Any = getattr(pytest.Module, "from_parent", None)
@@ -310,9 +313,9 @@ def must_fail() -> None:
 
 
 def excused_by(error: Any, item: Any) -> Any:
-    """Return the file of the code that skipped a test or expected its failure, or that called such code: code under
-    test must not excuse its own failure. Returns None if only code of tests and libraries did so. Test code is trusted
-    only if it uses a name with one of NAMES_OF_EXCUSES."""
+    """Return a file whose code excused a test but is not trusted to do so, or None. To excuse a test is to skip it, to
+    expect its failure, or to call code that does. Libraries are trusted, and so is test code that uses a name with one
+    of NAMES_OF_EXCUSES. Code under test is not: it must not excuse its own failure."""
     test = os.path.abspath(str(item.fspath))
     while error is not None:
         if isinstance(error, EXCUSES):
@@ -342,8 +345,8 @@ def excused_by(error: Any, item: Any) -> Any:
 
 
 def names_an_excuse(code: types.CodeType) -> bool:
-    """Return whether code uses a name such as `skip`. Test code without such a name has only called an object that
-    skipped the test."""
+    """Return whether code uses a name such as `skip`. Test code without such a name did not skip the test itself: an
+    object that it called did."""
     names = (*code.co_names, *code.co_varnames, *code.co_freevars)
     return any(word in name.lower() for name in names for word in NAMES_OF_EXCUSES)
 
@@ -366,8 +369,8 @@ def is_of_tests(frame: Any, item: Any) -> bool:
     for module in (sys.modules.get(scope.get("__name__")), getattr(item, "module", None)):
         if getattr(module, "__dict__", None) is scope:
             return bool(path_of(scope) == file)
-    # Some versions of pytest import modules without listing them in sys.modules. So an unlisted module may be the
-    # module of this file.
+    # Some versions of pytest import a test module without listing it in sys.modules. So code that claims to be from
+    # this file is also trusted if no listed module has the file.
     others = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     return path_of(scope) == file and os.path.exists(file) and all(path_of(other) != file for other in others)
 
@@ -399,7 +402,7 @@ def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
     """Make this run report to the file `path`. `planted` names the canary in each test module. `option` is the pytest
     option that loads this plugin. It is removed from the environment, so that nested runs do not report."""
     worker = hasattr(config, "workerinput")
-    # With xdist, the first process keeps the variable, because the workers read it, too.
+    # With xdist, the first process keeps the option, because the workers read it from the environment, too.
     if worker or getattr(config.option, "dist", "no") == "no":
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
     report = ReportFile(path, key)

@@ -1,9 +1,9 @@
-"""Finds modules of a candidate, the agent's change, that shadow a module which pytest imports. An example is a new
+"""Reports modules that the agent has added and that shadow a module which pytest imports. An example is a new
 `iniconfig.py` in the repository.
 
 The evaluator sends this text as `sitecustomize.py`, with a final line that calls `start`. Python runs it at its start,
 before any module of the repository can be imported. It needs only Python 3.6. Invariant: it imports only modules that
-are already loaded, because any other import could load a module of the candidate.
+are already loaded, because any other import could load one of the agent's modules.
 """
 
 import _frozen_importlib as bootstrap
@@ -14,8 +14,8 @@ from typing import Any
 
 
 class ShadowFinder:
-    """An import hook that loads no module. It reports the import of a file in `new` if `sys.path` or Python itself has
-    another module with this name."""
+    """An import hook that loads no module. When a file in `new` is imported, it reports this if `sys.path` or Python
+    itself has another module with the same name."""
 
     def __init__(self, new: Any, path: str, key: str) -> None:
         self._new = new

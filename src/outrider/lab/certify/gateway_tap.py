@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 16
 KEPT = 256
-"""Number of bytes of earlier reads that are searched again, because a word may be split between two reads."""
+"""How many bytes of earlier reads are searched again, because a word may be split between two reads."""
 
 WAIT_SECONDS = 5.0
-"""Maximum seconds to wait for a word. The wait times out if the harness does not stream, because no word is then sent
+"""Maximum seconds to wait for a word. If the harness does not stream, the wait times out, because no word is sent
 before the reply is complete."""
 
 EVENT_STREAM = b"text/event-stream"
 
 
 class GatewayTap:
-    """Forwards each accepted connection to the Unix socket `behind`. `in_time` has the words for which
-    `wait_until_sent` returned True. `streams` becomes True when any reply is an event stream."""
+    """Forwards each accepted connection to the Unix socket `behind`. `in_time` has the words that were sent in time
+    (see `wait_until_sent`). `streams` becomes True when any reply is an event stream."""
 
     def __init__(self, behind: Path, words: Iterable[str]) -> None:
         self.streams = False
@@ -86,7 +86,8 @@ class GatewayTap:
 async def tapped(node: LocalNode, words: Iterable[str]) -> AsyncIterator[GatewayTap]:
     """Put a `GatewayTap` between a node's gateway and the sandboxes that start within the block."""
     socket = node.gateway_socket
-    # Sandboxes connect to this path. So the gateway's socket is moved to another path, and the tap listens here.
+    # Sandboxes connect to the path `socket`, so the tap listens there, and the gateway's own socket is moved to
+    # `behind`.
     behind = socket.with_name(f"behind-{socket.name}")
     await asyncio.to_thread(socket.rename, behind)
     tap = GatewayTap(behind, words)

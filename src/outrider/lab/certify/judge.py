@@ -2,7 +2,7 @@
 received and sampled.
 
 The module shares no code with the one that makes training samples. Invariant: a row holds only if each trained token id
-has the model's log-probability, and the ids before it are exactly those from which the model sampled it.
+has the model's log-probability, and comes after exactly the ids that the model had as context.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     declared = [tool for call in evidence.calls for tool in call.state.tools]
     tools = find_tools(declared, hint)
     word: Word = "not tried"
-    # A harness that failed before its first model call has declared no tools. `_failures` reports this failure below.
+    # A harness declares its tools with its first model call, so the conditions on tools require `evidence.calls`. If it
+    # failed before, `_failures` reports that below.
     if row.needs == "mcp" and result.error is not None and (result.error.field or "").startswith(MCP_SERVERS):
         reason = result.error.message  # the MCP server cannot start, because the sandbox has no Python
     elif evidence.calls and row.needs == "mcp" and tools.noter is None and result.error is None:

@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 START_SECONDS = 3
-"""Seconds before the server answers, as on a busy machine. Some programs do not wait for their MCP servers."""
+"""How long the server takes to start. It is slow, as on a busy machine, because some programs do not wait for their MCP
+servers."""
 TOOL: Any = {
     "name": "leave_note",
     "description": "Leaves a note for the user.",

@@ -1,7 +1,7 @@
 """The rows (tests) of a certificate, as data. Each row has a task for the scripted model, and a check of the result.
 
-All harnesses have the same rows, because a row names actions and not tools. Invariant: the first action of every row
-writes a file. This distinguishes a harness that fails at a later step from one that runs nothing.
+A row names actions, not tools, so all harnesses have the same rows. Invariant: the first action of every row writes a
+file. This distinguishes a harness that fails at a later step from one that runs nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Literal
 import msgspec
 
 MARK = "outrider-check/"
-"""Precedes the name of the row (the test) in a task's instruction. The scripted model finds the row in a prompt by this
-text."""
+"""The text before the name of the row (the test) in a task's instruction. The scripted model searches prompts for it to
+find the row."""
 
 SUBAGENT_MARK = "outrider-helper/"
-"""Precedes the name of the row in the task that a sub-agent gets."""
+"""The text before the name of the row in the task that a sub-agent gets."""
 
 FIRST_WORD = "zqfirstwordqz"
 """The word that the model sends before it pauses, in the row `streaming` only."""

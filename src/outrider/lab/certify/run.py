@@ -83,8 +83,8 @@ async def _tried(
             data=Path(data),
             model=ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name=MODEL),
             lanes=LanesConfig(init=AT_ONCE, run=AT_ONCE, eval=AT_ONCE),
-            # The user starts this service only for these tasks, so they may run any Python and read the files they
-            # name.
+            # The user starts this service only for these tasks, so the tasks may run any Python and read the files that
+            # they name.
             plugins=PluginsConfig(allow=("*",)),
         )
         config = await asyncio.to_thread(allowing, config, [group.task for group in tasks.values()])
@@ -145,8 +145,8 @@ def _given(row: CertificationRow, subject: Subject) -> HarnessSpec:
 
 
 def _untried(row: CertificationRow, subject: Subject) -> RowVerdict | None:
-    """Return the verdict "not tried" if the harness cannot have the MCP server or the skill that the row needs, or else
-    None."""
+    """Return the verdict "not tried" if the harness does not support the MCP server or the skill that the row needs,
+    and None otherwise."""
     if row.needs not in ("mcp", "skill"):
         return None
     try:
@@ -157,7 +157,7 @@ def _untried(row: CertificationRow, subject: Subject) -> RowVerdict | None:
 
 
 def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> GroupSpec:
-    # If the program exits with an error, the row fails, and its verdict has the program's log.
+    # Make an exit code other than 0 an error: then the row fails, and its verdict has the program's log.
     strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}
     files = [
         Write(write=b64encode(data).decode(), to=name, encoding="base64")

@@ -1,9 +1,9 @@
 """The scripted model of a certification. It is an engine that replies with the steps of a row (test), and calls tools
 that the prompt declares.
 
-The model finds the row and the number of earlier replies in each prompt, so it keeps no state between calls. It
-supports only the chat format of the certifying service. Invariant: for every generation that has begun, `calls` has
-exactly the prompt's ids and the ids that were yielded.
+The model reads the row and the number of earlier replies from each prompt, and keeps no count of its own. It supports
+only the chat format of the certifying service. Invariant: for every generation that has begun, `calls` has exactly the
+prompt's ids and the ids that were yielded.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ START = "<|im_start|>"
 END = "<|im_end|>"
 
 HELP_SECONDS = 10.0
-"""Maximum seconds that a reply is delayed until the sub-agent has finished, if the program has no tool that waits for
-it."""
+"""How many seconds, at most, a reply waits for the sub-agent to finish. It waits only if the program has no tool for
+that."""
 
 _CHUNK_TOKENS = 8
 """Number of tokens per chunk. It is small, so that every streamed reply has several chunks."""
@@ -69,7 +69,7 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True):
     - `subagent`: True if a sub-agent makes the call.
     - `replies`: the number of the model's replies after the message with the task. Without a task, all replies count.
     - `agent_id`: the id of a started sub-agent, from the newest message; or None.
-    - `words`: the words of the row's skill that occur in the prompt.
+    - `words`: those of the words OFFERED and READ that occur in the prompt.
     """
 
     row: str | None
@@ -172,7 +172,7 @@ class ScriptedModel:
             "context_tokens": CONTEXT_TOKENS,
             "chunk_tokens": _CHUNK_TOKENS + (len(self._tokenizer.encode(FIRST_WORD)) if step.stall else 0),
         }
-        # The engine needs a tokenizer only for stop strings. Loading a tokenizer is slow.
+        # The engine needs a tokenizer only for stop strings, and loading one is slow.
         tokenizer = self._folder if request.sampling.stop else None
         engine = ScriptedEngine(EngineOptions(name=self.name, tokenizer=tokenizer, options=options))
         async for chunk in engine.generate(request):
@@ -255,8 +255,8 @@ def read_prompt(text: str) -> PromptState:
             continue
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tools.append(tool)
-    # Search the system message last: only some prompts have a sub-agent's task there. Skip the results of tools, which
-    # name no task.
+    # Find the message with the task. Search the system message last: only some programs put a sub-agent's task there.
+    # Skip replies and tool results: a mark in these is no task.
     for index, message in [*list(enumerate(messages))[1:], *list(enumerate(messages))[:1]]:
         if not message.startswith(("user\n<tool_response>", "assistant\n")) and (found := _MARKS.search(message)):
             # The last message is the reply that is about to be generated, so it does not count.

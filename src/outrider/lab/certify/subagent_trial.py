@@ -23,7 +23,7 @@ from outrider.lab.certify.tool_finder import MarkedCall, find_tools, find_waiter
 from outrider.messages import ToolSpec
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-"""The letters of which the random marks consist."""
+"""The letters of the random marks."""
 CALLS = 16
 """Maximum number of tools to call."""
 SESSIONS = 3

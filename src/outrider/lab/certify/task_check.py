@@ -28,7 +28,8 @@ from outrider.spec import EngineSpec, TaskSpec
 from outrider.tasks.examples import Example, Gold
 
 TIMES = 2
-"""Number of tries with the known solution, and without it. Two tries can reveal a reward that depends on chance."""
+"""Number of tries with the known solution, and also without it. Two tries can reveal a reward that depends on
+chance."""
 NOTHING = "I have done nothing."
 AGENT = "outrider.lab.certify.gold_agent:GoldAgent"
 END = "<|im_end|>"
@@ -81,8 +82,8 @@ async def check_tasks(
             files=folder if any(map(uploads, tasks)) else None,
             model=ModelConfig(tokenizer=str(POLICY), renderer="qwen3"),
             lanes=LanesConfig(init=at_once, run=at_once, eval=at_once),
-            # The user starts this service only for these tasks, so they may run any Python and read the files they
-            # name.
+            # The user starts this service only for these tasks, so the tasks may run any Python and read the files that
+            # they name.
             plugins=PluginsConfig(allow=("*",)),
             graders=tuple(graders),
             network=network or NetworkConfig(),

@@ -133,7 +133,8 @@ DESCRIBED = 1
 NOTE_TOOL = str(TOOL["name"])
 SHELL_LINE = ("bash", "-c")
 SHELLS = ("bash", "sh", "shell", "zsh", "terminal")
-"""Values that select the shell in a tool that runs code in several languages and has a parameter for the language."""
+"""Values of a tool's language parameter that select the shell. Tools that run code in several languages have such a
+parameter."""
 MAX_DEPTH = 8
 """Maximum depth of nested values in a call. A limit is needed because a schema may contain itself."""
 MAX_VALUES = 1000
@@ -141,7 +142,7 @@ MAX_VALUES = 1000
 MAX_ITEMS = 8
 """Maximum number of items in a list of a call."""
 ARGUMENT_LISTS = ("args", "arguments", "argv")
-"""Names of the parameter for a program's arguments, in a tool whose parameter `command` takes only the program."""
+"""Names of a parameter for a program's arguments. If a tool has one, its parameter `command` takes only the program."""
 
 
 class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +152,7 @@ class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
     - `before`: if the first argument is a list, the elements before the value; None if it is a string.
     - `fixed`: the values of all other required arguments.
     - `absolute`: True if the tool takes absolute paths.
-    - `around`: if not empty, a text for the first argument, in which {value} stands for the value as JSON.
+    - `around`: if not empty, a template for the first argument. It contains {value} in place of the value as JSON.
     """
 
     name: str
@@ -285,8 +286,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
 
 
 def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int:
-    """Return a score for how likely the tool has the role; 0 if it cannot have it. It depends on the tool's name,
-    choices and description."""
+    """Return a score for how likely the tool has the role, judged by its name, choices and description. The score is 0
+    if the tool cannot have the role."""
     if hinted:
         return 1000
     name = str(function.get("name", ""))
@@ -335,8 +336,8 @@ def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool
 
 
 def _fit(name: str, schema: Any, parameter: Parameter) -> int:
-    """Return a score for how well a tool's parameter fits a role's parameter. The score is 0 for a parameter of a wrong
-    type or with fixed choices, and if neither its name nor its description fits."""
+    """Return a score for how well a tool's parameter fits a role's parameter. The score is 0 if the tool's parameter
+    has a wrong type or fixed choices, or if neither its name nor its description fits."""
     kind = _kind(schema)
     if (kind != "string" and not (parameter.may_be_list and kind == "array")) or _choices(schema):
         return 0
@@ -405,8 +406,9 @@ def _filler(name: str, schema: Any, role: ToolRole) -> Any:
 
 
 class _Arguments:
-    """Fills in the arguments of a call. `text` makes each text, which is also added to `texts`. `whole` is the schema
-    in which references are looked up. A schema may contain itself, so filling stops at MAX_DEPTH and at MAX_VALUES."""
+    """Fills in the arguments of a call. `text` makes a new text for each text argument, and `texts` collects them.
+    References in schemas are looked up in `whole`. A schema may contain itself, so filling stops at MAX_DEPTH and at
+    MAX_VALUES."""
 
     def __init__(self, whole: Mapping[str, Any], text: Callable[[], str]) -> None:
         self.texts: list[str] = []

@@ -1,6 +1,6 @@
 """Allows sandboxes to use the host paths that tasks name, in a service that a user starts only for these tasks.
 
-The tasks may come from somebody else. So a sandbox gets only the paths that they name, without those that no service
+The tasks may come from somebody else. So a sandbox gets only the paths that they name, and never one that no service
 may allow.
 """
 

@@ -1,7 +1,7 @@
 """Checks the samples of a demo's sessions, computes totals, and writes the samples and the totals to files.
 
-Only `write_files` does I/O. The check runs no model. The service's count of drifted tokens already shows whether the
-engine got exactly the ids in the samples.
+Only `write_files` does I/O. The check runs no model, because the service's count of drifted tokens already shows
+whether the engine got exactly the ids in the samples.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals over the finished sessions of one group or of all groups. `mean_reward` and the fields in seconds are
-    means. `mean_reward` is over the sessions with a verdict, or 0.0 if there are none."""
+    """Totals over the finished sessions of one group or of all groups. The fields in seconds are means over these
+    sessions. `mean_reward` is the mean over those with a verdict, 0.0 if there are none. All other numbers are sums."""
 
     name: str
     sessions: int
@@ -184,7 +184,7 @@ def _one_sample_faults(sample: Sample, turns: Sequence[TurnView], tokenizer: Tok
         yield f"{name}: not every id that trains has a log-probability and a version"
         return
     sampled = {turn.sampled for turn in turns}
-    # The ids of a turn that are trained on are contiguous.
+    # The trained ids of a turn are contiguous, so each span must be the text of one turn.
     for start, end in sample.trained:
         if (text := tokenizer.decode(sample.ids[start:end].tolist())) not in sampled:
             yield f"{name}: {text!r} is trained on, but is the text of no turn"

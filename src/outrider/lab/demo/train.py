@@ -39,8 +39,8 @@ from outrider.trainers.weight_publishing import PolicyWeights
 GROUPS, SAMPLES = 8, 8
 """Number of groups in a training step, and number of sessions in a group."""
 INFLIGHT = 8
-"""Maximum number of concurrent groups. They fill the run lane (the slots for running agents). More groups would be too
-old for the next batch."""
+"""Maximum number of concurrent groups. This many fill the run lane (the slots for running agents). With more, some
+groups would be too old for the next batch."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """The learning rates at the beginning and at the end. At 1e-3, a policy may forget the syntax of tool calls within one
@@ -56,8 +56,8 @@ SOLVED, SOLVED_STEPS = 0.93, 3
 """Training ends when the mean reward of the last SOLVED_STEPS steps is at least SOLVED. Groups that were not trained on
 also count for this mean."""
 EPISODES = 128
-"""Number of episodes with which the reward is measured before and after the training. They are not trained on, and each
-has one session."""
+"""Number of episodes, of one session each, that measure the reward before and after the training. They are not trained
+on."""
 LANES = LanesConfig(init=8, run=48, eval=8)
 SLOTS = 48
 """Number of sequences that the engine processes at once: one for each running agent."""

@@ -61,7 +61,7 @@ class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     - `when`: use this reply for every prompt whose end contains this text. The replies without `when` are used in
       order, separately for each session.
-    - `fail`, `after`: raise this error after `after` tokens, unless the request's token limit is lower.
+    - `fail`, `after`: raise the error `fail` after `after` tokens, unless the request's token limit is lower.
     - `stall`: wait after this many tokens, until `release` is called.
     """
 
@@ -85,7 +85,7 @@ class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class _Plan(msgspec.Struct, frozen=True):
     """A whole generation as planned: its tokens, its end, and the token after which it stalls. Either `finish` or
-    `failure` is set. `script` is the scripted reply from which the plan was made, with its ids."""
+    `failure` is set. `script` is the scripted reply that is planned, with its ids."""
 
     ids: list[int]
     finish: FinishReason | None

@@ -31,7 +31,7 @@ UNCHECKED = "echo 'the task has no check yet' >&2; exit 2"
 
 
 _INTERPRETER = re.compile(r"(?:python|pypy|node|bun|deno|ruby|perl|bash|dash|sh|zsh)[\d.]*")
-"""Matches the names of interpreters. An interpreter's first argument that names a file is the script."""
+"""Matches the names of interpreters. The first of their arguments that names a file is the script."""
 _ENV_SHEBANG = re.compile(rb"#! ?/usr/bin/env (?:-S +)?([\w.-]+)")
 
 
@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about a recorded run from which a task is drafted. `place` is its command. The command, `env` and
+    """The facts about a recorded run that a drafted task needs. `place` is the run's command. The command, `env` and
     `files` may contain placeholders. `stdin` is True if the program read the instruction from standard input. `calls`,
     `dialects` and `streamed` describe its model calls."""
 
@@ -76,9 +76,9 @@ class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
 def place_of(words: Sequence[str], search: str | None) -> Place:
     """Return the command in `words` with the files that it needs. `search` is the PATH. Reads links and files.
 
-    If an argument is a file or `--name=FILE`, it becomes an absolute path, and the file is mounted. A relative path to
-    a small text file below the working directory does not change. This file is the program's input, and a prepare step
-    writes it. An interpreter's script is always mounted.
+    In an argument FILE or `--name=FILE`, the path becomes absolute, and the file is mounted. But a small text file with
+    a relative path below the working directory is taken for the program's input: its path does not change, and a
+    prepare step writes the file. An interpreter's script is always mounted.
     """
     found = shutil.which(words[0], path=search)
     if found is None:
@@ -138,8 +138,8 @@ def _links(file: Path) -> Iterator[Path]:
 
 
 def _named_by_env(script: Path, search: str | None) -> Path | None:
-    """Return the interpreter that a script names in a first line `#!/usr/bin/env INTERPRETER`. Returns None if every
-    sandbox has this interpreter."""
+    """Return the interpreter that a script names in a first line `#!/usr/bin/env INTERPRETER`. Returns None if there is
+    no such line, the interpreter is not found, or every sandbox has it."""
     with script.open("rb") as file:
         named = _ENV_SHEBANG.match(file.read(LONGEST_PATH))
     found = shutil.which(named[1].decode(), path=search) if named else None
@@ -158,9 +158,10 @@ def _work(text: str) -> str | None:
 
 
 def _shown(file: Path) -> Iterator[Path]:
-    """Yield the paths to mount for a program or script, and for each link that leads to it. Usually this is the folder
-    around the file: /opt/tool for /opt/tool/bin/tool. For a file in an npm package it is the whole folder node_modules.
-    In a folder with many unrelated files, such as /tmp, it is only the file."""
+    """Yield the path to mount for a program or script. If it is a symbolic link, also yield one for each target along
+    the chain of links. Usually the path is the folder around the file: /opt/tool for /opt/tool/bin/tool. For a file in
+    an npm package, it is the whole folder node_modules. In a folder with many unrelated files, such as /tmp, it is the
+    file alone."""
     for place in _links(file):
         if _of_system(place):
             return
@@ -177,8 +178,8 @@ def _of_system(path: Path) -> bool:
 
 def with_instruction(words: Sequence[str], user_texts: Iterable[str]) -> tuple[tuple[str, ...], str | None]:
     """Replace the instruction in the command's words with {instruction}. The instruction is a text that the program
-    sent to its model as a user message. Returns the new words and this text, or None if there is no such text. In
-    `--name=TEXT`, only TEXT is replaced."""
+    sent to its model as a user message. Returns the new words and the instruction. If no word has such a text, returns
+    the same words and None. In `--name=TEXT`, only TEXT is replaced."""
     sent = [text.strip() for text in user_texts]
     best: tuple[tuple[bool, bool, int], int, str] | None = None
     for index, word in enumerate(words[1:], 1):

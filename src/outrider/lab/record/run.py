@@ -1,5 +1,5 @@
-"""Runs a program by hand and records its model calls. A service in this process serves the calls with a scripted model
-or a real engine.
+"""Runs a program outside a sandbox and records its model calls. A service in this process answers the calls, with a
+scripted model or a real engine.
 
 Invariant: when `record` returns, the service has ended and its data have been removed. The transcript has every call.
 """
@@ -85,7 +85,7 @@ async def record(
     program: Program, transcript: IO[str], *, settings: Config | None = None, stdout: IO[str] | None = None
 ) -> RecordedRun:
     """Run the program until it ends, and write its model calls to `transcript`. The engines of `settings` reply, or a
-    scripted model without `settings`. The program's output goes to `stdout`, by default that of this process. Raises
+    scripted model if `settings` is None. The program's output goes to `stdout`, by default that of this process. Raises
     InvalidField for a program that cannot be run."""
     with tempfile.TemporaryDirectory(prefix="outrider-record-") as folder:
         data = Path(folder) / "data"
@@ -144,8 +144,8 @@ async def _run(program: Program, session: ExternalSession, url: str, home: Path,
         await asyncio.to_thread(_write, home, program.files, words)
         env["HOME"] = str(home)
     try:
-        # A shell makes the pipe for standard input, as in the drafted task. asyncio may use a socket, from which some
-        # programs do not read.
+        # A shell makes the pipe for standard input, as in the drafted task. asyncio may use a socket instead, and some
+        # programs do not read from a socket.
         process = await asyncio.create_subprocess_exec(
             *(FED if program.stdin else ()), *command, env=env, stdout=stdout
         )

@@ -19,7 +19,7 @@ from outrider.redaction import HIDDEN, redacted
 from outrider.wire.http_server import Receive, Scope, Send
 
 KEPT_BYTES = 1 << 24
-"""Maximum bytes of a body in the transcript. Of a longer body, only the size is written."""
+"""Maximum bytes of a body in the transcript. For a longer body, only its size is written."""
 
 SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "x-goog-api-key", "api-key"})
 _SECRET_NAME = re.compile(r"^(?:[\w-]*[_-])?(?:api[_-]?key|password|passwd|secret|access[_-]?token)$", re.IGNORECASE)

@@ -1,7 +1,7 @@
 """Detects IP addresses that belong to this machine or to a private network, in any notation.
 
-The functions connect to nothing. They ask the kernel for its routes at each call, so later addresses of this machine
-are detected, too.
+The functions connect to nothing. They ask the kernel for its routes at each call, so they also detect addresses that
+this machine gets later.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def is_own(address: Address) -> bool:
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         return _route_type(family, address.packed) in (LOCAL, ANYCAST)
-    except OSError:  # A system-call filter may block netlink. A socket binds only to an address of this machine.
+    except OSError:  # A system-call filter may block netlink. Then try to bind, which works only for own addresses.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.bind((str(address), 0))

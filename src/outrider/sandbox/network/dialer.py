@@ -73,8 +73,9 @@ class Dialer:
     """Opens connections for one proxy.
 
     `environ` may name the operator's HTTP proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts to reach without it
-    (NO_PROXY). The default is this process's environment. `own` contains the service's own addresses as `host:port`,
-    and the dialer never connects to them. The host is an address, a name, or `*` for every address of this machine.
+    (NO_PROXY). The default is this process's environment. The dialer never connects to the service's own addresses,
+    which `own` contains as `host:port`. In these, `host` is an address, a name, or `*` for every address of this
+    machine.
     """
 
     def __init__(
@@ -135,8 +136,9 @@ class Dialer:
         return frozenset(found)
 
     def _may_reach(self, address: Address, server: ProxiedServer) -> bool:
-        """Return whether the proxy may connect to this address of the server. A host name resolves to whatever its
-        owner wants. So a sensitive address is allowed only if the operator lists the address itself."""
+        """Return whether the proxy may connect to this address of the server. Even for a server of the operator, a
+        sensitive address is allowed only if the operator lists the address itself, because a name resolves to whatever
+        its owner wants."""
         at = plain(address)
         if any(place_of(str(one), server.port) in self._own for one in embedded_addresses(at)) or (
             f"*:{server.port}" in self._own and any(map(is_own, embedded_addresses(at)))

@@ -37,14 +37,14 @@ CONNECTION_SECONDS = 3600.0
 LATE_BODY_SECONDS = 5.0
 """Once the server has replied, the proxy forwards the rest of the request's body for at most this many seconds."""
 LINGER_SECONDS = 2.0
-"""Seconds for which a refused client may read the reason. Meanwhile, the rest of its request is discarded, because
+"""How many seconds a refused client has to read the reason. Meanwhile, the rest of its request is discarded, because
 closing a connection with unread bytes would reset it, and the reason would be lost."""
 CONNECT_PATIENCE = 5.0
-"""If a phase ends after a request has waited more than this many seconds for a connection to its server, the server has
-failed. A shorter wait is no failure, because a program may send a request just before it exits."""
+"""How long a request may wait for a connection to its server, in seconds. If it has waited longer when the phase ends,
+the server counts as failed. A shorter wait is no failure, because a program may send a request just before it exits."""
 ANSWER_PATIENCE = 30.0
-"""If a connection ends after a wait of more than this many seconds for a reply or for its next bytes, the server has
-failed."""
+"""How long a request may wait for the reply or for its next bytes, in seconds. If it has waited longer when the
+connection ends, the server counts as failed."""
 CLIENT_SECONDS = 5.0
 """A reply that ends too early is not the server's failure if the client took at least this many seconds to receive
 it."""
@@ -213,7 +213,8 @@ class Proxy:
                 else:
                     await self._exchange(request, route, connection, flow, reader, writer)
         except NotPassedOn as error:
-            # The program chooses the request. So a request that is not allowed is not a failure of the index.
+            # The program in the sandbox chose the request, so if it is not allowed, this is no failure of the package
+            # index.
             blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
             flow.end_wait()
             passage.failed(str(error), blameless=blameless)
@@ -289,8 +290,8 @@ class Proxy:
                 break
         flow.end_wait()
         flow.answered = True
-        # Only a package index has `methods`, and it gets only simple requests, so this status means that it has failed.
-        # A program can provoke this status from most other servers by an odd request.
+        # Only a package index has `methods`. An index gets only simple requests, so one of these statuses means that it
+        # has failed. From most other servers, a program can provoke such a status by an odd request.
         if route.methods and reply.status in OVERLOADED:
             status = f"{request.place} answered with status {reply.status}"
             flow.passage.failed(status, blameless=is_plain_read(request, route))

@@ -21,13 +21,13 @@ MAX_BYTES = 20 << 20
 """Maximum size of one record: its URLs, its replies, and LINE_BYTES for each line. Its file then fits into one
 artifact."""
 LINE_BYTES = 256
-"""Bytes that each line counts in addition to its URL and its reply."""
+"""Bytes that each line counts towards MAX_BYTES, in addition to its URL and its reply."""
 MAX_FILE = 64 << 20
 
 
 class RecordedReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of a record. `reply` is the whole reply with its head. If `reply` is None, the record was full, and
-    replies are missing."""
+    """A line of a record. `reply` is the whole reply with its head. A line with `reply` None says that the record was
+    full and lacks replies."""
 
     phase: Phase
     method: str = ""
@@ -36,7 +36,7 @@ class RecordedReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def size(self) -> int:
-        """The number of bytes that this line counts."""
+        """The number of bytes that this line counts towards MAX_BYTES."""
         return LINE_BYTES + len(self.url) + len(self.reply or b"")
 
 
@@ -96,7 +96,7 @@ class NetworkReplay:
                 raise RuntimeUnavailable(f"{file.name} is larger than any record of a network")
             return cls([msgspec.json.decode(line, type=RecordedReply) for line in data.splitlines()], phase)
         except (OSError, msgspec.MsgspecError) as error:
-            # `strerror` does not contain the path of the file, but `str(error)` does.
+            # Keep the path of the file out of the message: `str(error)` would contain it.
             why = error.strerror if isinstance(error, OSError) else error
             raise RuntimeUnavailable(
                 f"{file.name} is no record of a network: {why}",
@@ -110,7 +110,7 @@ class NetworkReplay:
         found = None if phase is None else self._replies.get((phase, request.method, _url(request)))
         if request.length or not found:
             full = "; the record was full" if self._full else ""
-            # The session's timeline shows this message, and the query of a URL may contain a secret.
+            # Leave the query out: it may contain a secret, and the session's timeline shows this message.
             shown = _url(request).partition("?")[0][:300]
             raise NotRecorded(f"the record has no reply to {request.method} {shown} with this query{full}")
         return found.pop(0) if len(found) > 1 else found[0]

@@ -91,8 +91,8 @@ class RequestHead(msgspec.Struct, frozen=True):
         return place_of(self.host, self.port, hidden=80)
 
     def head(self, target: str, origin: str, *more: str, only: frozenset[str] | None = None) -> bytes:
-        """Return the head to send to the server, with the additional lines `more`. If `only` is given, all other client
-        headers are dropped (names in lower case)."""
+        """Return the head to send to the server, with the additional lines `more`. `only`, if given, contains the names
+        (in lower case) of the client's headers to send. The others are dropped."""
         kept = [field for field in self.fields if only is None or field.partition(":")[0].lower() in only]
         lines = [f"{self.method} {target} {self.version}", f"Host: {origin}", *kept, "Connection: close", *more]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

@@ -19,8 +19,8 @@ from outrider.spec import RUNTIME, NetworkSpec
 READS = frozenset({"GET", "HEAD"})
 """The HTTP methods that a package mirror accepts. Packages can be downloaded but not published."""
 MIRROR_SETTINGS = {"pip": "pip_index", "npm": "npm_registry", "apt": "apt_hosts"}
-"""The setting in section [network] with the servers of each package mirror. If it is empty, the mirror is not
-available."""
+"""For each package mirror, the setting in section [network] that names its servers. If the setting is empty, the mirror
+is not available."""
 INSIDE = "{}.mirror.internal"
 """The host name of a package mirror inside a sandbox. Only the proxy understands this name."""
 HINT = (
@@ -30,7 +30,7 @@ HINT = (
 
 
 class Mirror(msgspec.Struct, frozen=True, kw_only=True):
-    """A package mirror. Sandboxes reach a package index by host names that only the proxy understands.
+    """A mirror of a package index. Sandboxes reach it by host names that only the proxy understands.
 
     `servers`: the servers of the index and of its files, by host name in the sandbox.
     `replaced`: the addresses to replace in pages; see `ProxyRoute.replaced`.
@@ -79,8 +79,8 @@ class NetworkRules:
         self.own = frozenset() if config is None else own_places(config, service_url)
 
     def may_ask(self, tenant: str | None) -> list[str]:
-        """Return the destinations that a tenant's tasks may ask for. With None, return those of all tenants
-        together."""
+        """Return the destinations that a tenant's tasks may ask for, or those of all tenants together if `tenant` is
+        None."""
         found = list(self.settings.allow)
         for one in self.settings.tenants:
             if tenant is None or one.tenant == tenant:
@@ -96,7 +96,7 @@ class NetworkRules:
         for name, asked in spec.lists():
             if refused := not_covered(asked, may):
                 allowed = f"only {', '.join(may)}" if may else "nothing"
-                if whose is None:  # every tenant can read this message
+                if whose is None:  # do not list what is allowed: every tenant can read this message
                     why = "is allowed to no task any more"
                 else:
                     why = f"is not allowed: the operator allows {whose} {allowed}"

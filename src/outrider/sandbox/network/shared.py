@@ -47,8 +47,8 @@ class BytePace:
 
 
 class Lookups:
-    """Resolves host names for one sandbox, with at most LOOKUPS look-ups in each thread pool. The pool `named` is for
-    hosts that the task declares, and `others` is for all other hosts.
+    """Resolves host names for one sandbox, with at most LOOKUPS look-ups at once in each thread pool. The pool `named`
+    is for hosts that the task declares, and `others` is for all other hosts.
 
     A look-up counts until its thread has finished, even if no request waits for it any more.
     """
@@ -92,8 +92,8 @@ class Lookups:
             with suppress(RuntimeError):  # the event loop may already be closed
                 loop.call_soon_threadsafe(ended)
 
-        # `end` must run before the callback of `wrap_future`. Otherwise, a request right after the result would reuse
-        # this result.
+        # `end` must run before the callback of `wrap_future`, so that the look-up leaves `_running` before its result
+        # arrives. Otherwise, a request right after the result would reuse it.
         thread.add_done_callback(end)
         self._running[key] = asyncio.wrap_future(thread)
 

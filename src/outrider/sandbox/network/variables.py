@@ -4,7 +4,8 @@ from __future__ import annotations
 
 APT_CONFIG = "/run/outrider-apt.conf"
 APT_SETTINGS = b'APT::Sandbox::User "root";\n'
-"""Makes apt download packages as root instead of as the user `_apt`, because most sandboxes have no user but root."""
+"""Settings that make apt download packages as root instead of as the user `_apt`: most sandboxes have no user but
+root."""
 LOCAL = "localhost,127.0.0.1,::1"
 
 

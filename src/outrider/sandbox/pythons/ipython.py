@@ -21,8 +21,8 @@ from outrider.environment import cache_home
 from outrider.sandbox.pythons.portable import portable_command, portable_digest, portable_python
 
 LEFT_OUT = ("jedi",)
-"""Packages that are not in the folder. IPython imports jedi only to complete names as a person types, and works without
-jedi. It has two thirds of all the folder's files, which every pod would copy."""
+"""Required packages that are left out of the folder. IPython uses jedi only to complete names while a person types, and
+works without it. jedi would be two thirds of the files in the folder, which every pod copies."""
 WITHOUT_IPYTHON = (
     "install IPython for the sandbox's own python3, in its image; or install it beside Outrider "
     "(pip install ipython) and show it in the sandbox (mounts of pythons/ipython.py, as the built-in "
@@ -61,9 +61,9 @@ def _digest() -> str | None:
 
 
 def _closure(name: str) -> dict[str, metadata.Distribution]:
-    """Return an installed package together with its installed requirements, direct and indirect. Requirements of extras
-    and the packages of LEFT_OUT are not followed. All other markers (`; python_version < "3.11"`) are ignored, because
-    a package that a marker excludes is usually not installed."""
+    """Return an installed package together with those of its direct and indirect requirements that are installed.
+    Requirements of extras and the packages of LEFT_OUT are skipped. Other markers, such as `python_version < "3.11"`,
+    are not evaluated: a package that they exclude is usually not installed."""
     found: dict[str, metadata.Distribution] = {}
     waiting = [name]
     while waiting:

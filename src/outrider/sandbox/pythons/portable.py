@@ -2,8 +2,9 @@
 or shared libraries.
 
 It is a folder, which sandboxes see at PORTABLE_AT: a copy of Outrider's interpreter with the standard library, the
-dynamic loader, and all shared libraries that may be needed. The copied loader starts it, so it uses no file outside of
-the folder. It needs no environment variables, which child processes would inherit.
+dynamic loader, and all shared libraries that may be needed. The copied loader starts the interpreter, so no file
+outside of the folder is used. The loader gets the library path as an argument, because child processes would inherit an
+environment variable.
 
 Invariant: the folder `python/DIGEST` in the cache is complete, has been tested, and never changes.
 """
@@ -47,7 +48,8 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that the tool server does not need. `_build` copies `lib-dynload` separately."""
 MODULES_LEFT_OUT = ("_tkinter", "_test", "_ctypes_test", "xx")
 BESIDE_LIBC = ("libgcc_s.so.1",)
-"""Libraries that no ELF file lists among its dependencies. glibc loads libgcc_s itself when a thread is cancelled."""
+"""Libraries to copy although no ELF file lists them as a dependency. glibc loads libgcc_s itself when a thread is
+cancelled."""
 PT_INTERP = 3
 TRY_SECONDS = 60
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 MAX_DOCUMENT = 8 << 20
 """Maximum size of a JSON document in an image, in bytes."""
 MAX_NESTING = 4
-"""Maximum number of image indexes that are read. An index can point to another index."""
+"""Maximum depth of nested image indexes. An index can point to another index."""
 MAX_LAYERS = 512
 """Maximum number of an image's layers. Container engines create at most 127."""
 MAX_MEMBERS = 10_000
@@ -34,7 +34,7 @@ MAX_MEMBERS = 10_000
 millions of entries, and none of these documents."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Processor architectures: from the output of `uname -m` to the name in an image index."""
+"""The names of processor architectures in an image index, by the output of `uname -m`."""
 NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 
 
@@ -54,7 +54,7 @@ class Platform(msgspec.Struct, frozen=True):
 
 
 class Descriptor(msgspec.Struct, frozen=True):
-    """A reference to a file of the image by its digest, called a descriptor in the OCI image specification."""
+    """A descriptor of the OCI image specification: it refers to a file of the image by its digest."""
 
     digest: str
     media_type: str | None = msgspec.field(name="mediaType", default=None)
@@ -174,8 +174,8 @@ def _saved(open_: Open) -> Layered:
 
 
 def _checked(layers: list[str]) -> list[str]:
-    """Return the names of an image's layers. Raises BadImage if there are more than MAX_LAYERS, because every layer is
-    read twice."""
+    """Return the names of an image's layers unchanged. Raises BadImage if there are more than MAX_LAYERS, because
+    reading each of them (twice) could take very long."""
     if len(layers) > MAX_LAYERS:
         raise BadImage(f"the image has {len(layers)} layers: more than {MAX_LAYERS} are not read")
     return layers
@@ -217,8 +217,8 @@ def digest_of(path: Path, without: frozenset[str] = frozenset()) -> str:
     found = hashlib.sha256()
     names = [str(path)]
     for folder, folders, files in os.walk(path):
-        # os.walk visits the folders in this list. The order must be the same on every machine, because it changes the
-        # digest.
+        # os.walk visits the folders that are left in this list, in this order. The digest depends on the order, so it
+        # must be the same on every machine.
         folders[:] = sorted(name for name in folders if os.path.join(folder, name) not in without)
         names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
     for name in names:

@@ -32,11 +32,11 @@ PROGRAMS = ("apptainer", "singularity")
 
 
 class Reuse(StrEnum):
-    """The rule by which an earlier build may be reused.
+    """Which earlier build may be used instead of a new one.
 
-    scratch: none, except a build that another process has finished after this one was requested.
+    scratch: none, unless another process has finished the same build since this one was requested.
     versioned: a build of the same recipe, with the same base, files and version of Outrider.
-    lock: a build with the same base, packages and requirements. A second, short build adds files, variables and
+    lock: a build with the same base, packages and requirements. A second, short build then adds files, variables and
         commands.
     """
 
@@ -47,7 +47,7 @@ class Reuse(StrEnum):
 
 def apptainer_program() -> str:
     """Return the path of the Apptainer program, without running it. If it is not installed, raises RuntimeUnavailable
-    with a hint how to install it."""
+    with a hint on how to install it."""
     program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
     if program is None:
         raise RuntimeUnavailable(
@@ -59,7 +59,7 @@ def apptainer_program() -> str:
 
 class Builder:
     """Builds images with Apptainer in the folder `folder`. The methods block until their work is done. `program` is the
-    path of Apptainer; by default, it is searched on the PATH. `note` is called with progress messages. A build that
+    path of Apptainer, which by default is looked up on the PATH. `note` is called with progress messages. A build that
     takes longer than `seconds` is killed."""
 
     def __init__(

@@ -10,7 +10,7 @@ Supported instructions:
 - LABEL, EXPOSE, VOLUME, CMD and others that change no files; they are ignored
 
 Invariants: every other instruction, and every file outside of the build context, causes an error with the file name,
-the line and a hint; two Dockerfiles with the same key produce the same image.
+the line and a hint; two plans with the same key produce the same image.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ MAX_MESSAGE = 500
 """Maximum length of an error message in characters. The message quotes the instruction, which may have a million
 characters."""
 ADDED = ("without", "is_file", "owner")
-"""Fields of build steps that are newer than the current FORMAT. They are left out of the key if they are empty, so
-older images keep their keys."""
+"""Fields that build steps got without a new FORMAT. They are left out of the key if they are empty, so that older
+images keep their keys."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
@@ -88,8 +88,8 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
 
     `sources`: the files and folders, with symbolic links resolved.
     `target`: an absolute path in the image.
-    `into`: True if `target` is a folder. Otherwise a single file becomes `target`, or goes into it if that folder
-        exists.
+    `into`: True if the sources go into the folder `target`. If False, a single file becomes `target`, unless a folder
+        of that name exists, into which it then goes.
     `without`: the paths in the sources that .dockerignore excludes.
     `owner`: the user and group of the copies, as an argument for `chown`. "" means root.
     """
@@ -173,7 +173,7 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     `env`, `workdir`: settings of the finished image.
     `digest`: the plan's key, in the form `sha256:HEX`.
-    `health`: the health check. It is not part of the image, because a prepare step of the task runs it.
+    `health`: the health check. It is not stored in the image: a prepare step of the task runs it.
     """
 
     file: Path
@@ -329,8 +329,8 @@ class Reader:
                     )
             elif isinstance(step, CopyFrom):
                 fields["origin"] = step.origin.digest
-            # The key contains the tag of a step and not its class name. So the class can be renamed, and existing
-            # images keep their keys.
+            # The key contains a step's tag and not its class name, so that existing images keep their keys if the class
+            # is renamed.
             said.append([type(step).__struct_config__.tag, fields])
         return BuildPlan(
             file=self._file,
@@ -381,8 +381,8 @@ class Reader:
         self._stages.append(BuildStage(base, shell, health, words[2].lower() if words[1:] else None))
 
     def _named_stage(self, name: str, *, numbers: bool = True) -> BuildStage | None:
-        """Return an earlier stage by its name, or with `numbers`, by its number (`COPY --from=0`). Returns None if
-        there is no such stage."""
+        """Return an earlier stage by its name or, if `numbers` is true, by its number (`COPY --from=0`). Returns None
+        if there is no such stage."""
         for stage in reversed(self._stages):
             if stage.name == name.lower():
                 return stage
@@ -590,8 +590,8 @@ class Reader:
         """Return the files and folders of the build context that match a path or pattern, with symbolic links resolved.
         Each comes with the paths below it that .dockerignore excludes.
 
-        The build context is the Dockerfile's folder. If a path does not exist there, the whole folder of a Harbor task
-        is searched, because some Dockerfiles expect `docker build -f` in that folder.
+        The build context is the Dockerfile's folder. If a path does not exist there, the folder of the whole Harbor
+        task is searched instead: some Dockerfiles are written for `docker build -f` in that folder.
         """
         if "://" in word or word.startswith("git@"):
             raise self._refusal(
@@ -684,7 +684,7 @@ class Reader:
             folders[:] = entered
 
     def _filled(self, one: Instruction, document: HereDocument) -> str:
-        # `_words` would remove the quotes and line ends of the here-document.
+        # Not `_words`: it would remove the quotes and line ends of the here-document.
         try:
             return filled_words([document.body.replace(r"\$", "\0")], self._known())[0]
         except ValueError as error:
@@ -724,8 +724,8 @@ def kept_digest(path: Path, without: tuple[Path, ...]) -> str:
 
 
 def with_documents(one: Instruction) -> str:
-    """Return the script of a RUN instruction. If the RUN is only a here-document, its text is the script, and the
-    program of its #! line runs it."""
+    """Return the shell script of a RUN instruction. If the RUN consists only of a here-document, the document's text is
+    the script. If this text begins with a #! line, the program named there runs it."""
     if len(one.documents) != 1 or one.text != one.documents[0].word:
         return "\n".join((one.text, *(document.text for document in one.documents)))
     [document] = one.documents

@@ -16,11 +16,11 @@ HERE_DOCUMENT = re.compile(r"\d*<<(-?)([\"']?)([A-Za-z0-9_.]+)\2")
 WITH_DOCUMENTS = frozenset({"RUN", "COPY", "ADD"})
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^{}]*))?\})")
 MAX_VALUES = 128 << 10
-"""Maximum characters of all variables of one kind (ARG before FROM, other ARG, ENV), and of all values in one
-instruction. Linux does not support longer variables. The limit also stops variables that repeat the previous variable
-twice and so double in length."""
+"""Maximum characters of all variables of one kind together (ARG before FROM, other ARG, ENV), and of all values filled
+into one instruction. Linux does not support longer variables. The limit also stops a series of variables that each
+contain the previous one twice, and so double in length."""
 LITERAL = "\0"
-"""Stands for a literal $ until the variables have been filled in."""
+"""The placeholder for a literal $ until the variables have been filled in."""
 
 
 class BadText(ValueError):

@@ -54,10 +54,10 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple[Owners, Ownership]:
-    """Return the owners of the files that exist below `root` and do not belong to root, and a summary of them.
+    """Return those entries of `owners` that are not root's and whose files exist in the folder `root`, and a summary.
 
-    `base` contains the owners in the base image, if there is one. A home directory that the build has created requires
-    several users, because the task probably uses this account.
+    `base` contains the owners in the base image, if there is one. A home directory that is not in it was created by the
+    build. It requires several users, because the task probably uses its account.
     """
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)

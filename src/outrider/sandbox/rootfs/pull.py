@@ -36,7 +36,8 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     cancellation kills skopeo.
 
     If another process or task of this user is pulling the same reference, wait for it, and then use its image or raise
-    its error. Errors of another machine are ignored, because its network and credentials may be different.
+    its error. If it fails on another machine that shares the store, pull the image here: this machine's network and
+    credentials may be different.
 
     Raises InvalidField for the name or reference, and RuntimeUnavailable without skopeo. Raises BadImage if skopeo
     fails or takes longer than PULL_SECONDS, or if the import fails. Raises OSError if the disk is full or this process
@@ -103,7 +104,7 @@ class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def _lock(record: BinaryIO) -> None:
-    """Lock a file. It polls, because a thread that is blocked in `flock` cannot be cancelled."""
+    """Lock a file. This is done by polling, because a thread that is blocked in `flock` cannot be cancelled."""
     while True:
         try:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -157,7 +157,8 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     else:
         path = _existing(base.source, "base.source")
         header = (("Bootstrap", base.kind), ("From", str(path)))
-        # The index.json of an OCI layout contains the digests of all other files.
+        # For an OCI layout, index.json alone identifies the content: directly or indirectly, it contains the digests of
+        # all other files.
         identity = digest_of(_existing(f"{path}/index.json", "base.source") if base.kind == "oci" else path)
     pip = "".join(f"{line}\n" for line in recipe.pip)
     if recipe.requirements is not None:
@@ -185,8 +186,8 @@ def _existing(path: str, field: str) -> Path:
 
 
 def _check(recipe: Recipe) -> None:
-    """Raise InvalidField if a text could start a new section of the definition. Apptainer's format has no way to quote
-    a text."""
+    """Raise InvalidField for an invalid value, and for a text that could start a new section of the definition:
+    Apptainer's format has no way to quote a text."""
     for name in recipe.packages:
         if not PACKAGE.fullmatch(name):
             raise InvalidField(

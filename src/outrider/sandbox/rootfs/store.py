@@ -36,8 +36,7 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpac
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?(@sha256:[0-9a-f]{64})?")
 PINNED = re.compile(r"@sha256:[0-9a-f]{64}")
-"""The digest at the end of an image's name, which comes from a registry. Only the image with this digest may have the
-name."""
+"""A digest at the end of an image's name, as registries use it. Only the image with this digest may have the name."""
 
 OWNERS = "owners"
 
@@ -75,8 +74,8 @@ class ImageStore:
         unpacked again.
 
         If the name contains a digest, the image must have this digest. `pulled` is true if the caller has already
-        compared the digests, so that they are not compared here. Raises InvalidField for the name, NotFound without
-        `source`, BadImage for an invalid image, and RuntimeUnavailable if a required program is not installed.
+        compared the digests, so that they are not compared here. Raises InvalidField for the name, NotFound if `source`
+        does not exist, BadImage for an invalid image, and RuntimeUnavailable if a required program is not installed.
         """
         checked_name(name)
         if not source.exists():
@@ -245,8 +244,9 @@ def _write_name(place: Path, digest: str) -> None:
 
 
 def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
-    """Return whether a task can run without a pull: it has no image, `name` is a path, or the store has this image. For
-    another machine, `names` are the image names there. Images of a container engine do not count."""
+    """Return whether a task with this image can run without a pull. It can if `name` is None or a path, or if the image
+    is in the store. For a task on another machine, `names` are the names in the store there. Images of a container
+    engine do not count."""
     if name is None or os.path.isabs(name):
         return True
     if names is not None:

@@ -1,8 +1,8 @@
 """Unpacks the tar layers of an image into one folder, whose files all belong to the current user.
 
 The owners of the files are returned and not set (see owners.py). Set-user-id bits and extended attributes are dropped.
-Devices, sockets and pipes are skipped and counted. For symbolic links in the image, the folder is `/`. Invariant: no
-archive can cause a read or write outside of the folder. A malformed archive raises BadImage.
+Devices, sockets and pipes are skipped and counted. Symbolic links in the image are followed as if the folder were `/`.
+Invariant: no archive can cause a read or write outside of the folder. A malformed archive raises BadImage.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ the file NAME. OPAQUE removes all files in its folder that come from lower layer
 MAX_LINKS = 40
 """Maximum number of symbolic links in one path, as in Linux."""
 MAX_DEPTH = 256
-"""Maximum depth of folders, because the kernel rejects long paths. Real root file systems have about thirty levels."""
+"""Maximum depth of folders. The kernel rejects long paths, and real root file systems have only about thirty levels."""
 MAX_HEADER = 1 << 20
-"""Maximum bytes of an entry's long name or extended header, because tarfile reads it into memory."""
+"""Maximum bytes of an entry's long name or extended header, which tarfile reads into memory."""
 MAX_BYTES = 64 << 30
 """Maximum bytes of an image's files. It also applies to the image's layers after decompression."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 30
@@ -191,8 +191,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tup
 
 
 class _Layer:
-    """Unpacks one layer. A whiteout, which is an entry that removes files of lower layers, must not remove the paths in
-    `_own`: the paths that this layer has written, and the folders above them."""
+    """Unpacks one layer. `_own` has the paths that this layer has written, and the folders above them. A whiteout must
+    not remove these paths: it is an entry that removes only files of lower layers."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)

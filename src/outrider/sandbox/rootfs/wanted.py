@@ -1,8 +1,8 @@
 """Pulls the images that sessions need and this machine does not have, if the operator allows it.
 
 A session first waits for its images, and only then for resources such as memory. Invariants: only images whose names
-start with an allowed prefix are pulled; this process pulls an image only once at a time, with at most MAX_PULLS pulls
-at once; the pull of a cancelled session continues, because other sessions may wait for it.
+start with an allowed prefix are pulled; this process runs at most MAX_PULLS pulls at once, and never two of the same
+image; the pull of a cancelled session continues, because other sessions may wait for it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def may_pull(spec: RuntimeSpec, kind: RuntimeKind, allowed: Sequence[str]) -> bo
 
 
 class ImagePulls:
-    """The image pulls of a node. `allowed` are the prefixes of image names that may be pulled. `chores` runs the pulls
-    in the background."""
+    """The image pulls of a node. An image may be pulled if its name starts with one of the prefixes `allowed`. `chores`
+    runs the pulls in the background."""
 
     def __init__(self, allowed: Sequence[str], chores: Chores) -> None:
         self._allowed = tuple(allowed)
@@ -48,8 +48,8 @@ class ImagePulls:
 
     async def want(self, spec: RuntimeSpec, *, field: str) -> None:
         """Wait until a sandbox's image is on this machine. Returns at once if the image is already there or may not be
-        pulled. `field` is the task's field with this spec, for error messages. Raises RuntimeFailure with the error
-        message of the pull."""
+        pulled. `field` is the task's field with this spec, for error messages. Raises RuntimeFailure if the pull
+        fails."""
         if spec.image is None or not may_pull(spec, resolve("runtime", spec.sandbox_kind), self._allowed):
             return
         if await asyncio.to_thread(has_image, spec.image):
@@ -58,7 +58,8 @@ class ImagePulls:
             task = self._chores.create_task(self._pull(spec.image), name="pull an image")
             self._running[spec.image] = task
             task.add_done_callback(partial(self._ended, spec.image))
-        # `wait` does not cancel the pull when this session is cancelled, because other sessions may wait for the pull.
+        # `asyncio.wait`, unlike `await task`, does not cancel the pull when this session is cancelled. Other sessions
+        # may wait for the pull.
         await asyncio.wait({task})
         if (failure := task.result()) is not None:
             raise failure.replace(field=f"{field}.image")

@@ -49,7 +49,7 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     - `host` holds the parts that all sandboxes of the node share. It is open while any sandbox runs.
     - `gateway_url` and `gateway_socket` are the model gateway's addresses on the host.
     - `mounts` are host folders with harness programs, to mount read-only at the same path inside.
-    - `layer` is None, or a file that `save_layer` of another sandbox of the same spec wrote. The new sandbox then
+    - `layer` is None, or a file that `save_layer` wrote for another sandbox of the same spec. The new sandbox then
       starts with the contents of this file. Only a `SavesLayers` runtime receives a layer.
     - `gpus` are the GPUs that only this sandbox may use, named as in the setting `sandboxes.gpus`. The tuple is empty
       unless the kind has `gives_gpus`.
@@ -106,7 +106,7 @@ class SandboxProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 class Display(msgspec.Struct, frozen=True):
     """A rich result of code that an interpreter ran, such as a plot. `data` has the result in one or more formats, by
-    MIME type. Images are bytes, and all other formats are text, also JSON. A `text/plain` format is also part of the
+    MIME type. Images are bytes. All other formats are text, including JSON. A `text/plain` format is also part of the
     output."""
 
     data: dict[str, str | bytes]
@@ -172,7 +172,7 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
 class RuntimeKind(Protocol):
     """A kind of sandbox, which `task.runtime.kind` names. Any object with these methods is a kind. A class can be both
-    a kind and its `Runtime`, if the methods of the kind are class methods.
+    a kind and the `Runtime` that this kind creates, if the methods of the kind are class methods.
 
     A kind may have these attributes:
 
@@ -222,9 +222,9 @@ class Runtime(Protocol):
         merged: bool = False,
         seconds: float,
     ) -> ExecResult:
-        """Run a command to its end. `bash -c` runs a string, or `sh -c` in a sandbox without bash. A sequence of words
-        is executed directly. With `merged`, `stdout` also has the output of stderr, in the order of writing. After
-        `seconds`, or if the caller is cancelled, the command and all its descendants are killed."""
+        """Run a command to its end. A string is run by `bash -c`, or by `sh -c` in a sandbox without bash. A sequence
+        of words is executed directly. With `merged`, `stdout` also has the output of stderr, in the order of writing.
+        After `seconds`, or if the caller is cancelled, the command and all its descendants are killed."""
         ...
 
     async def open_shell(self, kind: ShellKind = "bash") -> Shell:
@@ -264,18 +264,18 @@ class Runtime(Protocol):
         """Write a tar archive of the given paths into the new host file `target`.
 
         Files are left out if they are missing, unreadable, or deleted during the call. With `alone`, the call first
-        kills all other processes of the sandbox, also live shells, so that no process changes the files during the
-        copy. The call raises RuntimeFailure, and leaves no file, if a resource for reading a file is lacking or the
-        archive is too large."""
+        kills all other processes of the sandbox, including live shells, so that no process changes the files during the
+        copy. If the archive is too large, or a resource such as memory runs out, the call raises RuntimeFailure and
+        leaves no `target`."""
         ...
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
-        """Give the files at `paths` the state that they had in another sandbox. `snapshot` of that sandbox wrote the
-        host file `archive`.
+        """Give the files at `paths` the state that they had in another sandbox. `archive` is the host file that
+        `snapshot` wrote for that sandbox.
 
         Existing files at `paths` are removed first. Nothing is written outside `paths`. An agent may have crafted the
-        archive. So devices, sockets and pipes are skipped, and also links that lead out of `paths`. Links to system
-        folders are kept."""
+        archive, so devices, sockets and pipes are skipped. Links that lead out of `paths` are skipped, too, except for
+        links to system folders."""
         ...
 
     async def stop(self) -> None: ...

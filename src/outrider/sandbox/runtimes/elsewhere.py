@@ -16,8 +16,8 @@ ELSEWHERE = ("e2b", "kubernetes")
 
 
 def is_set_up(kind: str, host: Host) -> bool:
-    """Return whether the operator has set up a kind. The API key in an environment variable sets up `e2b`. Settings of
-    the service set up `kubernetes`: a kubeconfig alone does not mean that the cluster is for sandboxes."""
+    """Return whether the operator has set up a kind: `e2b` by the API key in an environment variable, `kubernetes` by
+    the service's settings. A kubeconfig alone does not mean that the cluster is for sandboxes."""
     return bool(environment("E2B_API_KEY")) if kind == "e2b" else host.pods != PodsConfig()
 
 

@@ -29,8 +29,8 @@ divided by the divisor, but at least the minimum. For message queues, Linux's de
 it holds one queue of the usual size."""
 COUNTED_BY_NAMESPACE = (5, 14)
 """The first Linux version that also counts the resources in `SHARES` per user namespace. Older kernels count only per
-user, that is, for all sandboxes together. There, a lower limit would not separate the sandboxes, and they would only
-reach it earlier."""
+user, that is, for all sandboxes together. There, a lower limit would not give each sandbox its own share. Together, the
+sandboxes would only reach it sooner."""
 
 
 def counted_memory(resources: Resources, controllers: Container[str]) -> int:
@@ -75,9 +75,9 @@ def kernel_version() -> tuple[int, int]:
 def open_files(soft: int, hard: int) -> int:
     """Return how many descriptors a program may have open. `soft` and `hard` are the limits of this process.
 
-    The kernel counts, per user, descriptors that were sent over a socket and not yet received. If there are more of
-    them than the sending process may have open, it refuses to send another one. A program gets half of the node's own
-    limit. So the unreceived descriptors of sandboxes never keep the node from sending."""
+    For each user, the kernel counts the descriptors that were sent over a socket but not yet received. A process cannot
+    send another one while this count exceeds the number that the process may have open. A sandbox's program may have
+    only half as many open as the node, so unreceived descriptors of sandboxes never keep the node from sending."""
     soft, hard = (MAX_OPEN_FILES * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     return max(min(MAX_OPEN_FILES, soft // 2), min(MIN_OPEN_FILES, hard))
 
@@ -85,8 +85,8 @@ def open_files(soft: int, hard: int) -> int:
 def writable_bounds(resources: Resources) -> tuple[int, int]:
     """Return two maximums for the files that a sandbox may write: the bytes, and the number of files.
 
-    Sandboxes with these maximums keep their files in memory. If a task limits its memory, files may take only a part of
-    it. A full disk is then an error for the program that writes, and does not kill all programs."""
+    Sandboxes with these maximums keep their files in memory. So if a task limits its memory, files may take only a part
+    of it: a program that writes too much then gets an error, and does not exhaust the memory of all programs."""
     size = resources.disk_mb * MEBIBYTE
     if resources.memory_mb is not None:
         size = min(size, round(resources.memory_mb * MEBIBYTE * FILES_SHARE_OF_MEMORY))

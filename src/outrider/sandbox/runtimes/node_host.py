@@ -1,5 +1,5 @@
-"""`Host` manages objects that all sandboxes and evaluators of one node share, called parts. Examples are a daemon's
-client, and the folder of control groups.
+"""`Host` manages parts: objects that all sandboxes and evaluators of one node share, such as a daemon's client or the
+folder of control groups.
 
 This module only opens and closes the parts. Invariant: a part is opened when it is first used. After the last sandbox
 has been stopped, all parts are closed, in the reverse order of opening.
@@ -46,7 +46,8 @@ class Host:
         end = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else secrets.token_hex(4)
         self.name = f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{started(os.getpid())}-{end}"
         self.no_room = Feed[str]()
-        """Publishes a kind of sandbox each time the service of that kind has no room for a session's sandbox."""
+        """Publishes the kind of a session's sandbox, such as `kubernetes`, each time its external service has no room
+        for it."""
         self._stack = AsyncExitStack()
         self._parts: dict[object, Any] = {}
         self._opening: defaultdict[object, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -96,8 +97,8 @@ async def swept(
 def lives(name: str) -> bool:
     """Return whether the process of the node with this name still runs.
 
-    Returns True if this cannot be determined. This is the case for a name that is not a node's, and for a node in
-    another pid namespace, such as a container's. Its process ids have no meaning here."""
+    Returns True if this cannot be determined: if the name is not a node's, or if the node is in another pid namespace,
+    such as a container's, whose process ids have no meaning here."""
     try:
         namespace, pid, since, _ = name.removeprefix(PREFIX).split("-")
         return namespace != _pid_namespace() or started(int(pid)) == since

@@ -2,8 +2,8 @@
 without a container engine.
 
 The driver's state is read only from files. No library of the driver is loaded, and no GPU is opened. The formats of
-these files are taken from other programs that parse them, and were not tried on a machine with a GPU. Invariant: a
-sandbox sees only the GPUs that it was given.
+these files are known only from other programs that parse them: this code was not tried on a machine with a GPU.
+Invariant: a sandbox sees only the GPUs that it was given.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class NvidiaDriver:
 
     def visible(self) -> tuple[Gpu, ...]:
         """Return the GPUs that a CUDA program would use if this process started it. If CUDA_VISIBLE_DEVICES is set, it
-        lists these GPUs. The list ends before the first name that is repeated or matches no GPU. Numbers are in PCI bus
-        order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+        lists these GPUs. The list ends where a name is repeated or matches no GPU. Numbers are in PCI bus order, as
+        with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
         here = self.gpus()
         if (wanted := environment("CUDA_VISIBLE_DEVICES")) is None:
             return here
@@ -151,7 +151,8 @@ def driver_libraries(listing: str, machine: str) -> dict[str, str]:
 
 def variables(names: Sequence[str]) -> Mapping[str, str]:
     """Return environment variables that tell programs in a sandbox which GPUs they have. Returns no variables unless
-    all GPUs are from NVIDIA. CUDA numbers the visible GPUs from 0."""
+    all GPUs are from NVIDIA. In CUDA_VISIBLE_DEVICES, the sandbox's GPUs are numbered from 0, because CUDA sees no
+    others."""
     if not names or not all(is_nvidia(name) for name in names):
         return {}
     return {

@@ -1,4 +1,4 @@
-"""A cache for the result of a probe, by which a runtime checks whether this machine supports it.
+"""A cache for the result of a probe. Runtimes probe whether this machine supports them.
 
 Invariant: a successful result is kept forever, because installed programs do not change under a running service. After
 a failure, the probe runs again, but at most once in RETRY_SECONDS. So a repair is noticed without a restart.

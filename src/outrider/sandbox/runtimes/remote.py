@@ -79,8 +79,8 @@ def _machine() -> str:
 
 
 class StartQueue:
-    """The queue in which starts of a node's sandboxes wait for one service. The first start that came is the first that
-    goes on. At most `per_second` starts go on in each second."""
+    """The queue in which starts of a node's sandboxes wait for one service: first in, first out, and at most
+    `per_second` of them in each second."""
 
     def __init__(self, per_second: float) -> None:
         self._pause = 1 / per_second
@@ -101,7 +101,8 @@ class StartQueue:
 
 
 class QueueClock:
-    """A stopwatch for one start. It measures how long the start waits in the queue, or until the service has room."""
+    """A stopwatch for one start of a sandbox. It measures the time in the queue, and the wait until the service has
+    room."""
 
     def __init__(self) -> None:
         self._waited = 0.0
@@ -192,7 +193,7 @@ class _GatewayTunnel:
         connection."""
         if len(part) < HEAD:
             raise ValueError("a part of the tunnel without a number")
-        # each message may cause a reply, so a flood of messages would fill memory
+        # each message may cause a reply, and replies pile up here if the tool server does not read them
         if self._tools.backlog() > MOST_WAITING:
             raise ValueError("a tool server that sends and does not read")
         kind, number, data = part[0], int.from_bytes(part[1:HEAD], "big"), part[HEAD:]

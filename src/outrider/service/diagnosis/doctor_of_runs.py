@@ -31,7 +31,7 @@ RESULTS_READ = 500
 MOST_SESSIONS = 200_000
 """Maximum number of sessions in a diagnosis. Of a larger run, only the newest groups are read."""
 MOST_GROUPS = 100_000
-"""Maximum number of groups that are examined, because the search for a rare label must not read the whole history."""
+"""Maximum number of groups that are examined, so that the search for a rare label does not read the whole history."""
 MOST_TURNS = 200
 """Maximum number of turns that are read of a sampled session."""
 MOST_PARTS = 200

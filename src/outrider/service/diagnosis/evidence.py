@@ -39,24 +39,24 @@ SAMPLED_GROUPS = 100
 SAMPLED_SESSIONS = 400
 """Maximum number of sessions whose turns are read."""
 LEAST_SIBLINGS = 4
-"""Number of sessions that are sampled from each group, or more if there are few groups."""
+"""Minimum number of sessions to sample from each group. If there are few groups, more are sampled from each."""
 LEAST_SPREAD = 1e-9
 """Rewards count as equal if they differ by at most this number."""
 STALE_VERSIONS = 4
-"""A session is stale if, at its end, its oldest token is at least this many versions older than the newest policy
-version, which is the highest among the sampled sessions that have ended by then."""
+"""A session is stale if its oldest token is at least this many versions behind the newest policy version at the
+session's end. The newest version is taken from the sampled sessions that had ended by then."""
 STALL_SECONDS = 30.0
-"""A call is stalled if its wait for the first token takes at least this many seconds, and STALL_TIMES the usual
-wait."""
+"""A call is stalled if it waits at least this many seconds for its first token, and at least STALL_TIMES times the
+usual wait."""
 STALL_TIMES = 10.0
-"""A call is stalled if its wait for the first token takes at least this many times the usual wait, and STALL_SECONDS.
-The usual wait is the median of the sessions' median waits."""
+"""See STALL_SECONDS. The usual wait is the median of the sessions' median waits."""
 TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "cases")
 """Names of metrics that contain the number of tests that ran, in order of preference. A name that ends with one of them
 after a dot, a slash or a colon, such as `unit/tests`, also counts."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
-"""Stop reasons of sessions that a person or their group has ended. They count neither as failed nor as successful."""
+"""Stop reasons of sessions that were ended by a person or by their group. They count neither as failed nor as
+successful."""
 CUT_SHORT = (StopReason.MAX_TOKENS, StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW)
 OUT_OF_TIME = (StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.EXPIRED)
 REWRITES = (

@@ -1,7 +1,8 @@
 """Compares the beginnings of two conversations line by line, and finds the first line that differs.
 
-A date, a folder or an id near the beginning of a prompt differs between the sessions of a group. The sessions then
-share the engine's prefix cache only up to that line. Invariant: the time is linear in the length of the texts.
+If a prompt has a date, a folder or an id near its beginning, this line may differ between the sessions of a group. They
+then share the engine's prefix cache only up to the line. Invariant: the time of a comparison is linear in the length of
+the texts.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from outrider.messages import Message, Role
 from outrider.redaction import without_keys
 
 HEAD_CHARACTERS = 100_000
-"""Maximum number of characters of a conversation's beginning that are compared."""
+"""At most this many characters at the beginning of a conversation are compared."""
 SHOWN_CHARACTERS = 160
 """Maximum number of characters of a line that are shown."""
 SIMILAR = 0.5
-"""Minimum share of equal lines for two texts to count as versions of the same prompt. Below it, they are prompts of
-different agents."""
+"""Two texts count as versions of the same prompt if at least this share of their lines is equal. Otherwise they are
+taken for prompts of different agents."""
 
 KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
     (
@@ -37,12 +38,12 @@ KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
     ("number", re.compile(r"\d")),
 )
 """Kinds of changes, each with a pattern. A change has the first kind whose pattern matches the changed words, or the
-kind "text"."""
+kind "text" if no pattern matches."""
 
 
 class ChangedLine(msgspec.Struct, frozen=True):
     """The first line that differs between two versions of a prompt. `number` counts from 1. `before` and `after` are
-    the parts of the line around the difference, without session keys. `kind` is one of KINDS."""
+    the parts of the line around the difference, without session keys. `kind` is one of KINDS, or "text"."""
 
     number: int
     before: str

@@ -1,8 +1,8 @@
-"""The rules of the doctor of runs as a table, and `diagnose`, which applies them to the evidence of a run.
+"""The table of rules by which the doctor of runs finds problems, and `diagnose`, which applies the rules to a run.
 
 A rule compares a measurement with a threshold. It uses the conservative confidence bound of the measurement
-(`statistics.py`), and requires a minimum number of independent units, such as sessions. So little data leads to no
-finding. docs/diagnosis.md contains the table. Invariant: the findings depend only on the evidence and the rules.
+(`statistics.py`), and requires a minimum number of independent units, such as sessions. Too little data therefore leads
+to no finding. docs/diagnosis.md contains the table. Invariant: the findings depend only on the evidence and the rules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_PROGRAMS = 3
 MOST_SUBJECT = 200
 """Maximum number of characters of a finding's subject."""
 THIRD = 3
-"""The first and the last third of a run's groups are compared to find a trend."""
+"""A run's groups are divided into this many parts. The first and the last part are compared to find a trend."""
 
 Unit = Literal["sessions", "groups"]
 
@@ -421,8 +421,8 @@ def diagnose(evidence: RunEvidence, rules: Sequence[RunRule] = RULES) -> list[Ru
 
 
 def _of_all(tallies: Callable[[RunEvidence], NamedTallies], evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure each tally's share of all sessions, for example for each error code. Sessions that a person or the group
-    ended are left out."""
+    """Measure each tally's share of all sessions, for example for each error code. Sessions that were cancelled or
+    stopped early are left out."""
     for name, tally in sorted(tallies(evidence).items()):
         yield _measured(tally, ratio=tally.ratio.padded(evidence.counted), subject=name)
 
@@ -503,8 +503,8 @@ def _of_trend(kind: Literal["tests", "tokens"], evidence: RunEvidence) -> Iterat
     """Measure how far the number of tests or tokens (`kind`) falls from the first to the last third of a run's groups.
     `given` is the rise of the reward.
 
-    Tokens are measured only for groups that report no number of tests. If the number of tests stays the same, shorter
-    sessions are not a problem."""
+    Tokens are measured only for groups that report no number of tests. For the other groups, shorter sessions are no
+    problem as long as the number of tests stays the same."""
     runs: dict[str, list[GroupPoint]] = {}
     for point in evidence.points:
         if isnan(point.tests) == (kind == "tokens") and not isnan(getattr(point, kind)):
@@ -537,13 +537,13 @@ def _fall(kind: str, run: str, points: Sequence[GroupPoint]) -> Measured:
 
 
 def _certain(moments: Moments) -> Moments:
-    """Return moments with the same mean and no variance. Their bound equals the estimate."""
+    """Return moments with the same mean and no variance, so that a bound computed from them equals the estimate."""
     return Moments(count=2, mean=moments.mean)
 
 
 def _of_loads(evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the share of sessions that begin on the busiest engine. Only the time in which all engines are in use
-    counts, because it is not a problem if an engine was added late or removed early."""
+    """Compare the number of sessions that begin on the busiest engine with the mean of the other engines. Only the time
+    in which all engines are in use counts, because it is no problem if an engine was added late or removed early."""
     uses: dict[str, list[EngineStart]] = {}
     for start in evidence.starts:
         uses.setdefault(start.engine, []).append(start)
@@ -573,8 +573,8 @@ def _odds(share: float) -> float:
 
 
 def _of_speeds(evidence: RunEvidence) -> Iterator[Measured]:
-    """Compare the seconds per token of each engine with those of all other engines together. The number of units is
-    twice the number of the engine's sessions, or twice that of the others' sessions if they have fewer."""
+    """Compare the seconds per token of each engine with those of all other engines together. `units` is twice the
+    number of sessions on the engine or on the other engines, whichever is smaller."""
     for name, own in sorted(evidence.speeds.items()):
         rest = [moments for other, moments in evidence.speeds.items() if other != name]
         others = _merged(rest)
@@ -605,7 +605,7 @@ def _merged(parts: Sequence[Moments]) -> Moments:
 
 def _of_stalls(evidence: RunEvidence) -> Iterator[Measured]:
     """Measure the share of sessions with a stalled call. The first call of a session counts only if the policy's
-    version stays the same during the run, because calls wait while new weights are loaded."""
+    version never changes during the run. Otherwise, the call may have waited while new weights were loaded."""
     if not evidence.waits:
         return
     usual = median(waits.usual for waits in evidence.waits)

@@ -18,14 +18,14 @@ from outrider.timeline import Entry, EntryKind
 from outrider.trajectory import HEAD_CHANGES, FinishReason, JoinKind, Turn
 
 MOST_TOOLS = 100
-"""Maximum number of tools of a session whose results are counted separately. A model may invent any number of tool
-names."""
+"""Maximum number of a session's tools whose results are counted, and of programs whose seconds are. All others are left
+out, because a model may invent any number of names."""
 MOST_HEADS = 8
-"""Maximum number of conversations of a session whose beginnings are compared."""
+"""Maximum number of a session's conversations whose beginnings are compared."""
 MISSING = (126, 127)
 """Exit codes of a shell for a program that cannot be run, or that does not exist."""
 SEARCHED = 400
-"""Number of characters at the beginning, and at the end, of a tool's result that are searched for signs of failure."""
+"""A tool's result is searched for signs of failure only in its first and its last characters, this many each."""
 LEAST_OUTPUT = 8
 """An engine's speed is measured only from turns with at least this many sampled tokens."""
 LEAST_CACHED = 256
@@ -71,7 +71,8 @@ class SessionFacts(msgspec.Struct, kw_only=True):
     engine, began: the engine of the first turn, and the time at which that turn began.
     first_wait: the time from the request to the first token of the first turn. It is None if no token was sampled or
         the policy's version changed during the turn.
-    waits: the same time for each later turn, without turns during which the policy's version changed.
+    waits: the same time for each later turn. A turn is left out if the policy's version changed during it or since the
+        earlier turns.
     cacheable: number of tokens of earlier prompts and replies that the prefix cache could have kept.
     missed: how many of these tokens the engine computed again.
     oldest, newest: the oldest and newest policy version of the sampled tokens, or None.
@@ -110,7 +111,7 @@ class FactsReader:
     def __init__(self, session_id: str) -> None:
         self.facts = SessionFacts(session_id=session_id)
         self._called: dict[str, str] = {}
-        """For each tool call without a result so far, the tool's name by the id of the call."""
+        """The tool names of the calls without a result so far, by call id."""
         self._answered: set[str] = set()
         self._lengths: dict[int, int] = {}
         """The number of prompt and reply tokens of each turn, by the turn's index."""

@@ -1,7 +1,7 @@
 """Confidence bounds of shares and differences, computed in one pass over the data and with constant memory.
 
 All bounds are one-sided. The error probability is as low as 0.001 (`Z`), because about twenty rules are applied to each
-run. Invariant: a bound is on the conservative side of its estimate, so little data triggers no rule.
+run. Invariant: a bound is on the conservative side of its estimate, so that too little data triggers no rule.
 
 Sources: Wilson (1927), "Probable inference, the law of succession, and statistical inference"; Kish (1965), "Survey
 Sampling", for the effective sample size of clusters; Welch (1947), "The generalization of Student's problem".
@@ -110,7 +110,7 @@ class Moments(msgspec.Struct):
 
 
 def least_difference(first: Moments, second: Moments) -> float:
-    """Return Welch's lower bound of the mean of `second` minus the mean of `first`. Returns -inf if either has fewer
+    """Return Welch's lower bound of the difference `second.mean - first.mean`. Returns -inf if either series has fewer
     than two values."""
     if first.count < 2 or second.count < 2:
         return -inf

@@ -40,7 +40,7 @@ def image_room() -> PrioritySemaphore:
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects that all conversations of a node with one model share. All models of the node share `intake`,
+    """One model on a node: the objects that all conversations with it share. All models of the node share `intake`,
     `image_room` and `offload`.
 
     images: None if the model reads no images.

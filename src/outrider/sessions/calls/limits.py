@@ -2,9 +2,9 @@
 sample.
 
 A body with too many bytes or JSON values is refused before it is parsed, so a body that cannot fit the model's context
-costs at most a count. The checks work for the request format of every API, because JSON's separators are always the
-same. Invariant: the bytes held for calls are limited for each session and, for LARGE bodies, over all sessions. A
-body's bytes count from their arrival to the end of the call. The number of a session's calls is limited in
+costs no more than the counting. The checks work for the request format of every API, because JSON's separators are
+always the same. Invariant: the bytes held for calls are limited for each session and, for bodies above LARGE, over all
+sessions. A body's bytes count from their arrival to the end of the call. The number of a session's calls is limited in
 `api/gateway.py`.
 
 Concurrent calls of a session share the session's tokens (`Allowance`). Before a call begins, some tokens are promised
@@ -43,13 +43,14 @@ BYTES_PER_TOKEN = 64
 """Maximum bytes of a body per token of the model's context. A larger body counts as too long, because hardly any token
 has more bytes."""
 FREE_SIZE = 1 << 20
-"""Bytes that every body may have in addition to BYTES_PER_TOKEN, because the prompt does not contain all of a body."""
+"""Bytes that every body may have in addition to BYTES_PER_TOKEN, because not everything in a body is part of the
+prompt."""
 VALUES_PER_TOKEN = 4
 """Maximum number of JSON values in a body per token of the model's context. Every message, tool, part or field in the
 prompt takes a token or more."""
 FREE_VALUES = 4096
-"""JSON values that every body may have in addition to VALUES_PER_TOKEN, because the prompt does not contain all
-values."""
+"""JSON values that every body may have in addition to VALUES_PER_TOKEN, because not all values in a body are part of
+the prompt."""
 MAX_VALUES = 1 << 17
 """Maximum number of JSON values in any body. Decoding this many takes 15 ms, during which all other threads are
 blocked."""
@@ -81,7 +82,7 @@ class TooSlow(RequestError):
 
 
 class Intake:
-    """Counts the bytes of the LARGE bodies of all sessions. `seconds` is the time within which each body must arrive.
+    """Counts the bytes of all sessions' bodies above LARGE. `seconds` is the time within which each body must arrive.
 
     When the bodies exceed MAX_IN_ALL, the one that has been arriving for the longest time is given up, because a client
     could otherwise use up the limit by sending slowly."""
@@ -138,7 +139,7 @@ class Body:
         self._counted = self._large = 0
 
     async def received(self, parts: AsyncIterator[bytes], capacity: Callable[[], Awaitable[BodyCapacity]]) -> bytes:
-        """Receive all parts and return the body. `capacity` is called for a LARGE body.
+        """Receive all parts and return the body. `capacity` is called only for a body above LARGE.
 
         Raises ContextOverflow, TooLarge, TooSlow, TooMuchAtOnce, and the errors of `capacity`."""
         held: list[bytes] = []
@@ -245,8 +246,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
             raise self._overflow(messages)
 
     def checking(self, body: bytes) -> Steps[None]:
-        """Check the size of a LARGE body, and its numbers of JSON separators and escapes. Raises ContextOverflow or
-        TooLarge."""
+        """Check the size of a body above LARGE, and its numbers of JSON separators and escapes. Raises ContextOverflow
+        or TooLarge."""
         separators = escapes = 0
         files = FileBytes()
         for start in range(0, len(body), _PIECE):
@@ -357,7 +358,7 @@ class Allowance:
         return taken
 
     def give_back(self, share: TokenShare) -> None:
-        """Give back the unused tokens of a share, because its call has ended."""
+        """Give back the unused tokens of a share whose call has ended."""
         self._running -= 1
         self._free += share.promised
         self._returned.set()

@@ -1,7 +1,7 @@
 """One model call on an engine that takes messages. Token ids are captured from the response if the engine reports them.
 
-The turns of these calls are less exact than turns on an engine that takes token ids, and the `mode` of a turn shows
-this. The engine renders the whole history for each call, so a prompt may differ from the ids of the previous turn.
+Such turns are less exact than turns on an engine that takes token ids: the engine renders the whole history anew for
+each call, so a prompt may not begin with the ids of the previous turn. The `mode` of a turn tells the two kinds apart.
 
 Invariant: the ids of a prompt are recorded as reported. If a prompt does not begin with all ids of an earlier turn, the
 new turn has no parent, and the ids that differ are counted as drift.
@@ -63,8 +63,8 @@ class MessageCall:
         keeps_ids: bool,
     ) -> None:
         self.id = os.urandom(16).hex()
-        # All requested tokens are promised to the call, because the client gets text before its tokens are counted, and
-        # the text cannot be taken back.
+        # Promise all requested tokens to the call: the client gets text before its tokens are counted, and the text
+        # cannot be taken back.
         self.promised_tokens = sampling.max_tokens
         self.ended = False
         self._backend = backend
@@ -179,7 +179,8 @@ class MessageCall:
         )
 
     def abort(self) -> Turn | None:
-        """Return None. Nothing can be recorded, because an engine reports no ids for a generation that was cut off."""
+        """Return None, because there is nothing to record: an engine that takes messages reports no ids for a
+        generation that was cut off."""
         return None
 
     def completion(self) -> Completion:
@@ -227,8 +228,8 @@ NOTHING = ConversationStart()
 class CapturedTurns:
     """The token ids of a session's captured turns.
 
-    A prompt extends an earlier turn if it begins with all ids of the turn and has the same images there. The images
-    must be compared, because different images of the same size have the same ids."""
+    A prompt extends an earlier turn if it begins with all ids of the turn, and if this part has the same images. The
+    images must be compared, because different images of the same size have the same ids."""
 
     def __init__(self) -> None:
         self._ends: list[bytes] = []
@@ -239,8 +240,9 @@ class CapturedTurns:
         self._openings: list[ConversationStart] = []
         self._replies: dict[tuple[bytes, bytes], dict[ConversationStart, int]] = {}
         self._paths: dict[tuple[bytes, bytes], int] | None = None
-        """Indexes of turns by two digests: of the tools, and of the messages with the reply. None until the first
-        call of `known_ids`, because digesting a long conversation takes milliseconds."""
+        """The indexes of turns, by the digest of the tools and the digest of the messages with the reply. None until
+        `known_ids` is first called: only engines that keep ids need it, and digesting a long conversation takes
+        milliseconds."""
 
     def restore(self, turns: Sequence[Turn]) -> None:
         """Take over the stored turns of an earlier attempt, in the order of their index. An index may be missing,
@@ -266,7 +268,7 @@ class CapturedTurns:
 
     def known_ids(self, messages: Sequence[Message], tools: bytes) -> list[int] | None:
         """Return the ids of the recorded turn that `messages` continues, or None if there is no such turn. The turn
-        must have the same `tools`. Its messages and its reply must equal `messages` up to the last reply in them."""
+        must have the same `tools`, and `messages` up to their last reply must equal the turn's messages and reply."""
         self._paths = self._paths or {}
         last = max((at for at, message in enumerate(messages) if message.role is Role.ASSISTANT), default=-1)
         index = self._paths.get((tools, _path(messages[: last + 1]))) if self._paths and last >= 0 else None
@@ -285,9 +287,9 @@ class CapturedTurns:
         """Record a turn and return its position. `shown[n]` is a digest of the images in the request's first `n`
         messages.
 
-        Requests with the same `opening` belong to one conversation. A request with changed tools or a changed system
-        prompt has another `opening`, but still continues a conversation if it has the same first message and contains a
-        `reply` of it."""
+        Requests with the same `opening` belong to one conversation. If the tools or the system prompt change, another
+        conversation begins. It is a fork of the earlier one if it has the same first message and quotes a reply of the
+        earlier one."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
@@ -349,9 +351,9 @@ class CapturedTurns:
         )
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """Find the last reply in `messages` that was given in a recorded conversation with the same first message, and
-        return the index of the newest turn with this reply. Returns None if there is no such reply, or if the
-        conversation of `opening` itself gave it."""
+        """Return the index of the newest turn that gave the last known reply in `messages`. A reply is known if a
+        recorded conversation with the first message of `opening` gave it. Returns None if no reply is known, or if the
+        conversation of `opening` itself gave the last known one."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 said = self._replies.get((opening.first, message_key(message).body))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from outrider.engines.pool.call import PoolReply
 
 PROMISED_TOKENS = 2048
-"""Maximum number of the session's tokens that are promised to a call before it begins. Nearly all replies are shorter,
-although programs request far more tokens. If all requested tokens were promised, calls would wait for one another."""
+"""How many of the session's tokens are promised to a call before it begins, at most. Agents request far more tokens,
+but nearly all replies are shorter. If all requested tokens were promised, calls would wait for one another."""
 
 
 class TokenCall:

@@ -28,12 +28,12 @@ from outrider.trajectory import FinishReason, TokenMode
 T = TypeVar("T")
 
 MAX_SEED = (1 << 31) - 1
-"""The largest seed, of 31 bits, which every engine accepts: llama.cpp uses unsigned 32-bit seeds, vLLM signed 64-bit
+"""The largest seed. Every engine accepts seeds of 31 bits: llama.cpp uses unsigned 32-bit seeds, vLLM signed 64-bit
 seeds."""
 
 UNNAMED_TOKENS = 32_768
-"""Maximum number of sampled tokens of a call if neither its request nor the task sets one and the model's context
-length is unknown."""
+"""How many tokens a call may sample if neither its request nor the task sets a maximum, and the model's context length
+is unknown."""
 
 
 def sampling_for(
@@ -98,9 +98,9 @@ def seed_for(task: SamplingSpec, client: RequestedSampling, *, sample: int, call
 
 
 def client_may_be_at_fault(request: ModelRequest) -> bool:
-    """Return True if the request has a setting that only the client can choose, such as a JSON schema. If an engine
-    refuses the request, the refusal then counts as the client's error, because an agent must not be able to make its
-    session fail with an engine error."""
+    """Return True if the request has a setting that only the client can choose, such as a JSON schema. An engine's
+    refusal of such a request counts as the client's error. Otherwise an agent could make its session fail with an
+    engine error."""
     asked = request.sampling
     return (
         request.tool_choice is not None

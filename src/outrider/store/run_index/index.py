@@ -3,8 +3,8 @@
 The index file stores the cursor of the newest event that it includes. Later events show what has changed since. A new
 file has no cursor, and is filled from all groups. Removals have no event, so `forget` reports them.
 
-Invariants: after `catch_up`, the index includes all events stored before the call, and no groups forgotten before the
-call; only one thread writes to the file.
+Invariants: after `catch_up`, the index includes all events stored before the call, and no groups passed to `forget`
+before it; only one thread writes to the file.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from outrider.store.store import Store
 T = TypeVar("T")
 
 CHORE_SECONDS = 5.0
-"""Seconds between two background updates of the index. They are frequent, so that a reader waits only for few
-changes."""
+"""Seconds between two background updates of the index. Frequent updates leave only few changes for a reader to wait
+for."""
 EVENTS_AT_ONCE = 1000
 GROUPS_AT_ONCE = 50
 SESSIONS_AT_ONCE = 16
@@ -99,7 +99,7 @@ class RunIndex:
                 await self._on_writer(lambda _: None)  # opens the file again if somebody has removed it
                 while not self._checked or not self._filled or self._cursor < newest or gone & self._gone:
                     if not await self._step() and self._filled:
-                        break  # no events are left, because the newest ones were removed with their groups
+                        break  # the events up to `newest` that are still missing were removed with their groups
                 if turns:
                     last = await self._on_writer(_last_unread)
                     while await self._step_of_turns(last):
@@ -138,8 +138,8 @@ class RunIndex:
             await self._on_writer(lambda _: None)
             if not self._checked:
                 await self._check()
-            # `_gone` (the removed groups) is copied before the store is read. If a group is removed meanwhile, this
-            # step may still write it, and the next step removes it.
+            # Copy `_gone` (the removed groups) before the store is read. A group that is removed after the copy may
+            # still be written by this step, but the next step removes it.
             gone = frozenset(self._gone)
             changes = await self._next_changes()
             tasks = await self._tasks_of(changes)

@@ -24,7 +24,7 @@ class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
     """A filter for sessions. A session must match all given fields, so an empty filter matches every session.
 
     ids, groups: ids of sessions, and ids of groups.
-    states: such as `done`.
+    states: names of states, such as `done`.
     labels: the group must have all of these labels.
     min_reward, max_reward: inclusive bounds. Sessions without a reward do not match.
     error: code of the session's error.

@@ -21,15 +21,15 @@ MAX_MEMORY = 256 << 20
 MAX_HEAP = 160 << 20
 """Maximum memory of SQLite in a query's process, in bytes."""
 MAX_REPLY = 8 << 20
-"""A reply with more bytes of rows than this is truncated."""
+"""Maximum size of a reply's rows, in bytes. Further rows are left out."""
 MAX_SQL = 100_000
 """Maximum length of a query, in characters."""
 AT_ONCE = 2
 """Maximum number of queries that run at the same time."""
 MAX_WAITING = 16
-"""Maximum number of waiting queries. A further query gets Busy."""
+"""Maximum number of queries that run or wait. A further query gets Busy."""
 START_SECONDS = 5.0
-"""Seconds in which the query's process must start and write its reply, in addition to MAX_SECONDS."""
+"""How many seconds the query's process has, besides MAX_SECONDS, to start and to write its reply."""
 PROGRAM = Path(__file__).with_name("query_program.py")
 
 
@@ -52,8 +52,8 @@ class Queries:
 
     async def run(self, sql: str, tenant: str | None) -> bytes:
         """Run a query, and return the JSON of a `schemas.QueryReply`. The query sees the rows of the tenant, or all
-        rows if `tenant` is None. They include every event that was stored before this call, and the turns of all
-        sessions that were done by then."""
+        rows if `tenant` is None. The rows reflect every event that was stored before this call, and include the turns
+        of all sessions that were done by then."""
         if not sql.strip():
             raise InvalidField("the query is empty", field="sql", hint="such as SELECT * FROM sessions LIMIT 10")
         if len(sql) > MAX_SQL or "\0" in sql:

@@ -4,13 +4,13 @@ The service starts the program with `python -I -S FILE`, without environment var
 The program reads a job (JSON) from standard input. It writes one line of JSON, which is `{}` or an error, and then the
 reply.
 
-A query may come from an attacker. Each of these measures alone stops the usual attack:
-- The file is opened read-only. SQLite asks an authoriser about each action. It allows only SELECT, recursion, the
-  functions in FUNCTIONS, and reads of the views.
+A query may come from an attacker. These measures confine it:
+- The file is opened read-only. SQLite asks an authoriser about each action, and the authoriser allows only SELECT,
+  recursion, the functions in FUNCTIONS, and reads of the views.
 - The views show only the rows of the caller's tenant. Each view reads a hidden view, and only hidden views may read
-  tables. The names of hidden views are random, because the authoriser gets only the name of the innermost view or
-  common table expression. With a fixed name, a query could pose as a view: `WITH sessions AS (SELECT * FROM
-  kept_sessions) ...`.
+  tables. For a read of a table, the authoriser is told only the name of the innermost view or common table expression
+  around it. So hidden views have random names. Otherwise, a query could pose as a view: `WITH sessions AS (SELECT *
+  FROM kept_sessions) ...`.
 - SQLite's memory, the process's address space and processor time, and the number and size of rows are limited.
 
 Before the query, the program tries such attacks itself. If one of them works, it refuses the query.
@@ -168,8 +168,8 @@ class QueryGuard:
                 return sqlite3.SQLITE_OK
             if first in TABLE_FUNCTIONS:
                 return sqlite3.SQLITE_OK
-            # If a query reads no column of a common table expression, as in `SELECT count(*) FROM ...`, SQLite reports
-            # the expression without a column and a schema.
+            # Allow a query to read a common table expression without any of its columns, as in `SELECT count(*) FROM
+            # ...`. SQLite reports such a read without a column and a schema.
             if (
                 first
                 and not second
@@ -220,8 +220,8 @@ def answer(job: dict[str, Any]) -> str:
     for name, sql in job["views"].items():
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
-    # SQLite creates a table function at its first use, and asks the authoriser about each step. The authoriser would
-    # refuse some. So the allowed table functions are used once before it is set.
+    # Use each allowed table function once before the authoriser is set. SQLite creates a table function at its first
+    # use, and the authoriser would refuse some of the steps.
     for name in TABLE_FUNCTIONS:
         db.execute(f"SELECT * FROM {name}('[]')").fetchall()
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT)

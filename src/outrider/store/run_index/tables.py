@@ -1,7 +1,7 @@
 """Defines the tables of the index of runs, and the views that users can query with SQL.
 
-A query can read only the views in VIEWS (`query_program.py`). Names of tables begin with `kept_`. A change of TABLES
-needs no migration, because a file with different tables is replaced.
+A query can read only the views in VIEWS (`query_program.py`). The names of the tables that the views read begin with
+`kept_`. A change of TABLES needs no migration, because a file with different tables is replaced.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ _OF_SESSION = (
     ViewColumn("session_id", "s.id", "the session"),
     ViewColumn("group_id", "s.group_id", "its group"),
 )
-# Each view compares a column of each of its tables. For a query that uses only a table's row number, SQLite would
-# otherwise report the table as read outside of any view.
+# Each view compares a column of each of its tables besides the row number, such as `tenant` here. Otherwise, if a query
+# used only a table's row number, SQLite would report the table as read outside of any view.
 _WITH_GROUP = "kept_sessions AS s JOIN kept_groups AS g ON g.no = s.group_no AND g.tenant = s.tenant"
 
 VIEWS = (

@@ -19,12 +19,12 @@ from outrider.spec import MAX_INLINE_FILE, MAX_TEXT
 from outrider.text_files import read_text_file
 
 MAX_FILES = 16 << 20
-"""Maximum bytes of all files of a folder that are sent with a task. A whole request may have 32 MiB."""
+"""Maximum total size of a folder's files that are sent with a task, in bytes. A whole request may have 32 MiB."""
 MAX_NUMBER = 1024
 HIDDEN = ("tests", "solution", "steps/*/tests", "steps/*/solution")
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-"""Matches a canary: a line at the beginning of an instruction that makes a data set recognisable in training data. It
-is removed."""
+"""Matches a canary: a line that some data sets put at the beginning of instructions, to be recognisable in training
+data. Such lines are removed."""
 IGNORED_BY = ".harborignore"
 
 

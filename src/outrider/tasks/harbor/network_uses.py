@@ -1,8 +1,8 @@
 """Finds the lines of a shell script that need a network: package managers, downloads and clones. Also changes scripts
 to install uv from a package mirror.
 
-The module is pure. The result is a guess, used only for messages: when the script runs, a line may be skipped, or may
-fail without harm.
+The module is pure. Whether a script needs a network is a guess, used only for messages: when the script runs, a line
+may be skipped, or may fail without harm.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIRRORS = (
     (re.compile(r"\S*pip|uvx?\b"), "mirror:pip"),
     (re.compile(r"np[mx]\b|pnpm|yarn"), "mirror:npm"),
 )
-"""The package mirrors. The patterns match the beginning of commands that use the mirror."""
+"""The package mirrors, each with a pattern for the beginning of commands that use it."""
 URL = re.compile(r"(https?)://([\w.-]+)(?::(\d+))?")
 MAX_LINE = 2000
 PIP = "mirror:pip"
@@ -46,8 +46,8 @@ UV_INSTALLER = re.compile(
     r"(?:astral\.sh/uv/(?:([0-9.]+)/)?install\.sh|github\.com/astral-sh/uv/releases/download/([0-9.]+)/uv-installer\.sh)"
     r"[^|;&\n]{0,100}\|\s*((?:env\s+)?(?:\w+=[^\s|;&]*\s+){0,8})(?:ba)?sh\b"
 )
-"""Matches a command that downloads uv's installer and runs it. The groups are uv's version, for either form of the URL,
-and the environment variables for the installer."""
+"""Matches a command that downloads uv's installer and runs it. Groups 1 and 2 match uv's version, one for each form of
+the URL, and group 3 the environment variables for the installer."""
 
 
 class NetworkUse(NamedTuple):

@@ -141,8 +141,8 @@ def harbor_folders(root: Path) -> dict[str, Path]:
 
 
 def build_contexts(root: Path) -> list[Path]:
-    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted. They are for agents'
-    sandboxes, and for verifiers with their own images. Raises InvalidField for a broken task.toml."""
+    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted: those for agents' sandboxes,
+    and those for verifiers with their own images. Raises InvalidField for a broken task.toml."""
     found = set[Path]()
     for dockerfile in root.rglob(f"environment/{DOCKERFILE}"):
         task = dockerfile.parent.parent
@@ -307,7 +307,8 @@ class HarborFolder:
         environment = self._config.environment
         image, health = self._image_of_agents()
         runtime = self._sandbox(environment, "environment", image, self._loose_files())
-        # The image's own health check runs first, because Harbor starts containers with `--wait`.
+        # The image's own health check runs before the task's, as in Harbor, which starts containers with `--wait`
+        # (until they are healthy).
         if health is not None:
             runtime["prepare"].append(health_step(harbor_check(health)))
         if environment.healthcheck is not None:
@@ -390,7 +391,8 @@ class HarborFolder:
         workdir = environment.workdir
         if image is not None:
             runtime["image"] = image
-            # The store may not have the image, because it is on another machine or in a container engine.
+            # By default, use the image's working directory. The image may be missing here: it may be on another machine
+            # or in a container engine.
             with suppress(InvalidField, NotFound):
                 workdir = workdir or ImageStore().image(image).workdir or "/"
         if workdir is not None:
@@ -550,8 +552,8 @@ def reached(runtime: Mapping[str, Any], phase: str) -> list[str]:
 
 
 def with_uv(script: str, network: Sequence[str]) -> str:
-    """Return the script. If the network has the mirror of Python packages, but not the site of uv's installer, it is
-    changed to install uv from the mirror."""
+    """Return the script. It is changed to install uv from the mirror of Python packages if the network has this mirror,
+    but not the site of uv's installer."""
     from_mirror = covered(PIP, network) and not covered(f"{UV_HOST}:443", network)
     return with_uv_of_mirror(script) if from_mirror else script
 

@@ -1,8 +1,8 @@
 """Makes tasks of MiniWoB: the screen of a sandbox shows a web page of the package miniwob, which tells the agent what
 to do.
 
-This module runs and downloads nothing, and does not import the package. Nodes do not need it, because a task contains
-its page. Invariants: the same page and random seed make the same task; only the reward that the page computes
+This module runs and downloads nothing, and does not import the package. Nodes do not need the package, because a task
+contains its page. Invariants: the same page and random seed make the same task; only the reward that the page computes
 (`page.js`) counts.
 """
 
@@ -210,8 +210,8 @@ def _with_script(html: str, script: str) -> str:
 def _archive(page: Path, html: str) -> str:
     """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text.
 
-    If a page computes the name of a file, its text only has the folder. So all files in this folder are packed. The
-    images of a stylesheet are in the folder `images` beside it."""
+    If a page computes the names of files, its text has only their folder, so all files in this folder are packed. For a
+    stylesheet, so are the files in the folder `images` beside it."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]

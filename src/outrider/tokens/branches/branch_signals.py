@@ -36,8 +36,8 @@ from outrider.trajectory import BranchKind, ForkCause, Turn
 MIN_TOOL_TEXT = 8
 """Minimum length, in characters, of a tool argument that can be the prompt of a sub-agent."""
 OPENING_SHARE = 0.5
-"""If a tool argument makes up at least this fraction of the first user messages of a conversation, the tool call
-certainly started the conversation."""
+"""A tool call certainly started a conversation if one of its arguments makes up at least this fraction of the
+conversation's first user messages."""
 
 LABELS: tuple[tuple[str, str], ...] = (
     ("quota", "quota"),
@@ -52,10 +52,11 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""Recognises side calls: requests apart from the agent's task, such as for a title. Each pair is the beginning of a
-word, and the label for prompts with this word. The system prompt is searched first, then the last user message. The
-first word in the text decides, because prompts for titles mention topics and vice versa. Words such as "router" or
-"loop" are left out, because many agents' own prompts contain them."""
+"""Words that recognise side calls: requests apart from the agent's task, such as for a title. Each pair is the
+beginning of a word (or of several), and the label for prompts that contain it. The system prompt is searched first,
+then the last user message. A text may contain several of the words: prompts for titles mention topics, and vice versa.
+Then the first one in the text decides. Words such as "router" or "loop" are left out, because many agents' own prompts
+contain them."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -149,8 +150,8 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     if not candidates:
         return None
     begins_anew = segment.starts_conversation and history_source(first) is None
-    # A shorter message cannot contain QUOTE_SHARE of the shortest summary. Tool results are left out, because they may
-    # repeat the text of any file.
+    # Collect the messages that may quote a summary. Shorter ones cannot contain QUOTE_SHARE of the shortest summary,
+    # and tool results may repeat the text of any file.
     long_enough = QUOTE_SHARE * SUMMARY_LENGTH
     fresh = [
         one for one in session.new_messages(first) if one.role is not Role.TOOL and len(one.content) >= long_enough
@@ -183,8 +184,8 @@ def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
 def _is_quoted(
     session: SegmentedSession, source: Turn, first: Turn, fresh: Sequence[Message], candidates: Sequence[Segment]
 ) -> bool:
-    """Return True if a message in `fresh` quotes the reply of `source`, which may then be a summary. A reply with a
-    tool call is never a summary.
+    """Return True if a message in `fresh` quotes the reply of `source`, so that the reply may be a summary. A reply
+    with a tool call is never a summary.
 
     Clients also send replies back unchanged, as assistant messages. So an assistant message counts only if the reply
     belongs to another conversation, or if the message replaces the history before it."""
@@ -194,9 +195,9 @@ def _is_quoted(
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
-        # The message replaces the history if no turn continues the reply, the message does not directly follow the
-        # question that the reply answers, and no earlier reply precedes it. A client that only sends the reply back
-        # also sends the question or an earlier reply.
+        # Test whether this assistant message replaces the history. A client that only sends the reply back puts it
+        # directly after its question, or after an earlier reply. A client that replaces the history does neither, and
+        # no turn continues the reply.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -209,8 +210,8 @@ def _is_quoted(
 
 
 def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool:
-    """Return True if the text repeats part of the reply before `source` that is not in the reply of `source` itself.
-    Such a text is a copy of the history and not a summary."""
+    """Return True if the text repeats a part of the previous turn's reply that is not in the reply of `source`. Such a
+    text is a copy of the history, not a summary."""
     if source.parent is None or source.reply is None:
         return False
     before = session.turns[source.parent].reply
@@ -223,9 +224,9 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
     must contain the segment's history, as messages or as text. If several segments qualify, the one with the most
     replies in the request wins.
 
-    Some programs show the summariser only the kinds of the events and not the history. So if `source` is a single
-    question directly before the request `first`, its reply counts as a summary of the history that `first` has cut
-    off."""
+    Some programs show the summariser not the history but only the kinds of its events, so that no segment qualifies.
+    Then, if `source` is a single question directly before the request `first`, its reply counts as a summary of the
+    history that `first` has cut off."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -247,8 +248,8 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
 
 
 def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
-    """Return True if the request text `asked` contains the segment's history: its first user messages, or part of a
-    reply that precedes `source` (one of the newest LOOK_BACK). Clients may leave out the first messages."""
+    """Return True if the request text `asked` contains the segment's history. Its first user messages are enough, or,
+    because clients may leave those out, part of one of its newest LOOK_BACK replies before `source`."""
     opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
     if opening and opening in asked:
         return True
@@ -283,7 +284,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
                 found[segment.number] = Spawn(best.turn, best.agent_type, best.tool, is_most)
         for call in turn.reply.tool_calls if turn.reply else ():
             for one in _texts_given(turn.index, call):
-                given.pop(one.text, None)  # moves the text to the end of the dictionary, because it is now the newest
+                given.pop(one.text, None)  # so that the text moves to the end of the dictionary, as the newest
                 given[one.text] = one
                 if len(given) > MAX_TOOL_TEXTS:
                     del given[next(iter(given))]
@@ -329,8 +330,8 @@ def find_label(segment: Segment) -> str:
 
 def find_handovers(session: SegmentedSession, summaries: set[int], label: Callable[[Segment], str]) -> set[int]:
     """Return the numbers of the segments that continue an earlier conversation with other tools or another system
-    prompt. For example, the agent is resumed with one tool fewer, or hands over to another agent. A side call about the
-    history looks the same at first. Only the later turns tell the two apart.
+    prompt. For example, the agent is resumed with one tool fewer, or hands over to another agent. The request of a side
+    call about the history looks the same, so only later turns can tell the two apart.
 
     `summaries` are the turns that wrote a summary. `label` returns the label of a side call.
     """
@@ -344,10 +345,11 @@ class _Handovers:
         self._session = session
         self._summaries = summaries
         self._label = label
-        # For each turn index, the index of the turn's last descendant, even if its tools or system prompt differ.
+        # For each turn index, the index of the turn's last descendant. Descendants may have other tools or another
+        # system prompt.
         self._until = [turn.index for turn in session.turns]
-        # For each turn index, the turns that directly continue it with the same tools and system prompt. A turn whose
-        # reply did not reach the agent, and a summary, count only if another turn continues them.
+        # For each turn index, the turns that directly continue it with the same tools and system prompt. A summary, or
+        # a turn whose reply did not reach the agent, is included only if another turn continues it.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
             source = session.source(turn)
@@ -359,13 +361,14 @@ class _Handovers:
                 self._own_next.setdefault(turn.parent, []).append(turn)
 
     def next_segment(self, source: int) -> Segment | None:
-        """Return the segment in which the conversation of the turn `source` continues. Only segments that take over the
-        history of this turn are considered. Returns None if the conversation continues in none of them.
+        """Return the segment that continues the conversation of the turn `source`, out of the segments that take over
+        this turn's history. Returns None if none of them continues it.
 
-        If later turns continue some of these segments, the last of them is returned. Everything else that continues
-        `source` must have ended before, because an agent that calls a sub-agent waits until the sub-agent ends.
+        If later turns continue some of these segments, the last such segment is chosen. Everything else that continues
+        `source` must have ended before it began, because an agent that calls a sub-agent waits until the sub-agent
+        ends.
 
-        If no segment is continued, the last segment is returned, provided that nothing else continues `source`.
+        If later turns continue none of them, the last segment is chosen, but only if nothing else continues `source`.
         """
         turn = self._session.turns[source]
         candidates = [segment for segment in self._session.taken_over[source] if self._may_go_on(segment, turn)]
@@ -391,9 +394,8 @@ class _Handovers:
             return False
         if self._is_replied_to(segment):
             return True
-        # A request may have the words of a side call, such as a request for a title. It is a side call if the model
-        # cannot do the agent's work in it, because it has no tools, or neither the agent's tools nor the agent's system
-        # prompt.
+        # A request with the words of a side call is one only if the model cannot do the agent's work in it: it has no
+        # tools, or both its tools and its system prompt differ from the agent's.
         can_act = first.tools and first.cause is not ForkCause.TOOLS_AND_SYSTEM_CHANGED
         if first.messages[-1].role is not Role.TOOL and not can_act and self._label(segment):
             return False

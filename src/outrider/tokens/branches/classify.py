@@ -8,7 +8,7 @@ first of these rules that applies decides (`RULES`):
    compare segments with the main conversation.
 2. `continued`: the segment continues an earlier history that was replaced by a summary or cut to its end. This rule is
    before `forked` because such a request also looks like a rewritten history, and before `spawned` because a summary
-   may quote a tool's argument. If a tool's argument is most of the segment's opening, `spawned` decides.
+   may quote a tool's argument. But if a tool's argument is most of the segment's opening, this rule is skipped.
 3. `forked`: a later segment of a conversation, or a handover to another agent, has the kind of the segment that it
    continues.
 4. `purpose`: the client names the call's purpose. This rule is before the rules that only infer the kind.
@@ -68,7 +68,7 @@ UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     """The purpose of a turn.
 
-    parent: the turn from which the segment forked, that wrote its summary, or that called it. If the turn has a
+    parent: the turn that the segment forked from, that wrote its summary, or that called it. If the turn has a
         different kind from its segment, `parent` is the previous turn, or the turn whose reply the agent used instead.
     depth: 0 in the main conversation.
     rule: the name of the rule that decided.
@@ -113,8 +113,8 @@ class Signals:
         )
         self._mains: dict[int, Segment] = {}
         """For each step of the task, the first segment of the main conversation."""
-        # For each step and agent, the first segment of the agent's most important conversation. Only this conversation
-        # is the agent's own work in the step. Its other conversations are side calls.
+        # For each step and agent, the first segment of the agent's highest-ranked conversation. Only this conversation
+        # is the agent's own work in the step. The agent's other conversations are side calls.
         self._work_of: dict[tuple[int, str | None], Segment] = {}
         for segment in ranked:
             step = segment.first.step
@@ -260,8 +260,8 @@ class Signals:
         return next((turn.index for turn in newest if turn is not None), None)
 
     def agent_name(self, segment: Segment) -> str:
-        """Return a name for the agent: the type that the tool call which started the segment asks for, the client's
-        name for the agent, the name of the tool, or ""."""
+        """Return a name for the agent. It is the first of these that is known: the agent type that the starting tool
+        call asks for, the client's name for the agent, and the name of the tool. Otherwise it is ""."""
         spawned = self.spawned.get(segment.number)
         agent_type, tool = (spawned.agent_type, spawned.tool) if spawned else ("", "")
         return agent_type or segment.first.agent_id or tool
@@ -278,14 +278,14 @@ class Signals:
             return first.parent
         if source is None and first.forked_from is not None and first.forked_from < first.index:
             return first.forked_from
-        # The turn of the fork is not recorded, or the segment is a side call about a history. So the result is the
-        # first turn of the conversation's previous segment.
+        # Fall back to the first turn of the conversation's previous segment: the fork's turn is not recorded, or the
+        # segment is a side call about a history.
         earlier = self.session.segments_in(first.conversation)
         return earlier[bisect_left(earlier, segment.number, key=lambda other: other.number) - 1].first.index
 
     def decide(self, segment: Segment, decision: Decision) -> None:
         """Store the decision for a segment as its lineage."""
-        # The depth is counted from the segment that this one forked from or replaces. Otherwise it is counted from the
+        # The depth is counted from the segment that this one forked from or replaces, or, if there is none, from the
         # parent's segment.
         before_at = decision.parent
         continued = self.continued[segment.number]
@@ -430,8 +430,8 @@ def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
-    """Decide the kind of a segment: the kind that the client declares, or the result of the first rule of RULES that
-    applies. The rules also decide the parent, and the label if the client declares none."""
+    """Decide the kind of a segment. It is the kind that the client declares, or else that of the first rule of RULES
+    that applies. The rules also decide the parent, and the label if the client declares none."""
     guess = _guess(signals, segment)
     declared = segment.first.declared
     if declared is None:
@@ -462,8 +462,8 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
         may_be_side_call = before.kind in (BranchKind.AUXILIARY, BranchKind.UNSURE)
         if not may_be_side_call:
             return Decision("forked", before.kind, origin, before.label)
-        # If a later request quotes the segment, this may be more than a repeated side call: the agent may have asked
-        # the question again and used the new answer. Then the rules below decide.
+        # A fork of a side call is usually the same side call, repeated. But if a later request quotes the segment, the
+        # agent may have asked the question again and used the new answer, so the rules below decide.
         if not signals.is_quoted(segment):
             # the parent of a side call is its caller, even if the call is repeated
             label = signals.label(segment) or before.label
@@ -492,8 +492,8 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
 
 
 def _mark_summaries(signals: Signals) -> None:
-    """Set the kind COMPACTION for separate calls for a summary. Only the later history that continues from the summary
-    distinguishes them from other side calls. So this function runs after all segments are decided."""
+    """Set the kind COMPACTION for separate calls that ask for a summary. They differ from other side calls only in that
+    a later history continues from the summary, so this function runs after all segments are decided."""
     for continued in signals.continued.values():
         if continued is None or continued.source is None:
             continue

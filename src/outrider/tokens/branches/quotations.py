@@ -25,8 +25,8 @@ MAX_WAITING = 100
 """Maximum number of replies (the newest ones) that are searched for in each request. Without this limit, a session with
 many unquoted replies would take quadratic time."""
 MAX_COMPARED = 10**9
-"""Maximum number of characters that the search reads in a session, about one second of work. Replies that were not
-found by then count as quoted, because replies that the agent used must stay in the training data."""
+"""Maximum number of characters that the search reads in a session, about one second of work. After that, replies that
+were not found count as quoted, because no reply that the agent used may be lost from the training data."""
 
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n")
 

@@ -28,7 +28,7 @@ request adds to the parent's ids."""
 QUOTE_LENGTH = 12
 """Minimum length of a quoted text, in characters. Shorter texts, such as "Done.", appear in many conversations."""
 SUMMARY_LENGTH = 16
-"""Minimum length of a summary, in characters. A shorter answer that appears again is a handover, such as "Over to
+"""Minimum length of a summary, in characters. If a shorter answer appears again, it is a handover, such as "Over to
 QA."."""
 QUOTE_SHARE = 0.8
 """A text quotes a summary if it contains lines with at least this fraction of the summary's characters. The fraction is
@@ -139,8 +139,8 @@ class SegmentedSession:
 
         If the segment continues a history with other tools or another system prompt, this is its `history_source`. If
         the segment starts a conversation for another reason, the client may have rewritten the beginning of a history.
-        The result is then the turn that sampled the last known reply in the segment's first request. `sampled` maps the
-        digests of earlier replies to their turns."""
+        The result is then the turn that sampled the last reply in the segment's first request that is known from this
+        session. `sampled` maps the digests of earlier replies to their turns."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
@@ -311,7 +311,7 @@ class SegmentedSession:
         if lines is None:
             lines = []
             if turn.reply is not None and not turn.reply.tool_calls:
-                # A regular expression would take quadratic time in the number of opening tags.
+                # Not a regular expression, which would take quadratic time in the number of opening tags.
                 _, _, wrapped = turn.reply.content.partition(_SUMMARY[0])
                 inner, end, _ = wrapped.partition(_SUMMARY[1])
                 text = inner if end else turn.reply.content
@@ -454,9 +454,9 @@ class _Ancestry:
         """Return True if the turn `index`, or a turn on the path to it, has the reply with the digest `digest` as a
         message or as its own reply.
 
-        For each reply, `_first_replies` lists subtrees as ranges of turn numbers. The root of a subtree is the first
-        turn on its path that has the reply. The subtrees do not overlap, so only the last one that begins at or before
-        the turn is tested."""
+        For each reply, `_first_replies` lists the subtrees whose turns all have the reply on their paths. Each subtree
+        is a range of turn numbers. The subtrees do not overlap, so only the last one that begins at or before the turn
+        is tested."""
         entered, left = self._first_replies.get(digest, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]

@@ -1,9 +1,10 @@
 """Converts messages to token ids, and sampled ids back to messages, by the rules of each model family.
 
-The library `renderers` imports the OpenAI SDK and httpx, only for an HTTP client that Outrider never calls. Importing
-the SDK's 528 modules takes 0.75 s of the 1.7 s of processor time that a node process needs to start. httpx imports rich
-and click for its own command line. So this package imports `renderers` with stand-ins for both. If the process already
-has several threads, no stand-ins are used, because another thread might import one of them instead of the real package.
+The library `renderers` imports the OpenAI SDK and httpx, but only for an HTTP client that Outrider never calls.
+Importing the SDK's 528 modules takes 0.75 s of the 1.7 s of processor time that a node process needs to start, and
+httpx imports rich and click for its own command line. So this package imports `renderers` with stand-ins for the SDK
+and httpx. If the process already has several threads, no stand-ins are used: another thread might import a stand-in
+instead of the real package.
 """
 
 import contextlib
@@ -24,8 +25,8 @@ def _import_renderers() -> None:
     stand_ins = {module.__name__: module for module in (openai, httpx) if module.__name__ not in sys.modules}
     sys.modules.update(stand_ins)
     try:
-        # A different version of `renderers` may need more of the two packages. Its import then fails here, and the next
-        # import of `renderers` loads the real packages.
+        # A different version of `renderers` may need more than the stand-ins have. Its import then fails here, and the
+        # next import of `renderers` loads the real packages.
         with contextlib.suppress(ImportError, AttributeError):
             import renderers  # noqa: F401
     finally:

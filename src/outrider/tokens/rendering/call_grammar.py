@@ -1,4 +1,4 @@
-"""Makes the grammar that forces a reply to consist of tool calls, in the format that a model family uses for them.
+"""Makes the grammar that forces a reply to consist of tool calls, in the model family's own format.
 
 The grammar is a structural tag of XGrammar, which vLLM and SGLang accept. The texts around each call are constant, and
 the arguments follow the tool's JSON schema. Invariant: `Renderer.parse` reads every reply that the grammar allows as
@@ -29,7 +29,7 @@ class CallForm(msgspec.Struct, frozen=True):
     before, after: the texts around all calls of a reply.
     between: the text between two calls.
     style: the format of the arguments, as XGrammar names it.
-    number: if not empty, the number of the call and then this text follow `begin`.
+    number: if not empty, `begin` is followed by the number of the call and then by this text.
     """
 
     begin: str
@@ -131,8 +131,8 @@ def call_constraint(family: str, tools: Sequence[ToolSpec], choice: ToolChoice) 
     else:
         grammar = {
             "type": "triggered_tags",
-            # The grammar starts at the marker that opens a tool call. After it, the model can only write a call of a
-            # chosen tool.
+            # The model may write any text until it writes the marker that opens a tool call. After the marker, it can
+            # only write a call of a chosen tool.
             "triggers": [MARKUP[family].call_open],
             "tags": [{"type": "tag", "begin": form.before, "content": calls, "end": form.after}]
             if form.before
@@ -196,8 +196,7 @@ def _tag(form: CallForm, name: str, function: Mapping[str, Any], field: str) -> 
 
 def _arguments_schema(name: str, parameters: Any, field: str) -> dict[str, Any]:
     """Return the schema of a tool's arguments without annotations. For a tool without parameters, this is the schema of
-    an empty object. Raises RequestError if the schema may allow a value that is not an object, because arguments are
-    always an object."""
+    an empty object. Arguments are always an object, so a schema that may allow other values raises RequestError."""
     schema = parameters or {"type": "object", "properties": {}}
     if isinstance(schema, dict) and "type" not in schema and not _NOT_OBJECTS & schema.keys():
         schema = {"type": "object", **schema}

@@ -1,9 +1,9 @@
 """Converts conversations to the dictionaries that chat templates take, and renders a model's own template (Jinja).
 
-The module does not depend on the model family, except that the caller tells whether the family accepts a system message
+The module does not depend on the model family, except that the caller says whether the family accepts a system message
 after other messages (`late_system`). Invariant: a message that is not at the beginning becomes the same dictionary,
-whether the whole conversation is converted or only its new messages. Otherwise a prompt to which messages are appended
-would differ from the same prompt rendered as a whole.
+whether the whole conversation is converted or only its new messages. Otherwise, appending messages to a prompt would
+give other ids than rendering the whole conversation.
 """
 
 from __future__ import annotations
@@ -101,13 +101,12 @@ def _object_or_text(arguments: str) -> Any:
 
 
 class ChatTemplate:
-    """A model's own chat template, rendered as it was for the model's training. It only renders whole conversations,
-    and the rules of the model family append later messages. `render` raises jinja2.TemplateError if the template
+    """A model's own chat template, rendered as it was for the model's training. It renders only whole conversations;
+    later messages are appended by the rules of the model family. `render` raises jinja2.TemplateError if the template
     rejects the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
-        # Published templates are written for `transformers`. So the settings, filters and functions are the same as
-        # there.
+        # Published templates are written for `transformers`, so its settings, filters and functions are used here.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -148,8 +147,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The template filter `tojson`. It has the arguments and defaults of `transformers`, because published templates
-    use some of them."""
+    """The template filter `tojson`, with the same arguments and defaults as in `transformers`. Published templates use
+    some of them."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

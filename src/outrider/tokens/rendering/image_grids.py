@@ -1,8 +1,8 @@
 """Computes how a model divides an image into patches, from the image's size and the settings in the model's folder.
 
-The rule is that of the Qwen-VL families. An image is scaled to a multiple of the size of a merged patch, and nearly
-keeps its proportions. Its number of pixels must be between a minimum and a maximum. Each merged patch becomes one
-placeholder token.
+The rule is that of the Qwen-VL families. An image is scaled so that its sides are multiples of a merged patch's side,
+its number of pixels is between a minimum and a maximum, and its proportions hardly change. Each merged patch becomes
+one placeholder token.
 
 The module does not read pixels. Invariant: the grid of patches depends only on the image's size and the settings, so a
 prompt's placeholders are known before the image is decoded.
@@ -48,7 +48,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     patch: the side of a patch, in pixels.
     merge: `merge` x `merge` patches become one token.
-    frames: how often a patch of a still image is repeated.
+    frames: how many times a patch of a still image is repeated.
     least, most: the minimum and maximum number of pixels of the scaled image.
     mean, std: a number for each of the three colours, for normalising values from 0 to 1."""
 

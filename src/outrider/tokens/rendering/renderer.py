@@ -36,9 +36,9 @@ reasoning if the chat template drops it."""
 
 
 class Markup(msgspec.Struct, frozen=True):
-    """The markers in a family's text for reasoning and tool calls. Text from `call_open` on is not streamed, but held
-    back until the whole turn is parsed. Some families enclose all calls of a turn in one pair of markers, `call_open`
-    and `calls_close`. For other families, `call_open` begins a single call and `calls_close` is ""."""
+    """The markers that enclose reasoning and tool calls in a family's text. Text from `call_open` on is not streamed,
+    but held back until the whole turn is parsed. Some families enclose all calls of a turn in one pair of markers,
+    `call_open` and `calls_close`. For other families, `call_open` begins a single call and `calls_close` is ""."""
 
     think_open: str
     think_close: str
@@ -69,14 +69,14 @@ MARKUP: dict[str, Markup] = {
     "deepseek-v3": _DEEPSEEK,
     "deepseek-r1": _DEEPSEEK,
 }
-"""The markers of each family that supports streaming. For other families, the client receives the text when the turn is
-complete."""
+"""The markers of each family whose text can be streamed. For other families, the client receives the text only when
+the turn is complete."""
 
 WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
-"""Families that have three properties, which tests verify (tests/tokens):
+"""Families that are known to have these three properties (tested in tests/tokens):
 
 - `bridge` and `parse` need only the end of a prompt, from its last stop id on.
-- Rendering concatenates the tokenizer's ids without looking at them. So a placeholder can stand for the ids of a text.
+- Rendering only concatenates the tokenizer's ids, so a placeholder can stand for the ids of a text.
 - Only the end of a prompt determines whether the model thinks."""
 
 UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError, jinja2.TemplateError)
@@ -89,7 +89,7 @@ which replies with an error."""
 
 class ThinkingSwitch(msgspec.Struct, frozen=True):
     """The change to the end of a prompt that turns thinking on (`thinking` is True) or off (False). The ids
-    `switched_end` replace `usual_end`, the family's default end."""
+    `usual_end`, the family's default, are replaced by `switched_end`."""
 
     thinking: bool
     usual_end: list[int]
@@ -127,8 +127,8 @@ class Renderer:
     `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a conversation that the family
     cannot render. All methods are pure and can be called from any thread.
 
-    Some families and templates reject a system message after other messages. For them, it becomes a user message, and
-    several system messages at the beginning become one. Rendering and bridging do the same.
+    Some families and templates reject a system message after other messages. For them, both rendering and bridging turn
+    such a message into a user message, and join several system messages at the beginning into one.
 
     If `images` is set, messages may contain images whose size in patches (`grid`) is known. Each image becomes as many
     placeholder tokens as the model reads for it. If `images` is None, an image raises RequestError.
@@ -157,8 +157,8 @@ class Renderer:
         self._parser = _create(tokenizer, family, retention="all")
         self.stop_ids = tuple(self._recorded_family.get_stop_token_ids())
         self._stops = frozenset(self.stop_ids)
-        # The library does not tell whether the family and the template accept a system message after other messages. So
-        # a short conversation with such a message is rendered as a test.
+        # The library does not say whether the family and the template accept a system message after other messages. So
+        # find out by rendering a short conversation with such a message.
         self._late_system = True
         roles = (Role.USER, Role.ASSISTANT, Role.SYSTEM, Role.USER)
         dicts = conversation_dicts([Message(role=role, content="x") for role in roles], late_system=True)
@@ -171,17 +171,16 @@ class Renderer:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Raise RequestError instead of the errors that the library and templates raise for a conversation
-        (UNRENDERABLE)."""
+        """Turn the errors that the library and templates raise for a conversation (UNRENDERABLE) into RequestError."""
         try:
             yield
         except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
 
     def _fill(self, *parts: tuple[Sequence[int], Sequence[Message]]) -> list[list[int]]:
-        """Replace the placeholder of each long text with the text's ids, and repeat the placeholder of each image to
-        the number of the image's tokens. Each part of the prompt is passed with its messages. Raises RequestError if a
-        part has more or fewer image placeholders than its messages have images."""
+        """Replace the placeholder of each long text with the text's ids, and repeat the placeholder of each image once
+        for each of the image's tokens. Each part of the prompt is passed with its messages. Raises RequestError if the
+        number of image placeholders in a part differs from the number of images in its messages."""
         ids = [part for part, _ in parts]
         filled = [list(part) for part in ids] if self._placeholders is None else self._placeholders.fill(ids)
         if self._image_id is None:
@@ -256,9 +255,8 @@ class Renderer:
             return self._fill((ids, ()))[0]
 
     def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
-        """Return the ids of `render` in two parts, divided before the first message that is not a system message.
-        Returns None if they cannot be divided there, if there are only system messages, or if a template renders the
-        prompt."""
+        """Return the same ids as `render`, divided before the first message that is not a system message. Returns None
+        if they cannot be divided there, if there are only system messages, or if a template renders the prompt."""
         leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         if self._template is not None or leading == len(messages):
             return None
@@ -294,7 +292,7 @@ class Renderer:
         with self._refusals():
             unread = {"process_multimodal": False} if self._image_id is not None else {}
             bridged = family.bridge_to_next_turn(list(prompt), list(output), dicts, tools=list(tools) or None, **unread)
-            # The library should only append ids. This is checked each time, because a change to earlier ids would also
+            # The library should only append ids. Check this each time, because a change to earlier ids would also
             # change ids that the model sampled.
             if bridged is None or list(bridged.token_ids[: len(before)]) != before:
                 return None
@@ -312,8 +310,9 @@ class Renderer:
         """Like `bridge`, for new messages that include assistant messages. `prompt` + `output` are the ids of
         `messages[:covered]`. The method returns the ids of `messages[covered:]`.
 
-        The library cannot bridge assistant messages. So it bridges the messages before the first assistant message, and
-        the rest is copied from a rendering of the whole conversation. Returns None in these cases:
+        The library cannot bridge assistant messages. So it bridges only the messages before the first assistant
+        message, and the ids of the rest are copied from a rendering of the whole conversation. Returns None in these
+        cases:
 
         - The messages cannot be bridged, or the bridge and the whole rendering have different ids for them.
         - A template renders whole prompts.
@@ -367,8 +366,8 @@ class Renderer:
 
     @cached_property
     def _opener_length(self) -> int:
-        """The number of ids at the end of a prompt in which `opens_reasoning` searches for the marker. It is the
-        marker's length, plus 8 ids for white space after the marker."""
+        """How many of a prompt's last ids `opens_reasoning` decodes to find the marker: as many as the marker has, and
+        8 more for white space after it."""
         return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
 
     @property
@@ -384,8 +383,8 @@ class Renderer:
 
     @cached_property
     def _switches(self) -> dict[bool | None, ThinkingSwitch]:
-        # There are no switches for a model with its own template, because this template may turn thinking on or off in
-        # another part of the prompt.
+        # A model's own template may turn thinking on or off in another part of the prompt, so there are no switches for
+        # it.
         if self.family not in WINDOW_FAMILIES or self._template is not None:
             return {}
         usual = _turn_opening(self._parser)
@@ -421,7 +420,7 @@ class Renderer:
 
 
 def _turn_opening(family: Any) -> list[int]:
-    """Return the ids that open the model's turn. These are the ids of a prompt after its last message."""
+    """Return the ids that open the model's turn: those after the last message of a prompt."""
     layout = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
     owned = np.flatnonzero(np.asarray(layout.message_indices) >= 0)
     return list(layout.token_ids[int(owned[-1]) + 1 :])
@@ -488,15 +487,18 @@ class PlaceholderTokenizer:
 
 
 def make_renderer(tokenizer: Tokenizer, name: str | None, *, image_tokens: int = 0) -> Renderer:
-    """Make a renderer. `name` is a model family, or `template:FAMILY`. In the latter case, the chat template in the
-    tokenizer's folder renders whole prompts, and the rules of the family append later messages. If `name` is None, a
-    table of the `renderers` package gives the family for the model's name.
+    """Make a renderer. `name` is a model family, or `template:FAMILY`. With `template:`, the chat template in the
+    tokenizer's folder renders whole prompts, and the rules of the family append later messages. If `name` is None, the
+    family is looked up by the model's name, in a table of the `renderers` package.
 
     An image may have at most `image_tokens` tokens. If this is 0, or if the folder has no image processor, images are
     refused.
 
-    Raises InvalidField if the family is unknown, cannot be told from the model's name, or does not match the tokenizer,
-    if the template is missing or cannot be read, or if the image processor is not supported."""
+    Raises InvalidField in these cases:
+
+    - The family is unknown, is not found by the model's name, or does not match the tokenizer.
+    - The template is missing or cannot be read.
+    - The image processor is not supported."""
     folder = Path(tokenizer.name_or_path)
     if name is None:
         table = renderers.base.MODEL_RENDERER_MAP

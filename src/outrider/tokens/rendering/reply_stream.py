@@ -1,9 +1,9 @@
 """Converts sampled ids to a reply. Visible text and reasoning are returned while the ids arrive, and the complete
-message at the end.
+message is returned at the end.
 
-Text is held back only while it may be part of a tool call, a stop string or a marker. Invariant: the reply's text and
-reasoning equal the streamed pieces, joined. So a client that assembles the reply from the stream can send it back, and
-the reply is recognised.
+Text is held back only while it may be part of a tool call, a stop string or a marker. Invariant: the streamed pieces,
+joined, equal the reply's text and reasoning. So the reply is recognised when a client assembles it from the stream and
+sends it back.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class ReplyStream:
     once.
 
     The reply ends before the first stop id or the first `stop` string, whichever is earlier. The stop ids are those of
-    the model family, and in addition `stop_ids`. If the request has no tools, all markup of tool calls is text.
-    Otherwise only malformed calls become text. A call without an id gets one that is made from `call_id`. Set
-    `held_to_calls` if a grammar forced the model to write only tool calls (`call_grammar.py`).
+    the model family and `stop_ids`. If the request has no tools, all markup of tool calls is text. Otherwise only
+    malformed calls become text. A call without an id gets one that is made from `call_id`. Set `held_to_calls` if a
+    grammar forced the model to write only tool calls (`call_grammar.py`).
     """
 
     def __init__(
@@ -159,8 +159,9 @@ class ReplyStream:
 
     def _split(self, held: str, parsed: ParsedCalls, spoken: Sequence[int]) -> tuple[tuple[ToolCall, ...], str]:
         """Split the held-back text into tool calls and the text around them. `spoken` are the ids that the parser got.
-        The parser looks for the ids of markers, but this class looks for their text. So the beginning of a call may
-        already have been sent as text. Such a call remains text."""
+
+        The parser finds markers by their ids, but this class finds them by their text. So the beginning of a call may
+        already have been sent as text; such a call remains text."""
         decode = self._renderer.tokenizer.decode
         pieces: list[tuple[str, ToolCall | None]] = []
         at = 0
@@ -197,8 +198,8 @@ class ReplyStream:
         )
 
     def _drain(self, *, final: bool) -> ReplyPart:
-        """Process the pending text until the state no longer changes. Returns the text that can no longer become part
-        of a marker or a call. If `final` is True, no more text follows."""
+        """Process the pending text until the state no longer changes. Returns the text that cannot become part of a
+        marker or a call any more. If `final` is True, no more text follows."""
         before = self._state
         part = self._step(final=final)
         while self._state is not before:

@@ -30,8 +30,8 @@ from tokenizers.decoders import DecodeStream
 from outrider.errors import InvalidField
 
 SHORT_TEXT = 24
-"""The ids of texts up to this number of characters are cached. These texts are mostly role names and separators, which
-every prompt repeats."""
+"""Maximum number of characters of a text whose ids are cached. Such short texts are mostly role names and separators,
+which every prompt repeats."""
 MAX_REMEMBERED = 4096
 """Maximum number of texts whose ids are cached."""
 
@@ -66,7 +66,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return 0 <= token_id < self.end and token_id not in self.holes
 
     def contains_all(self, ids: list[int]) -> bool:
-        """Return True if all `ids` are valid. `ids` must not be empty. There is no Python loop, because prompts have
+        """Return True if all `ids` are valid. `ids` must not be empty. A Python loop would be too slow for prompts with
         hundreds of thousands of ids."""
         return min(ids) >= 0 and max(ids) < self.end and (not self.holes or self.holes.isdisjoint(ids))
 
@@ -127,8 +127,8 @@ class Tokenizer:
     def _encode_anew(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._fast is not None and not add_special_tokens and self._is_fast(text):
             return self._fast(text)
-        # The batch method is used even for a single text, because it skips character offsets, which take a third of the
-        # time. The library has no such method for single texts.
+        # Use the batch method even for a single text: only this method skips character offsets, which take a third of
+        # the time.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -145,7 +145,7 @@ class Tokenizer:
         return TextStream(self)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, or b"" for an unknown id. They may be only some of the bytes of a
+        """Return the bytes of one token, or b"" for an unknown id. A token may have only some of the bytes of a
         character."""
         token = self.backend.id_to_token(token_id)
         if token is None:

@@ -2,12 +2,12 @@
 to digests.
 
 Two messages are equal if the recorded ids of one can be used for the other. `DIFFERENCES` lists the changes that
-clients make to a history when they send it back. For each change, it states whether the recorded ids are still used, or
-whether the request gets a new prompt (a fork). For changes of call ids, names or outer white space, this depends on the
-model family's template (`PRINTED_FIELDS`).
+clients make to a history when they send it back. For each change, it states whether the recorded ids are still used or
+the request gets a new prompt (a fork). For changes of call ids, names or outer white space, this depends on the model
+family's template (`PRINTED_FIELDS`).
 
-Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a separate digest, because a client that
-drops or repeats it does not change what the model thought.
+Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a digest of its own: when a client drops
+or repeats it, the recorded ids are still used.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ row."""
 
 
 class PrintedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The optional parts of a message that affect the output of a family's template.
+    """Which optional parts of a message affect the output of a family's template.
 
     call_ids: the ids of tool calls.
     names: the names of users and tool results.
@@ -101,12 +101,12 @@ PRINTED_FIELDS: Mapping[str, PrintedFields] = {
     "minimax-m2": _NO_IDS_OR_NAMES,
 }
 """The fields that affect a family's rendering. A field is False only if tests show that it has no effect
-(tests/tokens/test_differences.py). For other families all fields are compared, which is always safe, because it can
-only cause an unnecessary fork."""
+(tests/tokens/test_differences.py). For families that are not listed, all fields are compared. This is always safe: at
+worst, it causes an unnecessary fork."""
 
 MAX_EXACT_INTEGER = 2**53
-"""Up to this size, a float without a fraction equals the integer: 3.0 equals 3. JavaScript has only one type of number,
-so a client may send 3.0 back as 3. Larger floats cannot represent all integers exactly."""
+"""Up to this size, a float without a fraction is compared as an integer. JavaScript has only one type of number, so a
+client may send 3.0 back as 3. Larger floats cannot represent all integers exactly."""
 
 MAX_PARSED_SEPARATORS = 1 << 16
 """Maximum number of lists, objects and commas in tool arguments that are compared as JSON. The JSON decoder blocks
@@ -129,8 +129,8 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
     call_ids: bytes | None = None
 
     def may_echo_reasoning(self, recorded: bytes | None) -> bool:
-        """Return True if this message's reasoning may come from the recorded reasoning: it is empty, the recorded text,
-        or that text twice."""
+        """Return True if this message's reasoning may be a copy of the recorded reasoning: it is missing, or is the
+        recorded text once or twice."""
         return (
             self.reasoning is None
             or self.reasoning == recorded
@@ -162,7 +162,7 @@ def message_key(message: Message, printed: PrintedFields = ALL_PRINTED) -> Messa
         for call in message.tool_calls
     ]
     answered = message.tool_call_id if printed.call_ids else None
-    # Recorded replies have no names. So a client has added the name of an assistant message, and the name is ignored.
+    # Ignore the name of an assistant message. Recorded replies have no names, so a client must have added it.
     name = message.name if printed.names and not is_assistant else None
     body = _pack([message.role.value, text, calls, answered, name])
     for part in message.parts:

@@ -6,8 +6,8 @@ the ids that follow the parent's ids, packed. So its ids are stored once, even i
 node's ids never change, and a prompt with a parent begins with all of the parent's ids.
 
 To index a request means to compute the digest of each message and of each prefix of the conversation. Each message is
-parsed only once, because its digests are stored by its bytes. The digests for the first messages of a few long requests
-are also stored. If a new request begins with the same bytes, only its other messages are indexed.
+parsed only once, because its digests are then stored by its bytes. For a few long requests, all digests of their first
+messages are also stored together. If a new request begins with the same bytes, only its other messages are indexed.
 
 Invariant: the digests of a request do not depend on earlier requests.
 """
@@ -26,18 +26,18 @@ from outrider.tokens.tree.canonical import MessageKey, PrintedFields, digest, ex
 from outrider.trajectory import ForkCause, Ids, ImageSpan, unpack_ids
 
 MIN_REMEMBERED = 16
-"""Minimum number of messages in a stored prefix (the digests of a request's first messages). For fewer messages,
-finding the prefix takes as long as indexing them again."""
+"""Minimum number of messages in a stored prefix (the digests of a request's first messages). Finding a shorter prefix
+would take as long as indexing its messages again."""
 UNSTABLE_TAIL = 4
-"""A stored prefix leaves out this number of newest messages. Clients often change the bytes of these messages, because
-they move their cache markers."""
+"""How many of a request's newest messages a stored prefix leaves out. Clients often change the bytes of the newest
+messages, because they move their cache markers."""
 REMEMBER_EVERY = 8
-"""After this number of new messages, a longer prefix replaces the stored one. Copying the prefix for every request
-would take longer than indexing these messages again."""
+"""How many new messages a request must have before a longer prefix replaces the stored one. Copying the prefix for
+every request would take longer than indexing these few messages again."""
 MAX_REMEMBERED = 4
 """Maximum number of stored prefixes. Each concurrent agent needs one."""
 MAX_MESSAGE_KEYS = 1 << 14
-"""Maximum number of messages whose digests are stored. At this number, all of them are dropped, and messages are parsed
+"""Maximum number of messages whose digests are stored. At this number, all digests are dropped, and messages are parsed
 again when they are needed."""
 MAX_TOOL_VALUES = 1 << 17
 """Maximum number of lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one
@@ -55,15 +55,14 @@ class PromptNode:
     messages.
 
     matched: the turn whose conversation the request extends, even if the prompt does not use this turn's ids.
-    rendered_replies: the assistant messages whose ids were rendered and not sampled, each as its position and the
-        digest of its reasoning, or None.
-    splice: set if the ids of the history were recorded after other tools or system messages, and are used here.
+    rendered_replies: the assistant messages whose ids were rendered and not sampled. Each is a pair of its position and
+        the digest of its reasoning (None if it has no reasoning).
+    splice: set if the prompt uses ids of its history that were recorded after other tools or system messages.
     thinking: True or False if the end of the prompt turns the model's reasoning on or off; None for the family's
         default.
     conversation: the number of the conversation. 0 is the session's first. The others began independently, or with
         other tools or another system prompt.
-    fork: the cause and the source turn if the prompt is a fork because the tools or the system prompt changed;
-        otherwise None.
+    fork: the cause and the source turn of a fork, if the tools or the system prompt changed; otherwise None.
     first_turn: the index of the first turn sampled from the prompt, or None.
     images: the positions of the images in this node's own ids.
 
@@ -156,7 +155,7 @@ class PromptNode:
         `Renderer.tail_start`."""
         own: list[int] = unpack_ids(self.delta).tolist()
         start = tail_start(own)
-        # If this is 0, the tail may begin before this node's own ids, so the whole prompt is searched.
+        # If `start` is 0, the tail may begin before this node's own ids, so search the whole prompt.
         if start > 0 or self.parent is None:
             return own[start:]
         whole: list[int] = self.ids().tolist()
@@ -188,17 +187,18 @@ class TurnNode:
 
 
 class Splice(msgspec.Struct, frozen=True):
-    """Describes a prompt whose history was recorded after other tools or system messages. Its first `head` ids were
-    rendered, and the recorded ids of the history follow. `origin` is the prompt with which the history began, rendered
-    as a whole."""
+    """Describes a prompt whose history was recorded after other tools or system messages. The prompt's first `head` ids
+    were rendered, and the recorded ids of the history follow. `origin` is the first prompt of the history's recording,
+    which was rendered as a whole."""
 
     head: int
     origin: PromptNode
 
 
 def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
-    """Return a pair for each reply in the turn's conversation, up to the turn's own reply: the reply's position among
-    the messages, and the digest of its reasoning, or None. The newest turn comes first."""
+    """Return a pair for each reply in the turn's conversation, up to the turn's own reply. The pair is the reply's
+    position among the messages, and the digest of its reasoning (None if it has no reasoning). The newest turn comes
+    first."""
     found: list[tuple[int, bytes | None]] = []
     node: TurnNode | None = turn
     while node is not None:
@@ -208,9 +208,8 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked_to: PromptNode | None) -> bool:
-    """Return True if the request repeats or drops the recorded reasoning (`may_echo_reasoning`) for every reply on the
-    path to `turn`. The replies in the prompt `checked_to` are not compared, because an earlier comparison found that
-    they agree."""
+    """Return True if the request repeats or drops the recorded reasoning (`may_echo_reasoning`) of every reply on the
+    path to `turn`. The replies in the prompt `checked_to` are skipped: an earlier comparison found that they agree."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
@@ -258,11 +257,11 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
 
     prefixes: `prefixes[i]` is the digest of the tools and the first `i` messages.
     keys: the digests of each message.
-    recalled: the number of first messages whose digests come from a stored prefix.
+    recalled: how many messages, from the first, have digests that come from a stored prefix.
     parsed: the messages parsed so far, by position.
     sizes: the number of bytes of all recalled messages together, then of each other message.
-    reasoning_checked_to: up to this prompt, the request's reasoning is known to agree with the recorded reasoning; None
-        if it was not compared.
+    reasoning_checked_to: the last prompt up to which the request's reasoning is known to agree with the recorded
+        reasoning; None if it was not compared.
     matched: the turn whose conversation is the longest recorded prefix of the request.
     covered: the number of messages in this prefix.
     switch: the ids that turn thinking on or off at the end of the prompt; None for the family's default.
@@ -309,7 +308,7 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         return prompt.thinking == self.thinking and self.has_messages_of(prompt)
 
     def has_messages_of(self, prompt: PromptNode) -> bool:
-        """Like `repeats`, but thinking may be turned on for one of the requests and off for the other."""
+        """Like `repeats`, but ignores whether thinking is turned on or off."""
         return prompt.matched is self.matched and rendered_replies_agree(prompt, self.keys)
 
     def parse_from(self, start: int) -> list[Message]:
@@ -325,8 +324,8 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         return sum(self.sizes[max(0, start - self.recalled + 1) :] if start >= self.recalled else self.sizes)
 
     def with_switch(self, added: list[int]) -> list[int]:
-        """Turn thinking on or off as requested in `added`, the last ids of a prompt. Raises RequestError if they do not
-        end like the family's prompts."""
+        """Return `added`, the last ids of a prompt, with thinking turned on or off as this request asks. Raises
+        RequestError if `added` does not end like the family's prompts."""
         if self.switch is None:
             return added
         kept = len(added) - len(self.switch.usual_end)
@@ -343,7 +342,8 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         sampled: Sequence[tuple[int, bytes | None]] = (),
     ) -> PromptNode:
         """Make the prompt of this request: the ids of `parent`, then `delta` (packed). `sampled` lists the assistant
-        messages whose ids in `delta` were sampled, by position and the digest of the recorded reasoning."""
+        messages whose ids in `delta` were sampled. Each is a pair of its position and the digest of its recorded
+        reasoning."""
         first = self.covered if parent is not None else 0
         replies = {at: key.reasoning for at, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT}
         replies |= {at: reasoning for at, reasoning in sampled if at >= first}
@@ -378,7 +378,7 @@ def _extend_all(prefix: bytes, keys: Sequence[MessageKey]) -> bytes:
 
 class _RememberedPrefix(msgspec.Struct, frozen=True):
     """Stored digests of the first messages of an earlier request. `head` is the digest of all bytes of these messages,
-    and `size` is the number of bytes. `last` is the digest of the last message's bytes."""
+    and `size` is the number of these bytes. `last` is the digest of the bytes of the last of these messages."""
 
     last: bytes
     head: bytes
@@ -425,7 +425,7 @@ class RequestIndexer:
         for place, remembered in enumerate(self._remembered):
             if remembered.prefixes[0] == start and remembered.begins(messages):
                 before = remembered
-                # move the prefix to the front, because it is now the newest
+                # move the prefix to the front, as the one used last
                 self._remembered.insert(0, self._remembered.pop(place))
                 break
         prefixes = before.prefixes.copy() if before else [start]
@@ -448,8 +448,8 @@ class RequestIndexer:
                 key = self._keys[raw_digest] = message_key(parsed[index], self._printed)
             keys.append(key)
             prefix = extend(prefixes[-1], key.body)
-            # The tree keeps every digest object. If the previous request has the same digest at this position, its
-            # object is reused, which saves 120 bytes per call.
+            # The tree keeps every digest object. So if the previous request has an equal digest at this position, reuse
+            # its object, which saves 120 bytes per call.
             if len(prefixes) < len(self._newest) and self._newest[len(prefixes)] == prefix:
                 prefix = self._newest[len(prefixes)]
             prefixes.append(prefix)

@@ -2,23 +2,23 @@
 new request joins the recorded conversation.
 
 A request whose history is recorded gets the recorded ids unchanged, including sampled ids. Only its new messages are
-rendered, so the cost of a turn is proportional to the turn's own tokens. The first of these rules that applies decides.
-The head of a request is its tools and the system messages at its beginning.
+rendered, so the cost of a turn is proportional to the turn's own tokens. A request's head is its tools and the system
+messages at its beginning. The first of these rules that applies decides:
 
 1. A repeated request (same tools, messages and thinking) gets the same prompt again (`retry`). So all replies to the
    request are sampled from the same ids.
 2. More of the history is recorded after another head than after the request's own head, and the recorded part includes
    a reply. The new head is rendered, and the recorded ids of the history follow it (`fork`: `tools_changed`,
    `system_changed` or both). So the model continues from its own sampled ids, and not from other ids for the same text.
-   The renderer must prove that the history has the same ids after both heads. Otherwise the ids come from rules 3 and
-   4, and the join is still this `fork`, because the request continues the recorded history.
-3. Part of the conversation is recorded. The parent is the turn with the longest recorded part, if the renderer can
-   append the other messages without changing any of the turn's ids. The join is an `append`. It is a `fork` if the turn
-   already has another continuation (`sibling`), or if the other messages contain unrecorded replies
-   (`history_rewritten`).
+   The renderer must prove that the history has the same ids after both heads. If it cannot, the ids come from rule 3 or
+   4, but the join is still this `fork`, because the request continues the recorded history.
+3. Part of the conversation is recorded. The parent is the turn that ends the longest recorded part, if the renderer can
+   append the other messages without changing any of the turn's ids. The join is an `append`, unless the turn already
+   has another continuation (`fork`: `sibling`), or the other messages contain unrecorded replies (`fork`:
+   `history_rewritten`).
 4. Every other request is rendered as a whole. It is a `root` if it shares nothing with earlier requests except tools
-   and system messages, which many agents have in common. Otherwise it is a `fork`, and its cause is the reason why the
-   recorded ids cannot be used.
+   and system messages, which many agents have in common. Otherwise it is a `fork`, and its cause says why the recorded
+   ids cannot be used.
 
 The tree calls no engine and no store, and awaits nothing. Long work is divided into steps (`OffloadThread`), so a
 session with a long history does not block other sessions. Invariant: a node's ids never change, and a prompt with a
@@ -51,17 +51,17 @@ from outrider.tokens.tree.request_index import (
 from outrider.trajectory import HEAD_CHANGES, ForkCause, Ids, JoinKind, Turn, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
-"""Texts longer than this number of characters are first encoded in parts of this size, to count their tokens. Encoding
-many megabytes at once would take seconds and a hundred times the text's memory, and the prompt would be too long for
-the context anyway."""
+"""Texts longer than this number of characters are first encoded in parts of this size, to count their tokens. So a text
+of many megabytes that is too long for the context is refused early. Encoding it at once would take seconds and a
+hundred times the text's memory."""
 SEAM_TOKENS = 16
-"""Encoding two adjacent parts of a text separately adds at most this number of tokens."""
+"""Maximum number of tokens that are added if two adjacent parts of a text are encoded separately."""
 BYTES_OF_A_KEY = 100
-"""The work for restoring a turn counts as this many bytes for each message of its conversation. It is small, because
-the digests of most messages are already known."""
+"""How many bytes of work each message of a turn's conversation counts as when the turn is restored. The number is
+small, because the digests of most messages are already known."""
 MAX_SEEN_PREFIXES = 1 << 16
-"""Maximum number of stored prefixes of requests (10 MB). Above this number, all prefixes are dropped. Earlier requests
-are then not found as the origin of a fork, but the recorded ids of their turns are still used."""
+"""Maximum number of stored prefixes of requests (10 MB). Above this number, all prefixes are dropped. After that,
+earlier requests are not found as the origin of a fork, but the recorded ids of their turns are still used."""
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -98,8 +98,8 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     match: set if the history was recorded after other tools or system messages.
     splice: set if the recorded ids of that history are used.
-    sampled: for each reply of that history, its position and the digest of its reasoning; set together with
-        `splice`."""
+    sampled: set together with `splice`: for each reply of that history, its position and the digest of its
+        reasoning."""
 
     parent: TurnNode | None
     delta: bytes
@@ -134,8 +134,8 @@ class TokenTree:
         thinking: bool | None = None,
         context: int | None = None,
     ) -> Steps[Joined]:
-        """Find or make the prompt of the request. `thinking` turns the model's reasoning on or off for this turn only.
-        None keeps the family's default. If one of these errors is raised, the tree is unchanged:
+        """Find or make the prompt of the request. `thinking` turns the model's reasoning on or off for this turn only;
+        None keeps the family's default. Raises these errors, which leave the tree unchanged:
 
         - RequestError: a message cannot be read or rendered, or thinking cannot be turned on or off here.
         - TooLarge: a text is too long to encode, or the new messages or the tools are too large.
@@ -148,7 +148,7 @@ class TokenTree:
             layout = yield from self._lay_out(request)
             joined = self._place(request, layout)
         else:
-            yield request.size_from(0)  # the tree does not store messages, so the added ones are parsed again
+            yield request.size_from(0)  # the tree does not store messages, so `parse_from` below parses them again
             if repeated.first_turn is None and repeated.fork is not None:
                 # The earlier model call with this prompt failed, so no turn records the fork yet.
                 joined = Joined(JoinKind.FORK, repeated.fork[0], repeated, repeated.fork[1])
@@ -183,8 +183,8 @@ class TokenTree:
         return (layout.parent.length if layout.parent is not None else 0) + len(layout.delta) // 4
 
     def commit(self, prompt: PromptNode, output: Sequence[int] | Ids, reply: Message | None) -> TurnNode:
-        """Record the sampled ids of a turn. `reply` is the message that the client received. If the client disconnected
-        before the reply, it is None, and no request can continue the turn."""
+        """Record the sampled ids of a turn. `reply` is the message that the client received, or None if the client
+        disconnected before the reply. In that case, no request can continue the turn."""
         key = message_key(reply, self._renderer.printed) if reply is not None else None
         turn = TurnNode(self._next_turn, prompt, pack_ids(output), key)
         self._next_turn += 1
@@ -199,11 +199,11 @@ class TokenTree:
     def restore(self, turns: Sequence[Turn]) -> Steps[None]:
         """Fill this empty tree with the stored turns of an earlier attempt, sorted by index. A later request then
         continues the same turns as it would have continued in the earlier attempt. The ids in the tree are the stored
-        ids. Only requests whose tools or system prompt changed are rendered again, to find how the stored ids of their
-        prompts are composed.
+        ids. Only requests whose tools or system prompt changed are rendered again, to find out which of the stored ids
+        belong to the new head and which to the history.
 
-        The indexes may have gaps. No stored turn continues a turn that was not stored, because no client received its
-        reply."""
+        The indexes may have gaps where a turn was not stored. No stored turn continues such a turn, because no client
+        received its reply."""
         nodes: dict[int, TurnNode] = {}
         said: dict[int, list[Message]] = {}
         tools: dict[int, tuple[ToolSpec, ...]] = {}
@@ -291,8 +291,8 @@ class TokenTree:
             if parent.children:
                 return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, parent.index)
             return Joined(JoinKind.APPEND, None, prompt, None)
-        # `shared` is the first prompt that has the longest prefix of messages in common with the request, and `count`
-        # is its length.
+        # Find the longest prefix of the request's messages that an earlier request also has. `count` is the prefix's
+        # length, and `shared` is the first prompt with this prefix.
         shared: PromptNode | None = None
         count = 0
         for prefix in request.prefixes[1:]:
@@ -348,9 +348,9 @@ class TokenTree:
         return pack_ids(request.with_switch(self._renderer.render(request.parse_from(0), request.tools)))
 
     def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
-        """Return a prompt that combines the request's own head (tools and system messages), the recorded ids of its
-        history, and the later messages. The history was recorded after a different head. Returns None if the history's
-        first messages have different ids after the two heads, or if the later messages cannot be appended."""
+        """Return a prompt that combines the request's own head (tools and system messages), the ids of its history as
+        recorded after a different head, and the later messages. Returns None if the history's first messages have
+        different ids after the two heads, or if the later messages cannot be appended."""
         turn = match.turn
         origin = turn.prompt
         while origin.parent is not None:
@@ -378,8 +378,8 @@ class TokenTree:
             splice=Splice(len(split.head), origin),
             sampled=[(at + shift, reasoning) for at, reasoning in recorded_reasoning(turn)],
         )
-        # Two agents may alternate on the same history. If the ids begin with those of this agent's own last turn, that
-        # turn is the parent. So all turns of the agent are in one training row.
+        # Two agents may alternate on the same history. If the ids begin with those of this agent's own last turn, make
+        # that turn the parent, so that all turns of the agent are in one training row.
         own = request.matched
         if own is not None and ids.startswith(before := own.prompt.ids().tobytes() + own.output):
             return msgspec.structs.replace(layout, parent=own, delta=ids[len(before) :])
@@ -387,7 +387,7 @@ class TokenTree:
 
     def _continued(self, tail: Sequence[int], output: bytes, request: IndexedRequest, covered: int) -> list[int] | None:
         """Return the ids of the messages from position `covered` on. The caller appends them to the ids of the earlier
-        messages, whose end is `tail` followed by `output` (packed ids). Returns None if the renderer cannot prove that
+        messages, which end with `tail` and then `output` (packed ids). Returns None if the renderer cannot prove that
         appending leaves the earlier ids unchanged."""
         sampled: list[int] = unpack_ids(output).tolist()
         if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
@@ -405,8 +405,8 @@ class TokenTree:
         if len(self._first_with_prefix) > MAX_SEEN_PREFIXES:
             self._first_with_prefix.clear()
         for prefix in reversed(request.prefixes):
-            # If a prefix is stored, all shorter prefixes are, too. So the loop can end here, and its cost depends only
-            # on the new messages.
+            # If a prefix is already stored, all shorter prefixes are, too. So the loop can end here, and its cost
+            # depends only on the new messages.
             if self._first_with_prefix.setdefault(prefix, prompt) is not prompt:
                 break
         if prompt.parent is not None:
@@ -427,14 +427,14 @@ class _HistoryIndex:
             self._unindexed.append(turn)
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
-        """Find the turn whose history and reply cover the most messages of the request's history, starting at its
-        beginning. The request's own head (tools and system messages) may differ. Returns None unless the turn covers
-        more messages than `request.covered`, which are recorded after the request's own head."""
+        """Find the turn whose history and reply cover the most messages of the request, counted from the beginning. The
+        turn may have another head (tools and system messages). Returns None unless the turn covers more messages than
+        are recorded after the request's own head (`request.covered`)."""
         if not request.is_rewritten:
             return None
-        # Turns are indexed only when a request needs it. In most sessions no request does, because the tools and system
-        # messages do not change. Turns are taken one at a time, because the event loop may add a turn while this method
-        # runs in the worker thread.
+        # Turns are indexed only now, when a request needs it. In most sessions no request does, because the tools and
+        # system messages do not change. Take the turns one at a time, because the event loop may add a turn while this
+        # method runs in the worker thread.
         while self._unindexed:
             turn = self._unindexed.popleft()
             assert turn.reply_digest is not None
@@ -460,14 +460,14 @@ def _newest_agreeing(
     turns: Sequence[TurnNode], request: IndexedRequest, checked_to: PromptNode | None
 ) -> TurnNode | None:
     """Return one of several turns with equal conversations, or None. The request must repeat or drop the turn's
-    recorded reasoning (`reasoning_agrees`). Among such turns, the newest whose call ids are in the request wins. If
-    there is none, because clients may replace call ids, the newest wins."""
+    recorded reasoning (`reasoning_agrees`). Among such turns, the newest whose call ids are in the request wins. If no
+    turn's call ids are, because the client replaced them, the newest turn wins."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
         if system_count != request.system_count:
-            # The turn has a different number of system messages, so the keys are shifted to their positions in the
-            # turn. The keys of the system messages are not compared.
+            # The turn has a different number of system messages, so shift the keys to their positions in the turn. The
+            # first `system_count` keys are only fillers, which are not compared.
             keys = [*(keys[:1] * system_count), *keys[request.system_count :]]
         if reasoning_agrees(turn, keys, checked_to):
             agreeing.append((turn, keys))

@@ -66,8 +66,8 @@ class FakeE2B:
 
     - `room`: the maximum number of sandboxes.
     - `page`: the maximum number of sandboxes in a page of `GET /v2/sandboxes`.
-    - `faults`: functions that reply to the next requests, by method and path, with `ID` in place of ids. Each function
-      is used once.
+    - `faults`: for a method and path (with `ID` in place of ids), the functions that reply to the next such requests,
+      one each.
     - `requests`: the methods and paths of all requests except those to `envd`, with `ID` in place of ids.
     - `made`: the number of sandboxes created so far.
     """

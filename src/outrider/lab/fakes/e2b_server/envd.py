@@ -24,7 +24,7 @@ FILE_CALLS = {"Stat": "stat", "ListDir": "list", "MakeDir": "make", "Move": "mov
 
 
 class RunningProcess:
-    """A process, and a queue for each stream that receives the process's events."""
+    """A process, and a queue of its events for each response that streams them."""
 
     def __init__(self, process: Process, config: dict[str, Any], tag: str | None) -> None:
         self.process = process

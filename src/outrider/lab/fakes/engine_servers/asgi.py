@@ -184,9 +184,9 @@ class _Tokenize(msgspec.Struct):
 
 
 class Served:
-    """An engine that is served in the protocol of vLLM or SGLang. `routes` are this protocol's own routes, to which the
-    shared routes are added. After a request that would make the real server exit, `dead` is True, and every connection
-    is closed."""
+    """An engine that is served in the protocol of vLLM or SGLang. The argument `routes` has this protocol's own routes;
+    the shared routes are added to them. After a request that would make the real server exit, `dead` is True, and every
+    connection is closed."""
 
     owner = ""
     """The `owned_by` of the served model."""

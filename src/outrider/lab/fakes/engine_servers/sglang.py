@@ -138,8 +138,8 @@ class ServedSGLang(Served):
         return {"error": {"message": message}}
 
     async def _health(self, call: HttpCall) -> None:
-        """Report the engine's health. The real server samples a token for a health check. So during a pause, this
-        server waits up to HEALTH_SECONDS for the end of the pause."""
+        """Report the engine's health. During a pause, wait up to HEALTH_SECONDS for its end, because the real server's
+        health check samples a token."""
         self.health_checks += 1
         if self._paused is not None:
             with self._tracked():
@@ -366,8 +366,8 @@ class _SGLangWriter:
         self._text = ""
 
     def event(self, chunk: Chunk, version: int) -> dict[str, Any] | None:
-        """Return the next event. The first token is sent at once. After that, returns None until `stream_interval`
-        tokens have not been sent yet. `version` is the current version of the server's weights."""
+        """Return the next event, or None while fewer than `stream_interval` tokens wait to be sent. The first chunk and
+        the last one are sent at once. `version` is the current version of the server's weights."""
         if not self._cumulative and self._sent == len(self.sampled):
             self._ids, self._entries, self._text = [], [], ""
         self.sampled += chunk.ids

@@ -62,7 +62,8 @@ class ClusterRules:
 
     - `token`: the only accepted token.
     - `role`: the rules of the account's Role in `NAMESPACE`, as in Kubernetes. None allows everything.
-    - `denied`: further verbs on pods that are forbidden, such as `create` or `create pods/exec`.
+    - `denied`: further actions to forbid: a verb on pods, such as `create`, or a verb with a resource, such as
+      `create pods/exec`.
     - `quota`: the maximum number of pods.
     - `room`: the maximum number of pods that are scheduled on the machine. Further pods stay pending.
     - `faults`: functions that are called in order for each request.
@@ -363,7 +364,7 @@ VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 
 def actions_of(request: web.Request) -> list[ApiAction]:
-    """Return the actions for which an account needs permission to make the request. `/version` needs none."""
+    """Return the actions that the account must be permitted for this request. `/version` needs none."""
     match request.path.strip("/").split("/"):
         case ["api", _, *rest]:
             group = ""

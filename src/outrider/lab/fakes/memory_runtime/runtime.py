@@ -57,7 +57,7 @@ class MemoryLedger:
 
 
 class MemoryRuntime:
-    """A sandbox in memory. The ledger counts only the first stop of a sandbox that has started."""
+    """A sandbox in memory. Once it has started, the ledger counts its first stop, and no further stops."""
 
     ledger: ClassVar[MemoryLedger | None] = None
     shows_mounts: ClassVar[bool] = False
@@ -150,8 +150,8 @@ class MemoryRuntime:
         )
 
     async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
-        """Return the result of `work`. Raises RuntimeFailure if the sandbox is stopped first. A real command is killed
-        together with its sandbox, so a caller must not have to wait for a `sleep`."""
+        """Return the result of `work`. Raises RuntimeFailure if the sandbox is stopped first. So a `sleep`, for
+        example, ends with its sandbox, as a real command does."""
         async with asyncio.TaskGroup() as group:
             job = group.create_task(work)
             ended = group.create_task(self._ended.wait())
@@ -198,7 +198,8 @@ class MemoryRuntime:
             if entry.folder:
                 self._files.make_folder(path)
             else:
-                # Read the file that `entries` found behind the link. The link may have been replaced since.
+                # Read the file that `entries` found behind the link, not the link itself: it may have been replaced
+                # since.
                 plain = entry.path if entry.link is None else entry.path.parent / entry.link
                 self._put(path, await asyncio.to_thread(plain_bytes, Path(posixpath.normpath(plain))))
 

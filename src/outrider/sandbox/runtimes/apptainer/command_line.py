@@ -117,8 +117,8 @@ def _version(path: str) -> str:
 
 
 def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mapping[str, str]) -> list[str]:
-    """Return the first words of a command line. The caller appends the program to run in the container, and its
-    arguments. `env` is this program's environment."""
+    """Return the beginning of the command that runs a program in a container. The caller appends the program and its
+    arguments. `env` is the program's environment."""
     return [
         *(found.path, "--quiet", "exec"),
         *ISOLATION,

@@ -202,8 +202,8 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path
         *((Path(mount.source), mount.target or mount.source) for mount in spec.mounts),
         *((Path(source), target) for source, target in gpus.libraries),
     ]
-    # The mounts inside a folder directly follow the folder. So a later folder with the same target covers the earlier
-    # folder together with its mounts.
+    # List the mounts inside a folder directly after the folder, so that a later folder with the same target covers the
+    # earlier one together with its mounts.
     binds = [Bind(str(path), target) for one in shown for path, target in (one, *inner_mounts([one]))]
     return [*binds, *(Bind(source, target, device=True) for source, target in gpus.devices)]
 

@@ -34,8 +34,8 @@ MANY_USERS = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID"),
     "SYS_CHROOT",
 )
-"""Capabilities for programs such as `apt`, `su` and `chown`. Container engines give more by default: the ones for
-devices and raw sockets, for example, are left out here."""
+"""The capabilities that programs such as `apt`, `su` and `chown` need. By default, container engines also give others,
+for example for devices and raw sockets."""
 
 
 class HostMount(msgspec.Struct, frozen=True):

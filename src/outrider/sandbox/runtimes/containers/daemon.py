@@ -1,7 +1,7 @@
 """The container engines docker and podman, and a client of their daemon. All sandboxes of a node share the client.
 
-This module handles containers by name and label, and ignores the programs inside. Invariant: from before its creation
-is requested until `remove` has ended, a container of this node is in `_ours`. `sweep` finds containers by their label.
+This module handles containers by name and label, and ignores the programs inside. Invariant: a container of this node
+is in `_ours` from before its creation is requested until `remove` has ended. `sweep` finds containers by their label.
 It removes this node's containers that are not in `_ours`, and all containers of dead nodes.
 """
 
@@ -51,7 +51,7 @@ class ContainerEngine:
 
     - `name` is the engine's name.
     - `variable` is the environment variable with the address of the daemon's socket.
-    - `hint` is for a machine without a daemon, `gpu_hint` for a daemon that cannot give a GPU.
+    - `hint` is the error hint for a machine without a daemon, `gpu_hint` for a daemon that cannot give a GPU.
     - `socket_paths` returns the usual paths of the socket, most likely first.
     - `libpod` is true if the daemon has Podman's own API besides Docker's."""
 
@@ -101,8 +101,8 @@ class ContainerEngine:
         return Availability(ok=True, detail=f"{version} at {path}{limits}")
 
     def oci_runtimes(self) -> frozenset[str]:
-        """Return the names of the OCI runtimes with which the daemon can start containers. The set is empty if the
-        daemon does not respond. The call blocks."""
+        """Return the names of the OCI runtimes that the daemon can use. The set is empty if the daemon does not
+        respond. The call blocks."""
         try:
             return frozenset(msgspec.json.decode(get(self.find(), "/info").body, type=Info).runtimes)
         except (RuntimeUnavailable, OSError, HTTPException, msgspec.MsgspecError):
@@ -162,7 +162,6 @@ class ContainerDaemon:
         self.socket = await asyncio.to_thread(self.engine.find)
         try:
             self.limits = await asyncio.to_thread(limits_hold, self.socket)
-            # may become False later, when the daemon refuses to limit a size
             self.sized = not await asyncio.to_thread(rootless, self.socket)
         except OSError as error:
             raise RuntimeFailure(
@@ -185,8 +184,8 @@ class ContainerDaemon:
             await self._api.close()
 
     async def image(self, name: str) -> LocalImage:
-        """Return an image of the daemon. Raises RuntimeUnavailable if the daemon does not have it. It is not pulled,
-        because images are never pulled for a task."""
+        """Return an image of the daemon. Raises RuntimeUnavailable if the daemon does not have it: images are never
+        pulled into a container engine for a task."""
         try:
             return await self._api.image(name)
         except self._error as error:
@@ -201,8 +200,9 @@ class ContainerDaemon:
         """Create and start a container. The caller must then call `remove`, even if this method raises an error or is
         cancelled.
 
-        A request that was sent is always awaited, because only the response shows whether there is a container to
-        remove. Raises RuntimeFailure. Raises RuntimeUnavailable if the daemon cannot give the container its GPUs."""
+        Even a cancelled call waits for the response to a request that was sent, because only the response shows whether
+        there is a container to remove. Raises RuntimeFailure. Raises RuntimeUnavailable if the daemon cannot give the
+        container its GPUs."""
         self._ours.add(name)
         sized = self.sized
         try:

@@ -131,10 +131,10 @@ class ToolSocket:
 
 
 def _listening(folder: Path) -> socket.socket:
-    """Return a listening socket in `folder`. Any user of the container may connect to it, while no other container sees
+    """Return a listening socket in `folder`. Any user in the container may connect to it, but no other container sees
     the folder.
 
-    The socket is bound by the folder's descriptor, because the path of a socket is limited to 107 bytes."""
+    The socket is bound through the folder's descriptor, because a socket's path may have at most 107 bytes."""
     held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     listener = socket.socket(socket.AF_UNIX)
     try:

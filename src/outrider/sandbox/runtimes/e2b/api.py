@@ -24,7 +24,7 @@ from outrider.errors import RuntimeUnavailable
 
 DOMAIN = "e2b.app"
 ENVD_PORT = 49983
-"""Port of `envd` in every sandbox. This program starts processes and copies files."""
+"""The port of `envd`, a program in every E2B sandbox that starts processes and copies files."""
 CALL_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 MAX_REPLY = 16 << 20
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 class E2BError(Exception):
     """A failed call. `status` is the HTTP status, or 0 if there was no reply. `wait` is how many seconds the service
-    asks clients to wait before the next call. None if it does not ask."""
+    asks clients to wait before the next call, or None if it does not ask."""
 
     def __init__(self, status: int, message: str, wait: float | None = None) -> None:
         super().__init__(message)
@@ -167,7 +167,7 @@ class E2BApi:
         return True
 
     async def extend(self, sandbox: str, seconds: int) -> None:
-        """Let the service end the sandbox `seconds` from now."""
+        """Set the time at which the service ends the sandbox to `seconds` from now."""
         await self._call("POST", f"/sandboxes/{sandbox}/timeout", None, {"timeout": seconds})
 
     async def delete(self, sandbox: str) -> bool:

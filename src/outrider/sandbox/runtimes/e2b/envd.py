@@ -71,7 +71,7 @@ class StartEvent(msgspec.Struct, frozen=True):
 
 
 class ProcessEvent(msgspec.Struct, frozen=True):
-    """An event of a process. One field is set at most. In a keep-alive, no field is set."""
+    """An event of a process. At most one field is set. In a keep-alive, none is."""
 
     start: StartEvent | None = None
     data: DataEvent | None = None

@@ -1,9 +1,9 @@
 """The kind `e2b`: sandboxes of a service that offers the E2B API. Our tool server runs inside each sandbox.
 
-`envd` starts the tool server as a process, whose input and output connect it to the node. The same connection carries
-the model calls. So the sandbox needs no network, and the node needs no public address. Invariant: when `stop` returns,
-the service has confirmed that the sandbox is gone. If the removal fails, the failure is logged, and the next sweep
-tries again.
+The tool server is started by `envd`, E2B's program in every sandbox. Its standard input and output connect it to the
+node, and also carry the model calls. So the sandbox needs no network, and the node needs no public address. Invariant:
+when `stop` returns, the service has confirmed that the sandbox is gone. If the removal fails, the failure is logged,
+and the next sweep tries again.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TEMPLATE = "base"
 PROBE_SECONDS = 5.0
 MEASURE = "import os; print(os.cpu_count(), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 20)"
 SETTLE_SECONDS = 2.0
-"""After the tool server has ended, the node asks the service twice whether the sandbox still exists, with a pause of
-this many seconds. Only if it exists both times, programs in the sandbox are the cause."""
+"""Seconds between two checks whether the sandbox still exists, after its tool server has ended. Programs in the sandbox
+are the cause only if it exists both times."""
 KERNEL_SHARE = 0.85
-"""The fraction of a machine's memory that programs can use in any case. The kernel needs the rest."""
+"""The smallest fraction of a machine's memory that programs see as its size. The kernel takes the rest."""
 
 
 class E2BRuntime:
@@ -178,7 +178,7 @@ async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:
 
 
 def _without_python(process: ProcessSocket) -> RuntimeUnavailable | None:
-    """Return the error to raise if the tool server could not start without a usable Python in the sandbox. Returns None
+    """Return the error to raise if the tool server did not start because the sandbox has no usable Python. Returns None
     if the start failed for another reason."""
     if process.exit is None and "python3" not in process.log_tail():
         return None

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- From before its creation is requested until `remove` has ended, a sandbox of this node is in `_ours`.
+- A sandbox of this node is in `_ours` from before its creation is requested until `remove` has ended.
 - `sweep` finds sandboxes by their label. It removes this node's sandboxes that are not in `_ours`, and all sandboxes of
   dead nodes.
 - A sandbox that nobody removes ends TERM_SECONDS after its node last extended its term.
@@ -134,8 +134,8 @@ class E2BService:
         return made
 
     async def _forget(self, start: Start) -> None:
-        """Remove the sandbox that a request may have created before its reply was lost. Raises RuntimeFailure. A sweep
-        then removes the sandbox."""
+        """Remove the sandbox that a request may have created before its reply was lost. Raises RuntimeFailure if this
+        fails. A sweep then removes the sandbox."""
         try:
             for one in await self.api.labelled(START_LABEL, start.key):
                 await self.api.delete(one.id)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUFFER_BYTES = 4 << 20
-"""A buffer holds bytes that were read but not yet written. At this size, reading pauses."""
+"""The size of a stream's buffer at which reading pauses. The buffer holds bytes that were read but not yet written."""
 RETRY_SECONDS = 0.01
 CONNECT_TRIES = 200
 MAX_PAIRS = 256

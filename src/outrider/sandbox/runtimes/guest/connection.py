@@ -1,7 +1,8 @@
 """The tool server's connection to the host. It sends and receives frames without blocking, and replies to calls.
 
-A frame holds one message (see msgpack.py). Invariants: frames are sent in the order of the calls of `send`. Each call
-of the host gets any number of parts, and then exactly one "ok" or "error", unless the connection ends first.
+A frame holds one message (see msgpack.py). Invariants: frames are sent in the order in which `send` was called. The
+server answers each call from the host with any number of parts, and then exactly one "ok" or "error", unless the
+connection ends first.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class HostConnection:
 
 
 class Calls:
-    """State that all calls share, and functions that reply to calls. `running` has a function that cancels each
-    cancellable call, by the call's number."""
+    """State that all calls share, and functions that reply to calls. `running` maps the number of each cancellable call
+    to the function that cancels it."""
 
     def __init__(self, loop: Loop, connection: HostConnection) -> None:
         self.loop = loop
@@ -112,7 +113,7 @@ class Calls:
         self.sandbox_mark = ""
         """The mark that distinguishes this sandbox's processes from all others on the host."""
         self.python: list[str] = []
-        """The command that starts Python in a sandbox that has none itself."""
+        """The command that starts Python in a sandbox without a Python of its own."""
         self.known_shell = ""
 
     def environment(self, extra: dict[str, str], owner: int) -> dict[str, str]:
@@ -124,10 +125,10 @@ class Calls:
         return env
 
     def mark(self, owner: int) -> bytes:
-        """Return the entry by which the programs of `owner` can be recognised in their environment.
+        """Return the entry that marks the environment of each program of `owner`.
 
-        A program may leave its session and its parent, and then becomes a child of this server. Only this entry still
-        shows who started it, for example when it must be killed at a time limit."""
+        A program that leaves its session and outlives its parent becomes a child of this server. Then only this entry
+        shows who started it, so that it can still be killed, for example at a time limit."""
         return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
 
     def shell(self) -> str:

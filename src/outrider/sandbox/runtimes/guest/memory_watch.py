@@ -34,11 +34,11 @@ DIVIDED_FIELDS = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb"
 """Lines of /proc/PID/smaps_rollup whose sum is the memory of OWN_FIELDS without page tables. Here, a shared page is
 divided among the processes that share it."""
 SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
-"""The names of shared memory that belongs to no file start with these texts in /proc/PID/maps."""
+"""Prefixes of names in /proc/PID/maps that mark shared memory without a file."""
 
 
 class ProcessMemory:
-    """The memory of one process, in bytes. `own` is memory that the process has touched. `mapped` is added to it:
+    """The memory of one process, in bytes. `own` is memory that the process has touched. `mapped` is the size of its
     libraries, reserved address space, and memory shared with other processes. A scan first counts both, because `own`
     does not include shared pages that only another process has touched."""
 
@@ -50,8 +50,8 @@ class ProcessMemory:
         self.areas: dict[bytes, int] = {}
 
     def find_areas(self) -> None:
-        """Fill `areas`, which maps the inode of each area of shared memory to a size in bytes: the size from the area's
-        first byte to the last byte that the process has mapped. If the process's maps cannot be read, all its mapped
+        """Fill `areas`, which maps the inode of each area of shared memory to a number of bytes: from the beginning of
+        the area to the last byte that the process has mapped. If the process's maps cannot be read, all its mapped
         memory counts as one area."""
         maps = read_of_process(self.pid, "maps")
         if not maps:

@@ -4,8 +4,8 @@ A frame is a length (u32, big-endian) and that many bytes of msgpack. The host s
 server sends `[call, "ok" | "error" | "part", {fields}]`. Text that is not UTF-8, such as an odd file name, is sent as
 raw bytes. In this module, it is a str with surrogate escapes.
 
-Invariant: `Unpacker` returns every packed value unchanged, but a tuple as a list. So does msgspec if all text is UTF-8.
-All functions are pure.
+Invariant: `Unpacker` returns every packed value unchanged, except that a tuple becomes a list. If all text is UTF-8,
+msgspec unpacks the same value. All functions are pure.
 """
 
 from __future__ import annotations

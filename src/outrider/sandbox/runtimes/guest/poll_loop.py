@@ -1,7 +1,7 @@
 """A single-threaded event loop for ready descriptors, timers, and exits of child processes.
 
-Importing asyncio would take several times as long as starting the interpreter. Invariant: the loop collects the exit
-code of every child, also of adopted orphans.
+It replaces asyncio, whose import would take several times as long as starting the interpreter. Invariant: the loop
+collects the exit code of every child, also of adopted orphans.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CHUNK = 1 << 18
 loop."""
 
 REST_FACTOR = 20
-"""Scans of processes or sockets can be slow, and must not use much CPU time. So the pause after a scan is at least this
-many times as long as the scan."""
+"""The pause after a scan of processes or sockets is at least this many times as long as the scan. So even slow scans
+use little CPU time."""
 
 
 class Loop:

@@ -23,8 +23,8 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 IDLE_FACTOR = 5
 """The pause before the next scan is at most 1/IDLE_FACTOR of the time since the last change."""
 MOST_WATCHED = 100
-"""While the sandbox has more processes than this, new processes are not recorded and no process's files are read. Such
-a read waits while the process forks, so a fork bomb could block the server forever."""
+"""While the sandbox has more processes than this, new processes are not recorded, and no process's files in /proc are
+read. Reading them waits while the process forks, so a fork bomb could block the server forever."""
 SCAN_SECONDS = 0.01
 """After this many seconds a scan starts no further read. The next scan continues."""
 MOST_REPORTED = 200

@@ -150,8 +150,7 @@ def send_signal(pid: int, number: int) -> bool:
 
 def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
     """SIGKILL `roots`, adopted orphans with `mark`, and all descendants of both, until a scan of /proc finds none
-    alive. Returns the processes still alive after SCANS scans, because the kernel does not let them exit or they fork
-    too fast.
+    alive. Returns the processes that survive all SCANS scans: the kernel does not let them exit, or they fork too fast.
 
     A fork bomb survives the first scans. Under a limit of processes, each killed process makes room for another fork,
     while a stopped process does not. So later scans send SIGSTOP until all processes are stopped, and then SIGKILL."""
@@ -231,8 +230,8 @@ def fork_with_pipe(work: Callable[[int], object], *, reads: bool = False) -> tup
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
-    """Start a program in a new session. `fds` has descriptors of this process by the numbers that they get in the
-    program. The program inherits no other descriptor.
+    """Start a program in a new session. `fds` maps the program's descriptors to the descriptors of this process that
+    they duplicate. The program inherits no other descriptor.
 
     If the program cannot be executed, the error is written to the program's standard error. The exit code is then 127
     if the program or folder is missing, and 126 for any other OSError."""
@@ -245,8 +244,8 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
         offer_to_oom_killer()
         _signal.set_wakeup_fd(-1)  # a signal to the fork must not wake the server's loop
         for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, SIGINT):
-            # Python and this server ignore or handle these signals. The program would inherit the ignored ones as
-            # ignored.
+            # Reset the signals that Python or this server ignores or handles. The program would inherit the ignored
+            # ones as ignored.
             _signal.signal(number, _signal.SIG_DFL)
         for target, source in fds.items():
             posix.dup2(source, target)

@@ -1,9 +1,9 @@
 """The tool server: Outrider's program inside each sandbox. It needs only the standard library, and Python 3.8 or newer.
 
 The server carries out calls that the host sends over one connection, for commands, live shells, files and archives. In
-a sandbox with its own network, it also forwards connections from 127.0.0.1 to the model gateway. It uses the gateway's
-socket or, on another machine, the connection to the host. Invariant: the server collects the exit codes of all its
-children, also of adopted orphans. Before it exits, it kills all its descendants.
+a sandbox with its own network, it also forwards connections from 127.0.0.1 to the model gateway: through the gateway's
+socket or, on another machine, through the connection to the host. Invariant: the server collects the exit codes of all
+its children, also of adopted orphans. Before it exits, it kills all its descendants.
 
 `runtimes/tool_server/bundle.py` joins the modules of this folder into one program. Modules that take more than a
 millisecond to load are imported only in the functions that need them.
@@ -99,7 +99,7 @@ class Server:
         if args["bridge_port"]:
             socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
             Bridge(self.loop, args["bridge_port"], socket)
-            # Only a sandbox with its own network needs this watch. Such a sandbox has a bridge.
+            # A sandbox with a bridge has its own network, and only such a sandbox needs this watch.
             NetlinkWatch(self.loop)
         self.calls.reply(call, {})
 
@@ -284,7 +284,8 @@ def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway:
     process.
 
     out: the pipe for writing, if the connection consists of two pipes (see `HostConnection`).
-    save_layers: writes an archive of the sandbox's writable layers to a descriptor. None if there are no layers.
+    save_layers: a function that writes an archive of the sandbox's writable layers to a descriptor. None without
+        layers.
     gateway: a descriptor of the gateway's socket, for a sandbox in which no path leads to the socket."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     SPARE.hold()

@@ -1,4 +1,4 @@
-"""Control groups of a node, with which the kernel enforces the limits of the node's sandboxes.
+"""The control groups of a node. With them, the kernel enforces the limits of the node's sandboxes.
 
 With version 2 of control groups, a node can make groups in a delegated systemd unit or a container. With version 1, the
 node must be root or own the folders. In all other cases there are no groups. Invariants: a group is named after its
@@ -34,8 +34,8 @@ CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 SOCKET_BYTES = 64 << 20
 """Maximum bytes that the kernel may hold for the sockets of one sandbox. All sockets of the host share a tenth of its
-memory (`net.ipv4.tcp_mem` and `udp_mem`), and become slow when this is used up. Only version 1 of control groups has
-this limit."""
+memory (`net.ipv4.tcp_mem` and `udp_mem`), and become slow when this is used up. Only version 1 of control groups can
+limit the sockets of a group separately."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
@@ -188,9 +188,9 @@ def _short_of_memory(group: Path) -> bool:
 def _was_full(group: Path) -> bool:
     """Return whether the group has ever reached its memory limit.
 
-    Version 2 counts these events. With version 1, the highest memory use so far is compared with the limit. It includes
-    page cache, which the kernel frees when needed. So the result may be True for a group that never lacked memory.
-    (`failcnt` of version 1 is no help, because it stays 0 if swap is also limited.)"""
+    Version 2 counts how often this happens. With version 1, the highest memory use so far is compared with the limit.
+    This use includes page cache, which the kernel frees when needed, so the result may be True for a group that never
+    lacked memory. (`failcnt` of version 1 is no help, because it stays 0 if swap is also limited.)"""
     limit = _number(group / "memory.limit_in_bytes")
     # The kernel counts memory in batches of pages, so a group may reach its limit when its measured use is slightly
     # lower.

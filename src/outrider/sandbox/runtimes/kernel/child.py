@@ -1,7 +1,7 @@
 """A process that works for the service, and its descendants. The process is watched through a pidfd.
 
 It is a child of this process, or a fork of the zygote. Invariants: after `Child.end`, the process is dead, and the exit
-code of a child has been collected. A signal never reaches another process that got the same pid. It is sent through a
+code of a child has been collected. A signal never reaches another process that got the same pid: it is sent through a
 pidfd, or to a child whose exit code has not been collected.
 """
 
@@ -37,9 +37,9 @@ class Child:
     def spawn(
         cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
     ) -> Child:
-        """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` has descriptors of
-        this process, by their numbers (> 2) in the new process. `posix_spawn` is used, because it neither copies page
-        tables nor needs a thread that waits for the exit.
+        """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` maps descriptors of
+        the new process (> 2) to the descriptors of this process that they duplicate. `posix_spawn` is used, because it
+        neither copies page tables nor needs a thread that waits for the exit.
 
         Raises RuntimeFailure if `argv[0]` cannot be executed, and OSError if no descriptor is left for the pidfd.
         """
@@ -166,7 +166,7 @@ class Descendants:
             for pid in _children(above) - self._held.keys():
                 with contextlib.suppress(OSError):
                     self._held[pid] = os.pidfd_open(pid)
-                    # the pid now belongs to another process, or the parent has exited
+                    # drop it if the pid now belongs to another process, or the parent has exited
                     if _status(pid, "PPid") != [above]:
                         os.close(self._held.pop(pid))
                         continue

@@ -79,7 +79,7 @@ def mounts_below(folder: Path, mounts: Iterable[MountPoint]) -> list[str]:
     paths."""
     top = os.path.realpath(folder)
     below = [mount.path for mount in mounts if mount.path != top and mount.path.startswith(f"{top.rstrip('/')}/")]
-    # The list still contains a mount that a later mount hides. It is left out if its path no longer exists.
+    # Leave out a mount whose path no longer exists, because a later mount hides it.
     return [path for path in below if os.path.lexists(path)]
 
 

@@ -80,7 +80,7 @@ def marked(mark: str) -> set[int]:
 def _kill(mark: str) -> None:
     """Kill all marked processes with SIGKILL. They are first stopped with SIGSTOP, because a running process could
     start another one between the scan and the kill."""
-    import signal  # imported here, because only the keeper of a dead node needs it
+    import signal  # imported here, because a keeper needs it only after its node has died
 
     held: dict[int, int] = {}
 

@@ -220,7 +220,7 @@ async def read_body(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def failure_of(answer: aiohttp.ClientResponse, body: bytes) -> KubeApiError:
-    """Return the error for a failed response. Its text may be plain text instead of a `Status`, because proxies and
+    """Return the error for a failed response. `body` may be plain text instead of a `Status`, because proxies and
     overloaded servers send plain text."""
     try:
         status = msgspec.json.decode(body, type=StatusReply)

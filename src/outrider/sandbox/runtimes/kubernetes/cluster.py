@@ -1,7 +1,7 @@
 """The pods of one node in a cluster. This module creates them, follows their states, and removes them.
 
-It does not depend on the programs in a pod. Invariant: from before its creation is requested until `remove` has ended,
-a pod of this node is in `_ours`. `sweep` removes all other pods of this node, the pods of nodes that have certainly
+It does not depend on the programs in a pod. Invariant: a pod of this node is in `_ours` from before its creation is
+requested until `remove` has ended. `sweep` removes all other pods of this node, the pods of nodes that have certainly
 ended, and every pod that ended long ago.
 """
 

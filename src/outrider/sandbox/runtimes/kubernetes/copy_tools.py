@@ -1,7 +1,7 @@
 """Fills the volume of a pod with an interpreter for the tool server, and with the programs of harnesses.
 
-This module is the program of the pod's first container, which uses Outrider's image: `python3 -m … VOLUME FOLDER...`.
-Invariant: copy number N is in the volume's folder N. Copy 0 is the interpreter.
+The pod's init container, which uses Outrider's image, runs this module: `python3 -m … VOLUME FOLDER...`. Invariant:
+copy number N is in the volume's folder N. Copy 0 is the interpreter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from outrider.errors import OutriderError
 from outrider.sandbox.pythons.portable import portable_command, portable_python
 
 PROGRAM = "program"
-"""Name of a link in the volume. It leads to a program that runs in any image, which prints its version and ends."""
+"""Name of a link in the volume to the interpreter, which runs in any image. pull_ahead.py runs it with `--version` in
+each image."""
 
 
 def main(volume: Path, folders: list[Path]) -> None:

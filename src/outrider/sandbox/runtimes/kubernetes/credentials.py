@@ -21,8 +21,8 @@ from outrider.environment import environment, install_command
 from outrider.errors import RuntimeUnavailable
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""A folder in a pod, unless the pod refuses it. It has the token of the pod's service account, the certificate of the
-cluster's authority, and the name of the pod's namespace."""
+"""The folder in which a pod finds its service account, unless the pod's spec opts out: the account's token, the
+certificate of the cluster's authority, and the name of the pod's namespace."""
 DEFAULT_NAMESPACE = "default"
 HINT = "set KUBECONFIG to a kubeconfig, or run the node in a pod with a service account"
 
@@ -30,8 +30,8 @@ HINT = "set KUBECONFIG to a kubeconfig, or run the node in a pod with a service 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAccess:
     """The address of one API server, and credentials for it. `headers` returns the headers that authenticate a request.
-    It reads the token's file at each call, because the token of a service account is replaced about once an hour. It
-    raises OSError."""
+    If the token is in a file, each call reads the file again, because Kubernetes replaces a service account's token
+    about once an hour. Raises OSError if the file cannot be read."""
 
     url: str
     namespace: str
@@ -89,8 +89,8 @@ class Kubeconfig(msgspec.Struct, rename="kebab"):
 
 
 def find_access() -> ClusterAccess:
-    """Return the access to an API server. It is from the first of these that exists: the file that KUBECONFIG names,
-    the service account of this process's pod, `~/.kube/config`. The call blocks. Raises RuntimeUnavailable."""
+    """Return the access to an API server. It comes from the file that KUBECONFIG names, or else from the service
+    account of this process's pod, or else from `~/.kube/config`. The call blocks. Raises RuntimeUnavailable."""
     if named := environment("KUBECONFIG"):
         first, *more = named.split(os.pathsep)
         if more:

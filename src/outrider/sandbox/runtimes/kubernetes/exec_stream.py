@@ -30,17 +30,17 @@ PIECE = 1 << 16
 PING_SECONDS = 20.0
 """Seconds between two pings. Load balancers close connections that are silent for a minute."""
 SILENCE_SECONDS = 120.0
-"""If neither output nor the reply to a ping arrives for this many seconds, the connection is treated as broken. While
-the command does not read its input, replies to pings are late."""
+"""If neither output nor the reply to a ping arrives for this many seconds, the connection is treated as broken. This
+limit is much longer than PING_SECONDS, because replies to pings are late while the command does not read its input."""
 EXITED = "NonZeroExitCode"
-"""The field `reason` in the `Status` of a command that exited with an error. Any other reason means that the cluster
+"""The `reason` in the `Status` of a command that exited with an error. Any other reason means that the cluster
 failed."""
 
 
 class ExecStream:
-    """The host's end of one running command: `async with ExecStream(socket, theirs, chores)`. `theirs` is a Unix
-    socket, which this object closes. The command's standard input and output are at the other end of this socket. The
-    tasks of the stream belong to `chores`."""
+    """The host's end of one running command: `async with ExecStream(socket, theirs, chores)`. `theirs` is one end of a
+    pair of Unix sockets, and is closed by this object. Whoever holds the other end writes the command's standard input
+    there, and reads its standard output. The stream's tasks belong to `chores`."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, theirs: socket.socket, chores: Chores) -> None:
         self.exited = False

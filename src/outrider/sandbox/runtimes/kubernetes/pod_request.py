@@ -26,8 +26,8 @@ IDLE_SECONDS = 60
 """A pod ends by itself if it has no tool server for this many seconds. This happens if its node was killed, or cannot
 reach the cluster any more."""
 BACKSTOP_SECONDS = 900
-"""Maximum seconds for the start of a pod. If a pod exceeds this time plus the sandbox's lifetime, the cluster itself
-ends it."""
+"""Seconds for the start of a pod, in addition to the sandbox's lifetime. When both have passed, the cluster itself ends
+the pod."""
 HOLD = (
     "import _signal,posix,time\n"
     "_signal.signal(15,lambda *a:posix._exit(0))\n"
@@ -169,8 +169,8 @@ def container_security(pods: PodsConfig, users: int) -> dict[str, Any]:
 
 
 def resource_limits(resources: Resources) -> dict[str, Any]:
-    """Return the resource requests and limits of a container. The requests have the memory and CPUs that the task
-    names, as in other runtimes, or a small default."""
+    """Return the resource requests and limits of a container. The container requests the memory and CPUs that the task
+    names, or small defaults."""
     limits = {"memory": f"{resources.most_memory_mb}Mi", "ephemeral-storage": f"{resources.disk_mb}Mi"}
     requests = {"memory": f"{resources.memory_mb or 64}Mi", "ephemeral-storage": f"{min(resources.disk_mb, 64)}Mi"}
     cpus = "50m"

@@ -1,6 +1,6 @@
 """Reads from a pod's status whether the pod runs, has ended, or cannot start. All functions are pure.
 
-Invariant: if a pod does not start, the table `TROUBLES` decides what to do. `trouble_of` looks it up.
+If a pod does not start, `trouble_of` returns what to do. The decisions are in the table `TROUBLES`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Pod(msgspec.Struct):
 
 
 class Remedy(StrEnum):
-    """The reaction to a pod that does not run yet."""
+    """What to do about a pod that does not run yet."""
 
     WAIT = "wait"
     """Wait until the time limit, because the cluster tries again by itself."""
@@ -149,8 +149,8 @@ TROUBLES: dict[str, tuple[Remedy, str]] = {
     "Unschedulable": (Remedy.WAIT, "no machine of the cluster has room: lower task.runtime.resources, or add machines"),
     "SchedulerError": (Remedy.WAIT, ""),
 }
-"""The reaction to each reason that the cluster gives, and a hint for the user. For a reason that is not listed, the
-start waits."""
+"""The reaction to each reason that the cluster gives, and a hint for the user. If the pod or a container waits for a
+reason that is not listed, Outrider also waits."""
 
 
 def trouble_of(pod: Pod) -> Trouble | None:

@@ -1,5 +1,4 @@
-"""Pulls images on every machine of a cluster before sandboxes need them. A DaemonSet, whose containers do nothing, does
-this.
+"""Pulls images on every machine of a cluster before sandboxes need them, with a DaemonSet whose containers do nothing.
 
 Invariant: `pull_ahead` always removes its DaemonSet, unless the cluster does not respond.
 """
@@ -119,8 +118,8 @@ def failure(error: KubeApiError) -> RuntimeFailure:
 
 
 def daemon_set(name: str, images: Sequence[str], pods: PodsConfig) -> dict[str, Any]:
-    """Return the JSON body of the DaemonSet. Its first container copies a program that every image can run. Each
-    further container uses one of the images, and runs this program. The containers run one after another."""
+    """Return the JSON body of the DaemonSet. Its init containers run one after another. The first copies a program that
+    every image can run. Each of the others uses one of the images, and runs this program."""
     security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     resources = {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "512Mi"}}
     common: dict[str, Any] = {

@@ -43,13 +43,14 @@ from outrider.sandbox.runtimes.tool_server.launch import (
 from outrider.spec import RuntimeSpec
 
 SETTLE_SECONDS = 2.0
-"""After the tool server has ended, the node asks twice for the pod's state, with a pause of this many seconds. Only if
-the second reply also shows no cause outside the pod, the pod's programs are the cause."""
+"""When a tool server has ended and nothing outside its pod seems to be the cause, the node waits this many seconds, and
+then asks for the pod's state again. The pod's programs are blamed only if the second reply shows no outside cause
+either."""
 ENTER_SECONDS = 30.0
-"""For this many seconds, the command that starts the tool server is repeated if it fails. A pod may be reported as
-running before its machine accepts commands."""
+"""How long the command that starts the tool server is repeated if it fails. The cluster may report a pod as running
+before the pod's machine accepts commands."""
 OF_CLUSTER = ("KUBERNETES_", "OUTRIDER_")
-"""Variables with these prefixes in a pod are not from its image."""
+"""Prefixes of the environment variables in a pod that do not come from its image."""
 
 
 class KubernetesRuntime:
@@ -144,7 +145,7 @@ async def ended_inside(cluster: PodCluster, name: str, stream: ExecStream) -> bo
     - The programs exceeded a limit of the pod.
     - The API server reports the exit of the tool server, and nothing else has ended the pod.
 
-    Without such a report, for example after a broken connection, the cause was outside the pod."""
+    In any other case, for example after a broken connection, the cause was outside the pod."""
     try:
         verdict = verdict_of(await cluster.state(name), exited=stream.exited)
         if verdict:  # if a machine ends a pod, it may report the server's exit first, and the reason later
@@ -200,9 +201,8 @@ def of_image(env: dict[str, str]) -> dict[str, str]:
 
 
 def in_pod(setup: ToolServerSetup, *, own_user: bool) -> ToolServerSetup:
-    """Return the set-up changed for a server in a pod. There, the server is not the first process of its pid namespace,
-    and reaches the gateway through a tunnel. If `own_user` is True, the pod's user is not root, and has another home
-    folder."""
+    """Return `setup`, changed for a server in a pod: it is not the first process of its pid namespace, and reaches the
+    gateway through a tunnel. If `own_user` is True, the pod's user is not root, and has another home folder."""
     changes: dict[str, Any] = {"subreaper": True, "bridge_port": 0}
     if own_user:
         env = {**setup.env, "HOME": OWN_HOME, "USER": "outrider"}

@@ -39,8 +39,8 @@ HIDDEN_KINDS = frozenset(
 belong to the kernel and tell facts about the host. In `autofs`, looking up a name may wait for a server."""
 
 Ids = tuple[int, int, int]
-"""A range of ids, as in a line of /proc/PID/uid_map. It has the first id in the sandbox, the first id on the host, and
-the number of ids."""
+"""A range of ids, as in a line of /proc/PID/uid_map: the first id in the sandbox, the first id on the host, and the
+number of ids."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +50,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `layers`: pairs (folder on the host, path inside), with the root first. Each layer gets a writable layer on top,
       which is thrown away later. If this fails for a layer other than the root, the layer is read-only.
     - `folders`: pairs of the same form, mounted read-only.
-    - `inner`: pairs for host mounts inside these folders, which must be mounted separately (see `inner_of`). If the
-      host folder is "", the mount must be hidden.
+    - `inner`: pairs for the host's mounts inside the folders above (see `inner_of`). Each must be mounted separately,
+      or hidden if the host folder is "".
     - `shown`: pairs (path on the host, path inside) of further read-only mounts, made after all mounts above.
     - `named`: the read-only mounts that the task names. No part of their host paths may be a link.
     - `devices`: pairs for further device files that programs may use.
@@ -110,8 +110,8 @@ def host_root(skeleton: Path) -> Root:
 
 def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str], ...]:
     """Return `Plan.inner` for a root. `mounts` are all mounts of the host, with outer mounts first. A mount inside
-    another visible mount needs no pair of its own, because it is copied with the outer mount. It needs one if its kind
-    is in HIDDEN_KINDS."""
+    another visible mount is copied with the outer one, and so needs no pair of its own, unless its kind is in
+    HIDDEN_KINDS."""
     found: list[tuple[str, str]] = []
     for folder, inside in (*root.layers[1:], *root.folders):
         shown, hidden = tuple[str, ...](), tuple[str, ...]()

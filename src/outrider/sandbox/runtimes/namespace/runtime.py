@@ -65,8 +65,8 @@ masked, this mount fails."""
 NO_OVERLAY = "mount overlay"
 """Text in the error message if a sandbox's writable layer cannot be mounted."""
 DEATH_SECONDS = 0.5
-"""Seconds in which the killed first process of a namespace must exit. Otherwise the other processes of the namespace
-are killed one by one."""
+"""Seconds that the killed first process of a namespace has to exit, before the namespace's other processes are killed
+one by one."""
 
 
 class NamespaceRuntime:
@@ -109,7 +109,7 @@ async def launch(
     name = context.directory.name
     groups = await context.host.part(Cgroups)
     # The control groups are opened before the zygote starts. With version 2, opening them moves the processes of our
-    # own group to another group, one by one. It would miss a process that starts meanwhile.
+    # own group to another group, one by one, and would miss a process that starts meanwhile.
     zygote = await context.host.part(ZygoteClient)
     files = await asyncio.to_thread(_host_files, spec, context, zygote.host_root, driver)
     gpus, root = files.gpus, files.root
@@ -155,9 +155,8 @@ async def launch(
             )
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # If a saved layer cannot be unpacked, the agent that wrote it is usually the cause. There are two
-            # exceptions. The host may have failed meanwhile. Or a file system may have been mounted below /usr, so that
-            # no writable layer can be mounted there.
+            # If a saved layer cannot be unpacked, blame the agent that wrote it, with two exceptions: the host ran out
+            # of memory, or a file system was mounted below /usr, so that no writable layer can be mounted there.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise
@@ -199,9 +198,9 @@ def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, dri
 
 
 def ids_of(spec: RuntimeSpec, image: RootImage | None) -> UserIds:
-    """Return the user ids of a sandbox. Their number is `spec.users`. If this is not set, it is the number that the
-    owners of the image's files need. Raises InvalidField if the image's files cannot have their owners. Raises
-    RuntimeUnavailable if this machine does not have enough ids."""
+    """Return the user ids of a sandbox. There are `spec.users` of them. If this is not set, there are MOST_USERS if the
+    owners of the image's files need several, otherwise one. Raises InvalidField if the image's files cannot keep their
+    owners. Raises RuntimeUnavailable if this machine does not have enough ids."""
     owned = Ownership() if image is None else image.owners
     count = spec.users or (MOST_USERS if owned.foreign else 1)
     if count > 1 and (owned.unkept or owned.highest >= count):
@@ -254,8 +253,8 @@ def _has_python(root: Root) -> bool:
 async def _end(child: Child, group: ControlGroup) -> None:
     """Kill the first process of the sandbox, and wait for its exit. The kernel kills all other processes with it.
 
-    The first process exits only after all others. This takes long with many processes and little CPU time. So after
-    DEATH_SECONDS, the processes are killed one by one, without the CPU limit."""
+    The first process exits only after all others, which takes long if they are many and the CPU limit is low. So after
+    DEATH_SECONDS, the CPU limit is lifted and the processes are killed one by one."""
     child.kill()
     while not await child.ends_within(DEATH_SECONDS):
         await asyncio.to_thread(group.kill)

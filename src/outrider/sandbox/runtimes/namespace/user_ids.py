@@ -32,7 +32,8 @@ class UserIds(msgspec.Struct, frozen=True):
 
 
 def user_ids(count: int) -> UserIds:
-    """Return `count` user ids and as many group ids. The first one is this user's own id. Raises RuntimeUnavailable."""
+    """Return `count` user ids and as many group ids. The first of each is this user's own id. Raises
+    RuntimeUnavailable."""
     own = {"uid": (0, os.geteuid(), 1), "gid": (0, os.getegid(), 1)}
     if count == 1:
         return UserIds((own["uid"],), (own["gid"],), {})

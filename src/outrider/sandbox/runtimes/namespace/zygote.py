@@ -1,7 +1,7 @@
 """The node's side of the zygote. The zygote is the process from which namespace sandboxes are forked.
 
-guest/isolation/zygote.py has the zygote's own code. Invariant: a forked process is returned to the caller. If the
-caller was cancelled, the process is killed.
+guest/isolation/zygote.py has the zygote's own code. Invariant: a forked process is either returned to the caller or, if
+the caller was cancelled, killed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ packages that are missing under `-I -S`."""
 
 
 class ForkReply(msgspec.Struct, frozen=True, array_like=True):
-    """The zygote's reply to request `number`. It has the forked process, or the error that prevented the fork."""
+    """The zygote's reply to request `number`: the forked process, or the error that prevented the fork."""
 
     number: int
     pid: int
@@ -118,8 +118,8 @@ class ZygoteClient:
             undo.pop_all()
 
         async def maker_lives() -> bool:
-            """Return whether the zygote of this sandbox still runs. Waits briefly: the exit of the zygote ends the
-            sandbox, and the sandbox's exit may be noticed first."""
+            """Return whether the zygote of this sandbox still runs. Waits briefly, because a zygote's exit also ends
+            the sandbox, and the sandbox's exit may be noticed first."""
             if maker is None or maker is not self._child or await maker.ends_within(PAUSE_SECONDS):
                 return False
             return maker is self._child  # another task may have abandoned the zygote meanwhile
@@ -209,7 +209,7 @@ def _skeleton(folder: Path) -> Path:
 
 
 def _discard(answer: asyncio.Future[tuple[int, int]]) -> None:
-    """The caller of a request was cancelled: kill the process that was forked for it."""
+    """Kill the process that was forked for a request whose caller was cancelled."""
     if answer.exception() is None:
         _, pidfd = answer.result()
         with contextlib.suppress(ProcessLookupError):

@@ -1,2 +1,1 @@
-"""The host's side of the tool server, which runs in every sandbox. It launches the server, calls it, and transfers
-files."""
+"""The host's side of the tool server: launches it in every sandbox, calls it, and transfers files."""

@@ -1,5 +1,4 @@
-"""Joins the modules of the tool server into one program, and compiles it to bytecode. An interpreter that has only the
-standard library starts bytecode fastest.
+"""Joins the modules of the tool server into one program, and compiles it to bytecode, so that it starts fast.
 
 The modules of runtimes/guest share one namespace, so their top-level names must differ. Compiling takes longer than
 starting the interpreter, so the bytecode for each interpreter is compiled once and kept. A server reads the bytecode
@@ -48,8 +47,8 @@ COMPILE = (
     "sys.stdout.buffer.write(marshal.dumps(code))\n"
 )
 FLAGS = ("-I", "-S")
-"""Flags that make the interpreter ignore environment variables, the user's modules and site-packages. An image may
-contain anything in these places."""
+"""Flags that make the interpreter ignore environment variables, the user's modules and site-packages, because an image
+may put anything there."""
 
 GUEST = "outrider.sandbox.runtimes.guest"
 MODULES = (
@@ -96,8 +95,8 @@ def shell_program(kind: Literal["python", "ipython"]) -> str:
 
 
 def program(modules: Sequence[str] = MODULES) -> str:
-    """Return the joined source text of modules, which are by default the modules of the tool server. Imports of each
-    other and type annotations are left out."""
+    """Return the source text of `modules`, joined into one program. Type annotations are left out, and so are the
+    modules' imports of each other."""
     tree = ast.Module(body=[], type_ignores=[])
     for name in modules:
         for node in ast.parse(source(name)).body:

@@ -25,22 +25,22 @@ from outrider.sandbox.runtimes.base import MAX_OUTPUT
 FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
 """Maximum bytes of a frame. The largest frame is the reply to a command that filled both its output streams."""
 PART_MIN = 1 << 10
-"""A smaller part of a reply still counts as this many bytes against a limit. The reason is that many small parts cost
-more than their bytes."""
+"""A smaller part of a reply still counts as this many bytes against a limit, because handling a small part costs more
+than its bytes."""
 STRAY_MAX = 64 << 20
 """Maximum bytes of replies that no call waits for, such as parts that the server sent before it received a
 cancellation. Each expected reply sets the count to zero."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""Errors of decoding. Their causes are data of a wrong type, text that is not UTF-8, and deep nesting."""
+"""The errors that decoding raises for data of a wrong type, text that is not UTF-8, and deep nesting."""
 UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
-"""Errors of encoding. Their causes are text that is not Unicode, an integer of more than 64 bits, and other values that
+"""The errors that encoding raises for text that is not Unicode, an integer of more than 64 bits, and other values that
 msgpack cannot represent."""
 GRACE_SECONDS = 30.0
 """Seconds that a call may exceed its own time limit. After this, the server is treated as stuck."""
 LAST_LOOK_SECONDS = 0.5
-"""Seconds after GRACE_SECONDS in which a reply is still accepted. It may already be in the socket, if this event loop
-was blocked."""
+"""Seconds after GRACE_SECONDS in which a reply is still accepted, because it may have waited in the socket while this
+event loop was blocked."""
 CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -222,8 +222,9 @@ class ToolClient(asyncio.Protocol):
         on_part: Callable[[bytes], None] | None = None,
         room: int = 0,
     ) -> T:
-        """Call a method, and wait for the reply. `FileNotFoundError` and `IsADirectoryError` are raised for files in
-        the sandbox. Any other failure raises RuntimeFailure, also arguments that cannot be encoded.
+        """Call a method, and wait for the reply. Raises FileNotFoundError or IsADirectoryError if the server reports
+        this of a path in the sandbox. Any other failure, such as arguments that cannot be encoded, raises
+        RuntimeFailure.
 
         seconds: the call's time limit in the sandbox. If no reply arrives within GRACE_SECONDS after it, the server is
             treated as stuck.

@@ -127,8 +127,8 @@ class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
     mark: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
 
     def marking(self) -> dict[str, str]:
-        """Return the environment variable with the mark. The tool server has it, and so have all processes that no call
-        has started."""
+        """Return the environment variable with the mark, for the tool server itself and for processes that are not
+        started by a call."""
         return {VARIABLE: f"{self.mark}:0"}
 
 
@@ -143,8 +143,8 @@ def rooted_setup(
     libraries: str = "",
 ) -> ToolServerSetup:
     """Return the set-up of a sandbox with its own root. The spec's variables override the image's variables, and the
-    GPU variables override both. `libraries` is a folder in the sandbox. Libraries in it are found before those of the
-    image."""
+    GPU variables override both. `libraries` is a folder in the sandbox. Its libraries take precedence over the
+    image's."""
     env = {**image_env, **spec.env, **variables(context.gpus)}
     if libraries:
         env["LD_LIBRARY_PATH"] = ":".join(filter(None, (libraries, env.get("LD_LIBRARY_PATH"))))
@@ -198,8 +198,8 @@ async def configure(tools: ToolClient, setup: ToolServerSetup) -> None:
 
 
 def share_gateway(gateway: Path, folder: Path) -> None:
-    """Make `folder`, and hard-link the gateway's socket into it. The caller mounts the folder in a sandbox. Root in
-    the sandbox may be another user of the host than the node's user, so everyone may connect to the socket. Raises
+    """Make `folder`, and hard-link the gateway's socket into it. The caller mounts the folder in a sandbox. Everyone
+    may connect to the socket, because root in the sandbox may be another user on the host than the node's user. Raises
     OSError."""
     folder.mkdir(mode=0o711)
     with contextlib.suppress(PermissionError):

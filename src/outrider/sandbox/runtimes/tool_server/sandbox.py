@@ -1,8 +1,8 @@
 """A sandbox with a tool server inside. It is the `Runtime` of every kind that runs real programs.
 
 The kind supplies a function `launch`, and the mapping of paths. Everything else is done by calls to the tool server.
-Invariants: the connection to the tool server is the only way in which this module exchanges data with the sandbox. The
-launch has been undone when `stop` returns, and after a `start` that raised an error.
+Invariants: the connection to the tool server is the only way in which this module exchanges data with the sandbox. When
+`stop` returns or `start` raises an error, the launch has been undone.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class SandboxPaths:
         return self._seen(path).lstrip("/")
 
     def outermost(self, paths: Sequence[str]) -> list[str]:
-        """Return the paths without duplicates, and without paths that are inside another one of them. Paths on the host
-        are also left out, because all sandboxes on the host share them."""
+        """Return `paths` without duplicates and without paths inside other ones. Paths on the host are also left out,
+        because all sandboxes on the host share them."""
         own = paths
         if self.work is not None:
             own = [path for path in paths if f"{self.server_path(path)}/".startswith(f"{self.work}/")]

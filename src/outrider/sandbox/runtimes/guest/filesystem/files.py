@@ -35,8 +35,8 @@ def open_file(path: str, follow: bool = True, flags: int = posix.O_RDONLY) -> in
 
 
 def hold(path: str, flags: int) -> int:
-    """Return a descriptor (O_PATH) that identifies the file at a path, but cannot read it. Raises PermissionError if
-    the file is outside the sandbox's root, or is a kernel file in /proc or /sys."""
+    """Return an O_PATH descriptor of the file at a path. It identifies the file, but cannot be read from. Raises
+    PermissionError if the file is outside the sandbox's root, or is a kernel file in /proc or /sys."""
     held = posix.open(path, posix.O_PATH | posix.O_CLOEXEC | flags)
     try:
         where = posix.readlink(f"/proc/self/fd/{held}")
@@ -81,9 +81,9 @@ def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
 
 
 def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
-    """Write files to an archive. Each item of `paths` is a pair `[path, name in the archive]`. A path that is missing,
-    or deleted meanwhile, is left out. Raises OSError if it is unclear whether a path exists. Raises OSError with EFBIG
-    for more than `limit` bytes."""
+    """Write files to an archive. Each item of `paths` is a pair `[path, name in the archive]`. A path is left out if it
+    is missing, unreadable or outside the sandbox's own files. Raises OSError for errors that do not depend on the path
+    (see ABSENT in trees.py), and with EFBIG for more than `limit` bytes."""
     import tarfile  # slow to load, and only a fork needs it
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:

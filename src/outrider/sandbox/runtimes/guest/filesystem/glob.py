@@ -50,9 +50,8 @@ def matches(root: str, above: str, parts: list[str]) -> Iterator[str]:
 
 
 def matches_below(root: str, above: str, rest: list[str]) -> Iterator[str]:
-    """Yield the matches of `rest`, which is the pattern after `**`. They are searched in `above` and in every folder
-    below it. If `rest` is empty, everything below `above` matches. `**` skips hidden names and does not follow
-    links."""
+    """Yield the matches of `rest`, the pattern after `**`, in `above` and in every folder below it. If `rest` is empty,
+    everything below `above` matches. `**` skips hidden names and does not follow links."""
     waiting = [above]  # no recursion, because an agent can nest folders deeper than Python's stack
     while waiting:
         folder = waiting.pop()

@@ -1,10 +1,12 @@
 """Saves a sandbox's writable layers as a tar archive, and restores them. The layers contain all files that were written
 in the sandbox.
 
-The name of each member begins with the number of its layer. Removals are stored as in overlayfs. A character device 0:0
-stands for a removed file. An extended attribute marks a folder that hides the folder of the same path in lower layers.
-Invariant: while a layer is unpacked, it is the root folder. So whatever an archive contains, nothing outside the layer
-is changed.
+The name of each member begins with the number of its layer. Removals are stored as in overlayfs: a character device 0:0
+stands for a removed file, and an extended attribute marks a folder that hides the folder of the same path in lower
+layers.
+
+Invariant: while a layer is unpacked, its folder is the root of the process that unpacks it. So whatever an archive
+contains, nothing outside the layer is changed.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from outrider.sandbox.runtimes.guest.filesystem.tree_writer import (
 from outrider.sandbox.runtimes.guest.filesystem.trees import Packer
 
 OPAQUE = "user.overlay.opaque"
-"""The extended attribute with which overlayfs marks a folder that hides the folder below it. This name is for mounts
-with the option `userxattr`."""
+"""The extended attribute of a folder that hides the folder of the same path in lower layers. overlayfs uses this name
+in mounts with the option `userxattr`."""
 OPAQUE_HEADER = "SCHILY.xattr." + OPAQUE
 """The name of the attribute OPAQUE in an archive. GNU tar and star use the same form."""
 
 
 def save_layers(out: int, layers: list[int]) -> None:
-    """Write an archive of the layers to the descriptor `out`. `layers` are descriptors of their folders. Sockets are
-    left out. Only a forked child may call this function, because it changes the working directory."""
+    """Write an archive of the layers to the descriptor `out`. `layers` has a descriptor of each layer's folder. Sockets
+    are left out. Only a forked child may call this function, because it changes the working directory."""
     with open(out, "wb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for number, layer in enumerate(layers):
             Packer(archive, describe).add_tree(os.dup(layer), ".", str(number))

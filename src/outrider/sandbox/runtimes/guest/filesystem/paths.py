@@ -1,7 +1,5 @@
 """Functions for paths and programs that the module `posix` lacks. `os` has them, but importing it would make the
 interpreter's start longer by a sixth.
-
-Invariant: each function behaves like the function of `os` that its docstring names, or as its docstring describes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Restores files from an archive of another sandbox. A forked child reads the archive from a pipe.
 
 An agent may have manipulated the archive. So only the given root paths are written. Ownership, set-user-id bits,
-devices, sockets and pipes are left out. A symbolic link is left out if it leads out of the roots, unless it leads to a
-system folder. Otherwise an agent could make the grader read the grader's own files instead of the agent's.
+devices, sockets and pipes are left out. So is a symbolic link that leads out of the roots, unless it leads to a system
+folder: through such a link, an agent could make the grader read the grader's own files instead of the agent's.
 
 Invariant: files are written, linked to and removed only at and below the roots, and no link of the archive is ever
 followed.
@@ -42,13 +42,13 @@ LEFT_OUT = (
     *(errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG),
     *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EXDEV),
 )
-"""Errors that concern a single member. The member is left out. Any other error ends the restore."""
+"""Errors that concern a single member, which is then left out. Any other error ends the restore."""
 
 
 class Restore:
-    """One restore. The host sends the archive in any number of calls, one after the other. The server replies to a call
-    when the pipe to the child has taken its data. It replies to the last call when all files are restored. The exit of
-    the child closes the pipe."""
+    """One restore. The host sends the archive in any number of calls, one after the other. The server replies to each
+    call when the pipe to the child has taken the call's data, but to the last call only when the child has restored all
+    files and exited. The pipe is closed when the child exits."""
 
     def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
         self.calls = calls
@@ -112,13 +112,13 @@ def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
                 restored.put(archive, member)
                 archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever read
         while source.read(CHUNK):
-            pass  # read the padding after the archive's end, which the host still writes
+            pass  # drop the padding that the host sends after the archive's end
         restored.finish()
 
 
 class RestoredRoot:
-    """One root of a restore: its name, and a descriptor of its parent folder. The parent is opened first, so that no
-    file of the archive can redirect the path."""
+    """One root of a restore: its name, and a descriptor of its parent folder. The parent is opened before any file is
+    restored, so that no file of the archive can redirect the path."""
 
     def __init__(self, path: str) -> None:
         above = folder_of(path) or "."
@@ -129,8 +129,8 @@ class RestoredRoot:
         self.filled = False
 
     def empty(self) -> None:
-        """Remove everything at the root. Raises OSError if the root is a symbolic link. Its target is a file of this
-        sandbox, which the grader would mistake for the agent's."""
+        """Remove everything at the root. Raises OSError if the root is a symbolic link. The grader would mistake the
+        link's target, which belongs to this sandbox, for the agent's file."""
         try:
             folder = posix.open(self.name, FOLDER, dir_fd=self.above)
         except FileNotFoundError:
@@ -177,7 +177,7 @@ class RestoredRoots:
                 raise
 
     def finish(self) -> None:
-        """Remove the roots that are missing in the archive, because they did not exist in the other sandbox."""
+        """Remove each root that the archive does not contain. It did not exist in the other sandbox."""
         for place in self.roots.values():
             if not place.filled:
                 remove_below(place.above, place.name)
@@ -197,8 +197,8 @@ class RestoredRoots:
 
     def stays(self, name: str, target: str) -> bool:
         """Return whether a link leads to a root, to a path below a root, or into a system folder. In the link's target,
-        `..` is allowed only at the beginning. Further on, it could follow another link and be relative to that link's
-        target."""
+        `..` is allowed only at the beginning. Further on, it could come after another link, and would then be relative
+        to that link's target."""
         goal = [] if target.startswith("/") else name.split("/")[:-1]
         parts = [part for part in target.split("/") if part not in ("", ".")]
         while parts[:1] == [".."]:
@@ -210,7 +210,7 @@ class RestoredRoots:
         return inside or whole.split("/")[0] in SYSTEM
 
     def link(self, above: int, name: str, member: tarfile.TarInfo) -> None:
-        """Make a hard link to a file that this restore wrote. All files below the roots come from the archive."""
+        """Make a hard link to a file below the roots. The roots were emptied first, so this restore wrote the file."""
         kept = posix.dup(above)  # the search for the linked file's folder may close `above`
         try:
             source = self.above(member.linkname)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import tarfile
 
 MOUNTED = (errno.EROFS, errno.EBUSY)
-"""Errors of attempts to remove a mount. Mounts stay in place, because they are read-only, and equal in every sandbox of
+"""Errors that removing a mount raises. Mounts can stay in place: they are read-only, and the same in every sandbox of
 the task."""
 
 
@@ -125,8 +125,8 @@ class Level:
 
 
 def empty_folder(folder: int) -> bool:
-    """Remove everything in a folder, and close its descriptor. Returns False if the folder contains a mount, because
-    mounts stay. Raises OSError."""
+    """Remove everything in a folder, and close its descriptor. Returns False if a mount stays in the folder. Raises
+    OSError."""
     try_chmod(folder, 0o755)
     descent = Descent(folder)
     try:
@@ -162,7 +162,7 @@ def remove_below(above: int, name: str) -> bool:
 
 
 def removed(above: int, name: str) -> bool:
-    """Call `remove_entry`. Returns False for a mount."""
+    """Remove an entry like `remove_entry`, but return False for a mount, which stays."""
     try:
         remove_entry(above, name)
     except OSError as error:

@@ -5,7 +5,7 @@ Other processes may change a tree during the walk. Invariants:
 - No link is followed, and no file that could block is read.
 - A missing or unreadable file is left out. A file that shrinks while it is read is padded with zeros. Neither affects
   the rest of the archive.
-- All other errors are raised. They do not depend on the file, so it must not be left out silently (see ABSENT).
+- All other errors are raised. They say nothing about the file, so it must not be left out silently (see ABSENT).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Descent:
     """
 
     def __init__(self, fd: int) -> None:
-        """Start in the folder `fd`, the top of the tree. The object owns this descriptor from now on. The caller closes
-        the descriptor that is in `fd` at the end."""
+        """Start in the folder `fd`, the top of the tree. The object closes this descriptor when it leaves the folder.
+        After the walk, the caller must close the attribute `fd`."""
         self.fd = fd
         self.here = identity(posix.fstat(fd))
         self.above: list[tuple[int, int]] = []
@@ -87,7 +87,7 @@ class Descent:
         return True
 
     def up(self) -> bool:
-        """Return to the folder above. Returns False if `..` now leads to another folder, which ends the walk. Raises
+        """Return to the folder above. Returns False if `..` now leads to another folder. The walk must then end. Raises
         OSError for an error that does not depend on the folder."""
         try:
             fd = posix.open("..", FOLDER, dir_fd=self.fd)
@@ -125,8 +125,8 @@ def names_in(fd: int) -> list[str]:
 
 def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
     """Yield every file and folder below the current folder of `descent`, as a name and a path. A folder comes before
-    its content. The name is relative to the current folder of `descent` at that moment. The path begins with `above`.
-    If another process moves a folder so that `..` leads elsewhere, the walk ends."""
+    its content. When a name is yielded, the current folder of `descent` is the one that contains it. The path begins
+    with `above`. If another process moves a folder so that `..` leads elsewhere, the walk ends."""
     # There is no recursion, because a tree may be deeper than Python's stack.
     levels = [(names_in(descent.fd), len(above))]
     while levels:

@@ -1,9 +1,9 @@
 """The last steps that confine the tool server of a container, before it takes a call.
 
-Container engines give a container's programs different rights. These steps reduce them to the rights in a namespace
-sandbox. Apptainer gives most rights: the first process of its containers has all capabilities of the user namespace, a
-writable /proc, and file systems as large as half of the host's memory. Invariant: once `enter` has returned, neither
-this process nor a descendant can undo a step.
+Which rights a container's programs have depends on the container engine. These steps reduce them to the rights in a
+namespace sandbox. Apptainer gives the most: the first process of its containers has all capabilities of the user
+namespace, a writable /proc, and file systems as large as half of the host's memory. Invariant: once `enter` has
+returned, neither this process nor a descendant can undo a step.
 
 The module is not part of the tool server's program. It is loaded before that program (see `confined` in
 sandbox/runtimes/tool_server/bundle.py).
@@ -39,8 +39,8 @@ def enter(arguments: list[str]) -> None:
 
 
 def limit_apptainer(options: dict[str, str], memory: int) -> bool:
-    """Limit Apptainer's file systems in memory, replace /proc, and start the loopback interface. Returns True if
-    programs may use System V's shared memory. They may if its size is limited, or if the sandbox's memory is not
+    """Limit Apptainer's file systems in memory, replace /proc, and start the loopback interface. Returns whether
+    programs may use System V's shared memory: they may if its size could be limited, or if the sandbox's memory is not
     counted."""
     from outrider.sandbox.runtimes.guest.isolation import isolate  # only Apptainer's bundle contains this module
 

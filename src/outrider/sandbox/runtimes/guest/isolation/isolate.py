@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 UNSHARED = syscalls.NEWNS | syscalls.NEWIPC | syscalls.NEWUTS | syscalls.NEWNET | syscalls.NEWCGROUP
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
-"""Errors which mean that the machine lacks a resource. A single file is not their cause. ENOSPC: the namespace has its
-maximum number of mounts."""
+"""Errors which mean that the machine lacks a resource, not that something is wrong with one file. ENOSPC: the namespace
+has its maximum number of mounts."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 DEVICE_LINKS = {
     "ptmx": "pts/ptmx",
@@ -41,17 +41,17 @@ USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
 """Capabilities of root in a sandbox with several users: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
 setpcap, net_bind_service and sys_chroot. They are valid only for the sandbox's own users."""
 READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
-"""Entries of /proc that are read-only in the sandbox. Their files belong to the host's root, who needs no capability to
-write to them. If the node runs as the host's root, the sandbox's programs do, too."""
+"""Entries of /proc that are made read-only in the sandbox. Without this, their owner, the host's root, could write to
+them without any capability. If the node runs as the host's root, so do the sandbox's programs."""
 COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
 """Entries of /proc that tell facts about the host. In the sandbox, an empty file or folder covers each. Container
 engines do the same."""
 PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
 DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
-"""Attributes for the mounts of devices. A read-only mount still allows programs to write to the device. It keeps the
-owner of the host's device file from changing the file's mode and times. If the node runs as the host's root, this owner
-is the sandbox's root."""
+"""Attributes for the mounts of devices. A read-only mount still lets programs write to the device, but keeps the owner
+of the host's device file from changing the file's mode and times. If the node runs as the host's root, this owner is
+the sandbox's root."""
 PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
 PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
 """Options for the sandbox's terminals. `max` is needed, because all sandboxes share the host's maximum of some
@@ -87,8 +87,8 @@ def mapping(ids: list[list[int]]) -> str:
 
 
 def bare_layers(plan: Plan) -> dict[int, int]:
-    """Copy those folders of layers in which the host has mounts (see `Plan.inner`). A copy does not contain the mounts.
-    Returns the descriptor of each copy, by the layer's number.
+    """Copy the folder of each layer in which the host has mounts (see `Plan.inner`), but without these mounts. Returns
+    the descriptor of each copy, by the layer's number.
 
     Copies are needed, because an overlay cannot be mounted over a folder that contains a mount. Only the zygote can
     make them, because it is outside the sandbox's user namespace. A layer that cannot be copied is left out. Raises
@@ -130,11 +130,11 @@ def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
 
 
 def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
-    """Make the root that the plan describes the root of this process.
+    """Change the root of this process to the one that the plan describes.
 
     The host's files and mounts are opened first. Then the root is changed, after which no path leads to the host. Paths
-    of the sandbox are resolved only after this change, because an image may have links anywhere. The paths of layers
-    are an exception.
+    of the sandbox are resolved only after this change, because an image may have links anywhere. Only the layers are
+    mounted earlier (see `mount_layer` for their paths).
     """
     base = plan["base"]
     # mounts that are made here must not appear on the host
@@ -145,7 +145,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
     devices = [(syscalls.clone_tree(source, DEVICE_MOUNT), target) for source, target in (*own, *plan["devices"])]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
-    # The files of a saved layer already have their owners.
+    # The list of owners is not needed with a saved layer, whose files already have their owners.
     owners = read_whole(plan["owners"]) if plan["owners"] and saved < 0 else b""
     syscalls.mount("none", base, "tmpfs", PLAIN_MOUNT, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
     os.mkdir(f"{base}/root")
@@ -167,8 +167,8 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
             mount_layer(number, lower, target, bare.get(number))
         except OSError as error:
             must_not_be_scarce(error)
-            # Without a writable layer, the folder is shown read-only. The error is raised in two cases: the root needs
-            # its layer, and a saved layer may contain an agent's files, which must not be lost silently.
+            # Show the folder read-only, without a writable layer. But raise the error for the root, which needs its
+            # layer, and for a restored layer with files, because an agent's files must not be lost silently.
             if number == 0 or os.listdir(f"upper{number}"):
                 raise
             folders.insert(0, (syscalls.clone_tree(lower, SHOWN_MOUNT), target))
@@ -213,8 +213,8 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
         os.mkdir(f"lower{number}")
         syscalls.attach(bare, f"lower{number}")  # an overlay only accepts a folder that is attached to a path
         lower = f"lower{number}"
-    # The task may choose the folder of the first layer. A part of this path may have become a link, which `open_plain`
-    # refuses.
+    # The first layer's folder is opened with `open_plain`, which refuses links: the task may choose this path, and a
+    # part of it may have become a link.
     held = syscalls.open_plain(lower) if target == "/" and bare is None else os.open(lower, os.O_PATH | os.O_DIRECTORY)
     # the merged folder gets the upper folder's mode
     os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)
@@ -229,8 +229,8 @@ def give_owners(listed: bytes, plan: Plan) -> None:
     """Give an image's files to their owners. `listed` has the format of sandbox/rootfs/owners.py: `UID GID PATH` and a
     NUL for each file. A file is skipped if the sandbox has no user with the owner's id.
 
-    Each file is copied to the writable layer. This is safe, because no program of the sandbox runs yet, and no path
-    leads through a link."""
+    `chown` copies each file to the writable layer. The paths are safe to use: no program of the sandbox runs yet, and
+    no path leads through a link."""
     users, groups = (max(inside + count for inside, _, count in plan[kind]) for kind in ("uids", "gids"))
     for entry in listed.split(b"\0")[:-1]:
         uid, gid, path = entry.split(b" ", 2)
@@ -248,11 +248,11 @@ def clone_inner(source: str) -> int | None:
 
 
 def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> None:
-    """Attach a mount at its path in the sandbox. `tree` is a copy of the mount, which is below a folder of the host. It
-    is None if the mount is already attached.
+    """Attach an inner mount (see `Plan.inner`) at its path in the sandbox. `tree` is a copy of the mount, or None if
+    the mount is already attached or is hidden.
 
-    If `hidden` is true, the path is covered instead: a file by `cover`, and a folder by an empty file system. So it is
-    if the file is neither a folder nor a regular file: a socket, for example, would lead to the host."""
+    If `hidden` is true, the path is covered instead: a file by `cover`, and a folder by an empty file system. Anything
+    that is neither a folder nor a regular file is also covered: a socket, for example, would lead to the host."""
     kind = syscalls.file_type(target)
     if kind and kind != stat.S_IFDIR and tree is not None:
         kind = stat.S_IFMT(os.fstat(tree).st_mode)

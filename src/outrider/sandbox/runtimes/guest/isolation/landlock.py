@@ -1,8 +1,8 @@
 """Confines a tool server with Landlock. This is for a host that does not allow user namespaces.
 
-The process and its descendants may use only some folders. If the kernel's version of Landlock supports it, they may
-also connect only to one TCP port, and send signals only to each other. Invariant: once `enter` has returned, neither
-this process nor a descendant can undo a step. Numbers and structures are from linux/landlock.h.
+The process and its descendants may use only some folders. If the kernel's version of Landlock can enforce it, they may
+connect to only one TCP port, and send signals only to each other. Invariant: once `enter` has returned, neither this
+process nor a descendant can undo a step. Numbers and structures are from linux/landlock.h.
 
 The module is not part of the tool server's program. It is loaded before that program (see `confined` in
 sandbox/runtimes/tool_server/bundle.py).
@@ -32,8 +32,8 @@ ruleset with a right that it does not support."""
 NETWORK_SINCE, SCOPES_SINCE = 4, 6
 CONNECT_TCP = 2
 SCOPES = 1 | 2
-"""Flags that forbid two things: signals to processes outside this confinement, and connections to their abstract Unix
-sockets."""
+"""Flags that forbid signals to processes outside this confinement, and connections to the abstract Unix sockets of such
+processes."""
 
 
 def version() -> int:

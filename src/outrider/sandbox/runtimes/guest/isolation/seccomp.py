@@ -48,8 +48,8 @@ MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
 """The first call number of x32, an interface of x86-64 that gives the same calls other numbers."""
 UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
-"""The address families of sockets that are allowed. Other families ignore network namespaces, such as vsock between a
-virtual machine and its host."""
+"""The address families of sockets that are allowed. Others may ignore network namespaces, for example vsock, which
+connects a virtual machine with its host."""
 ASKED = (0, 4, 15, 16)
 """The protocols of netlink that are allowed, for queries to the kernel: ROUTE, SOCK_DIAG, KOBJECT_UEVENT and GENERIC.
 USERSOCK is not allowed, because programs could send to each other with it. In a sandbox with the host's network, they
@@ -63,9 +63,9 @@ PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
 F_SETLEASE, F_SETDELEG = 1024, 1040
-"""The commands of `fcntl` that set leases. They are refused. The owner of a file can lease it, and a program that opens
-a leased file then waits up to 45 seconds. If the sandbox sees a file of the host that its programs own, they could
-block the host's programs with a lease."""
+"""The commands of `fcntl` that set leases. They are refused. The owner of a file can lease it, and any program that
+then opens the file waits up to 45 seconds. So if the sandbox sees a host file that its programs own, they could block
+the host's programs with a lease."""
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
@@ -227,7 +227,7 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     found["ioprio_set"] = refuse(FIRST, IO_PRIORITY_OF_USER) + second
     lower, upper = step(LOAD, THIRD) + step(EQUAL, 0, 0, 3), accept(THIRD + UPPER, 0)
     # Without a new limit, prlimit64 only reads, and is allowed. A call that sets the limit of core dumps does nothing
-    # and reports success. A program could set 0, which is worse than one byte (see `core_limit`).
+    # and reports success. Otherwise a program could set 0, which is worse than one byte (see `core_limit`).
     found["prlimit64"] = lower + upper + when(SECOND, RLIMIT_CORE, SKIPPED) + first
     found["setrlimit"] = when(FIRST, RLIMIT_CORE, SKIPPED)
     return found
@@ -245,7 +245,7 @@ def denied(machine: str) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4)
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
-    """Return the filter as a BPF program. `machine` is an architecture with its name in `uname -m`. Raises KeyError if
+    """Return the filter as a BPF program. `machine` is the architecture, as `uname -m` names it. Raises KeyError if
     MACHINES does not have it.
 
     Programs cannot change the scheduling and limits of process 1 and of the process with the id `server`.
@@ -279,7 +279,7 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
 def core_limit() -> int:
     """Return the limit of core dumps (RLIMIT_CORE) for untrusted programs. It is one byte, too small for any core dump.
 
-    With the limit 0, the kernel would still start the program that /proc/sys/kernel/core_pattern may name, for each
+    If /proc/sys/kernel/core_pattern names a program, the limit 0 would not keep the kernel from starting it for each
     crash in the sandbox. This program runs outside the sandbox, as the host's root. The result is 0 only if the hard
     limit of this process is 0."""
     return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # -1 means no limit
@@ -289,8 +289,8 @@ def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) 
     """Install the filter on this process, which is the tool server, and on all its descendants. Also protect this
     process from its descendants. Neither can be undone. Raises OSError, and KeyError for an unknown architecture."""
     install(program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc))
-    # Without this, programs of the same user could read and change the memory and descriptors of this process through
-    # /proc.
+    # Hide this process's files in /proc from programs of the same user, which could otherwise read and change its
+    # memory and descriptors.
     prctl(PR_SET_DUMPABLE, 0)
 
 

@@ -62,7 +62,7 @@ def syscall(name: str, number: int, *args: object) -> int:
 
 
 def clone(flags: int) -> int:
-    """Fork a child in new namespaces. Only a process with one thread may call this function. It skips the usual
+    """Fork a child in new namespaces. Only a process with one thread may call this function, because it skips the usual
     preparations for a fork, such as taking locks."""
     return syscall("clone", NUMBERS["clone"], flags | SIGCHLD, 0, 0, 0, 0)
 

@@ -28,7 +28,8 @@ except ImportError as error:
     sys.exit(f"IPython cannot be imported: {error}")
 
 DISPLAY_MAX = 8 << 20
-"""Maximum bytes of all displays of one input. A frame of the tool server may have up to 10 MiB."""
+"""Maximum bytes of all displays of one input. They are part of its result, which the tool server accepts only up to 10
+MiB (see FRAME_MAX in shell.py)."""
 DISPLAYS_MAX = 1000
 FORMATS_MAX = 60
 MIME_MAX = 100
@@ -57,7 +58,7 @@ def plain_data(mime: str, value: Any) -> Any:
 
 
 class Gallery:
-    """Collects the displays of one input. Keeps the limits above."""
+    """Collects the displays of one input, within the limits above."""
 
     def __init__(self, session: InputResults) -> None:
         self.session = session

@@ -52,8 +52,8 @@ class InputResults:
             raise KeyboardInterrupt
 
     def watch_interrupts(self) -> None:
-        """Install the handler for SIGINT again, because an input may have replaced it. The signal is not ignored
-        instead: programs that an input starts would then also ignore it, while they do not inherit a handler."""
+        """Install the handler for SIGINT again, because an input may have replaced it. Outside inputs, the handler does
+        nothing. Ignoring the signal instead would not do: programs that an input starts would then ignore it, too."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 INTERRUPT_EVERY = 0.1
-"""If an input does not end, seconds between two interrupts."""
+"""Seconds between two interrupts of an input that does not end."""
 KILL_AFTER = 3
 """From this interrupt on (counted from 1), the programs that the input has started are also killed."""
 RESTART_AFTER = 20
@@ -166,7 +166,7 @@ class LiveShell:
 
     @property
     def dead(self) -> bool:
-        """True if the shell's program does not run. The descriptors are closed when it ends."""
+        """True if the shell's program does not run. When it ends, its descriptors are closed and forgotten."""
         return not self.descriptors
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
@@ -281,10 +281,10 @@ class LiveShell:
 class Bash:
     r"""A live bash on a raw terminal. In a sandbox without bash, it is sh.
 
-    Inputs arrive on a pipe. On a terminal, the sh of busybox would edit lines, and the kernel would process every input
-    first. After the output of each input, the shell prints a marker on the same terminal: ``\x1e TOKEN.SEQUENCE :
-    STATUS \x1e``. So all output of an input comes before its marker. The first marker has the number 0, and all text
-    before it is dropped.
+    Only output goes to the terminal. Inputs arrive on a pipe: on a terminal, the sh of busybox would edit lines, and
+    the kernel would process every input first. After the output of each input, the shell prints a marker on the
+    terminal: ``\x1e TOKEN.SEQUENCE : STATUS \x1e``. So all output of an input comes before its marker. The first marker
+    has the sequence number 0, and all text before it is dropped.
     """
 
     def __init__(self, shell: LiveShell) -> None:
@@ -490,7 +490,7 @@ class Interpreter:
                 shell.finish(status)
 
     def ended(self) -> None:
-        """Do nothing, because an interpreter keeps no output back."""
+        """Do nothing. Unlike `Bash`, this class holds back no output."""
 
     def clean(self, out: bytes) -> bytes:
         return out
