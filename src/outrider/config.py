@@ -337,7 +337,7 @@ class AgentServiceConfig(NamedServer):
 
     `kind`: "outrider" for a service with Outrider's own protocol (docs/external.md), "harbor" for a Harbor run server.
     `network`: the network of its agents, a name from `advertise`. The agents reach Outrider at the address that
-    `advertise` has for this network, or without `network` at the first address there.
+        `advertise` has for this network, or without `network` at the first address there.
     `poll_seconds`: the seconds between two polls of a run.
     `patience_seconds`: how long the service may be unreachable before a run counts as lost.
     """

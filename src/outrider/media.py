@@ -39,8 +39,8 @@ PDF = "application/pdf"
 MAX_USER_RUN = 64
 """How many messages `carried_by_tool` looks back from a user message to find a tool's result."""
 MAX_ADDRESS = 200
-"""Maximum length of a file's address, in characters. Longer addresses are left out of the text that replaces the
-file."""
+"""Maximum length of a file's address after `https://`, in characters. Longer addresses are left out of the text that
+replaces the file."""
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,32}/[\w.+-]{1,64}", re.ASCII)
 _ADDRESS = re.compile(rf"https?://[!-;=?-Z_a-z~]{{1,{MAX_ADDRESS}}}", re.ASCII)
 _MAX_SEGMENTS = 256

@@ -700,10 +700,12 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A problem in the sessions of a run, found by a rule of docs/diagnosis.md.
 
-    text: the problem, in one line. subject: what the finding is about, such as a tool, an engine or an error code; ""
-    if it is about all sessions. numbers: `value` is the estimate. `at_least` is its conservative bound, which the rule
-    compares with `threshold`. `sessions` or `groups` is how many of them the estimate is based on. Other numbers depend
-    on the rule. sessions: up to 5 sessions that show the problem, the clearest first. next: what to do next.
+    text: the problem, in one line.
+    subject: what the finding is about, such as a tool, an engine or an error code; "" if it is about all sessions.
+    numbers: `value` is the estimate. `at_least` is its conservative bound, which the rule compares with `threshold`.
+        `sessions` or `groups` is the number of independent units. Other numbers depend on the rule.
+    sessions: up to 5 sessions that show the problem, the clearest first.
+    next: what to do next.
     """
 
     rule: str
@@ -718,7 +720,8 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
 class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """How a run's done sessions spent their time, in seconds summed over the sessions.
 
-    - `queued`: waiting for a slot before the sandbox starts, not counting the time in the service's queue.
+    - `queued`: waiting for an image, resources or a slot before the sandbox starts, not counting the time in the
+      service's queue.
     - `waiting`: waiting for a slot after the sandbox was prepared.
     - `tools`: the part of the agent's run during which no model call is running.
     """

@@ -406,8 +406,9 @@ class HarnessSpec(Spec):
 
     - `preset`: a known agent program, by name. `version` is the program's version, by default the one that the preset
       pins. This version must be installed.
-    - `command`: a command to run in the sandbox. `files` are written before it starts, by path (absolute or relative to
-      the sandbox's HOME). `venv` is a virtual environment on the host, in which the command runs.
+    - `command`: a command to run in the sandbox. `files` maps paths (absolute, or relative to the sandbox's HOME) to
+      texts, which are written before the command starts. `venv` is a virtual environment on the host, in which the
+      command runs.
     - `agent`: an agent whose Python code runs outside of the sandbox, in the process of the session's node.
     - `remote`: an agent that a service of the operator starts elsewhere.
     - `external`: an agent that somebody else starts elsewhere.
@@ -733,8 +734,8 @@ class GroupSpec(Spec):
     - `idempotency_key`: a request with the same key and body returns the same group; with another body it is a
       conflict.
     - `min_usable`: as soon as this many sessions have a reward, the others are stopped; null stops no session.
-    - `expires_seconds`: a session that has not started after this time ends as expired. Null uses the service's
-      setting.
+    - `expires_seconds`: a session that has not started this long after the group was created ends as expired. Null uses
+      the service's setting.
     """
 
     task: TaskSpec

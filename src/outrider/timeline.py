@@ -57,7 +57,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
     """Timeline entries of an attempt, to be stored together. `entries` is a list of `Entry` in MessagePack. `part` is
-    the part's number; an attempt's part with the same number is stored only once."""
+    the part's number in the attempt. The store ignores a part whose number it already has."""
 
     session_id: str
     attempt: int

@@ -33,8 +33,8 @@ Attempt = Annotated[
 
 
 class AnyPath(PathConvertor):
-    """Path parameter that matches the rest of a path. Starlette's own convertor stops at a line break. A file name may
-    contain one, so the artifact would be looked up under a shorter name."""
+    """Path parameter that matches the rest of a path. Starlette's own convertor does not match line breaks, which a
+    file name may contain: the route would not be found or, for a break at the end, would look up a shorter name."""
 
     regex = "(?s:.*)"
 
@@ -79,5 +79,5 @@ async def image(service: Serving, caller: Caller, digest: str) -> Response:
 
 def image_type(found: Image) -> str:
     """Return the media type to serve an image with. The image's own media type was chosen by the agent, so it is used
-    only if it is well-formed."""
+    only if it is that of an image."""
     return found.media_type if _IMAGE_TYPE.fullmatch(found.media_type) else UNKNOWN

@@ -122,8 +122,8 @@ class CliCommand(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         if not gc.isenabled():
             # `main` may have turned garbage collection off for the imports. `gc.freeze` then excludes the imported
-            # objects from collection for good, because they are never garbage. Scanning them, during the imports and
-            # when Python exits, would take a quarter of a short command's time.
+            # objects from collection, because they are never garbage. Scanning them, during the imports and when Python
+            # exits, would take a quarter of a short command's time.
             gc.freeze()
             gc.enable()
         return super().invoke(ctx)

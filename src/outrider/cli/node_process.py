@@ -83,8 +83,8 @@ async def _serve(end: socket.socket) -> None:
 
 
 class Starter:
-    """The `outrider nodes join` that started this process. A process that the service itself started has no
-    `Starter`."""
+    """The program that started this process to join a service: `outrider nodes join` or, on a Ray cluster, its actor on
+    this machine. A process that the service itself started has no `Starter`."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe

@@ -225,8 +225,8 @@ class AsyncClient:
         self._trusted = trusting(ca)
         self._patience = patience
         self._reached = False
-        """True once the service has replied. Until then, an error is raised at once, because the address is most likely
-        wrong."""
+        """True once the service has replied. Until then, no safe call is repeated, because an error most likely means a
+        wrong address."""
         self._connections: Connections | None = None
 
     async def __aenter__(self) -> Self:
@@ -246,8 +246,8 @@ class AsyncClient:
         after the wait that the service requests. After `patience` seconds, raises Busy (QueueFull for a full queue).
 
         With an `idempotency_key`, the submission is also repeated while the service cannot be reached. If the service
-        has already stored the group, that group is returned. Without a key, a submission that could not reach the
-        service is not repeated, because the service might run the group twice.
+        has already stored the group, that group is returned. Without a key, the submission is not repeated in this
+        case: the service may have stored the group although no reply arrived, and would run it twice.
         """
         return await self._submit("/v1/groups", group, patience)
 
@@ -544,8 +544,9 @@ class AsyncClient:
     async def diagnosis(
         self, *, labels: Mapping[str, str] = {}, groups: Sequence[str] = (), since: float = 0.0
     ) -> RunDiagnosis:
-        """Return the faults of the groups that have all `labels`, or of the groups named in `groups`
-        (docs/diagnosis.md). Only groups created at `since` (seconds since the epoch) or later are examined."""
+        """Return the faults of the groups named in `groups`, or of all groups if none is named (docs/diagnosis.md).
+        Only groups that have all `labels`, and were created at `since` (seconds since the epoch) or later, are
+        examined."""
         query: Query = {
             "label": [f"{name}={value}" for name, value in labels.items()],
             "group": list(groups),
@@ -903,8 +904,8 @@ class _Reports:
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> GroupView:
     """Return a group that the service has accepted. Raises ServiceError if the service has lost the group.
 
-    Call this function if a group's result does not arrive: if the service has lost the group, it never will. `group` is
-    the method `AsyncClient.group`."""
+    Call this function if a group's result does not arrive: the result of a lost group never will. `group` is the method
+    `AsyncClient.group`."""
     try:
         return await patiently(lambda: group(group_id))
     except NotFound as error:

@@ -142,7 +142,7 @@ class Chores:
     def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
         """Run `work` once, in a task. An error that is not fatal is recorded in `failures`, because possibly no code
         awaits the task, and the task then returns None. The record has the name `chore`, by default `name`. Use the
-        name of repeated work: only a later success under the same name clears the record."""
+        name of repeated work, so that a later success under the same name clears the record."""
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)
@@ -172,8 +172,8 @@ class Chores:
         try:
             await work()
         except asyncio.CancelledError as error:
-            # If this task is not being cancelled, something that the work awaited was cancelled. Record this as a
-            # failure: raised from here, it would end the chore silently.
+            # If this task is not being cancelled, something that the work awaited was cancelled. Record a failure
+            # instead of raising the CancelledError, which would end the chore silently.
             if task.cancelling():
                 raise
             self.failures.note(name, error)

@@ -204,7 +204,8 @@ def frame_of(thread: int) -> FrameType | None:
 
     Garbage collection is off during the call, because it could stop the whole process for ever in Python 3.11
     (CPython's issue 106883): `sys._current_frames` holds a lock of the interpreter while it allocates. A collection at
-    this point may switch to another thread. If that thread starts a thread, it waits for the same lock."""
+    this point may switch to another thread. If that thread starts a thread, it waits for the same lock without
+    releasing the GIL, so neither thread can continue."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -539,7 +539,8 @@ def json_schema(schema: Any, where: str) -> Constraint:
 
 def one_of(choices: list[str]) -> Constraint:
     """Return a constraint, as a regular expression, that makes the reply exactly one of `choices`."""
-    # `re.escape` is not used: it also escapes spaces and dashes, which an engine's regular expressions may not allow.
+    # `re.escape` is not used: it also escapes spaces and dashes, and not every engine's regular expressions accept such
+    # escapes.
     escaped = ["".join(f"\\{char}" if char in _REGEX_SPECIAL else char for char in choice) for choice in choices]
     return Constraint(ConstraintKind.REGEX, f"({'|'.join(escaped)})")
 

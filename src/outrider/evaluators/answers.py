@@ -40,8 +40,8 @@ def last_reply(outcome: Outcome) -> str:
 async def last_words(outcome: Outcome, file: str | None) -> str:
     """Return the agent's answer without surrounding whitespace. If `file` is given, the answer is its content.
     Otherwise, it is what a Python agent returned. If that is blank, or the agent is not a Python agent, it is the last
-    reply that is not blank. Of a reply, only the last MAX_ANSWER characters are used. Raises NoAnswer, and
-    RuntimeFailure if the sandbox is broken."""
+    reply that is not blank. Without `file`, only the last MAX_ANSWER characters of the answer are used. Raises
+    NoAnswer, and RuntimeFailure if the sandbox is broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
         # Only Python agents return an answer. Other agents are programs, and their `harness.answer` is their whole

@@ -46,7 +46,7 @@ class CombiningEvaluator:
     takes_endpoints = True
 
     def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
-        if spec.kind not in KINDS:  # the allow lists look for parts only in these kinds
+        if spec.kind not in KINDS:  # service/allow_lists.py looks for parts only in these kinds
             raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
         options = read_options(KINDS[spec.kind], spec)
         self._parts = _parts(options.parts, spec, endpoints)

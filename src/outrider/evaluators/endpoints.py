@@ -1,8 +1,7 @@
 """The external graders that the operator configures. `grader_calls.py` calls them.
 
-A task names a grader, and never gives an address. So it can make the service call only the operator's hosts, with the
-keys meant for them. The keys are in environment variables of the service and of its nodes. The settings name these
-variables.
+A task names a grader, and never gives an address. So the service calls only the operator's hosts, each with its own
+key. The keys are in environment variables of the service and of its nodes. The settings name these variables.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def verified(answer: dict[str, Any]) -> Verdict:
 
 
 def scored(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from a reply of ProRL's reward servers. Raises ValueError if the reply has no number, which must
+    """Read a verdict from a reply of ProRL's reward servers. Raises ValueError if the reply has no number: this must
     not count as a score of 0."""
     score = answer.get("score")
     if isinstance(score, list) and score:

@@ -1,9 +1,9 @@
 """The tools of the MCP servers of a task, for in-process agents. The servers run in the sandbox.
 
 The client is the optional package `mcp`, which is imported only when needed. A runtime cannot keep the pipes of a
-process open, so a server uses two named pipes instead. A live shell reads its output line by line, and a separate
-command writes each message to its input. Invariant: when the block of `mcp_tools` ends, the servers end, and an
-exception in the block is raised unchanged.
+process open, so a server uses two named pipes instead. A live shell reads the server's output line by line, and a
+separate command writes each message to its input. Invariant: when the block of `mcp_tools` ends, the servers end, and
+an exception in the block is raised unchanged.
 """
 
 from __future__ import annotations

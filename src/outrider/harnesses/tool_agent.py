@@ -56,8 +56,9 @@ class ToolAgent:
     """An `Agent` that calls the model and runs its tools in a loop. The first reply without a tool call is the answer.
     If `max_turns` is reached first, the last tool calls still run, but there is no answer.
 
-    To add tools, write a subclass that passes `own` to the constructor. The model sees them after those that the option
-    `tools` names. The constructor raises ValueError if one of them has the name of a built-in tool."""
+    To add tools, write a subclass that passes `own` to the constructor. In the list that the model gets, they come
+    after the built-in tools, but before those of the desktop. The constructor raises ValueError if one of them has the
+    name of a built-in tool."""
 
     def __init__(self, options: Mapping[str, Any], *, own: Sequence[Tool] = ()) -> None:
         self._options = ToolOptions.model_validate(dict(options))

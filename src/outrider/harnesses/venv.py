@@ -79,12 +79,13 @@ def read_venv(path: str) -> Venv:
     packages = [folder for folder in sorted(prefix.glob("lib/python3*/site-packages")) if folder.is_dir()]
     if not packages:
         raise InvalidField(f"{path!r} has no lib/python3*/site-packages", field=FIELD, hint="make it anew")
-    # `base` is the folder above the interpreter's folder, which usually contains the library, too. If the library is
-    # elsewhere, `base` is only the interpreter's folder.
+    # `base` is the folder above the interpreter's folder if, as usual, it contains the library. Otherwise `base` is
+    # only the interpreter's folder.
     above = interpreter.parent.parent
     base = above if _libraries(above) else interpreter.parent
     editable = [place for folder in packages for place in _outside(folder)]
-    # Python follows symbolic links to find its library, so it also needs `home` and the folders of the links.
+    # Python looks for its library from `home` and follows symbolic links, so it also needs `home` and the folders of
+    # the links.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
     # `named` has each path as given, and with its symbolic links resolved. `outermost` leaves out paths that are below
     # another one.

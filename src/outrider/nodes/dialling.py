@@ -86,9 +86,9 @@ class Dialled:
                 await shielded(lambda: tasks.__aexit__(None, None, None))
 
     async def _keep(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> OutriderError | None:
-        """Keep the node connected. If the service refuses the node without ever having accepted it, return the refusal
-        as an error. After the first acceptance, end the socket and return None when the service gives the node up or
-        cannot be reached for PATIENCE_SECONDS."""
+        """Keep the node connected. If the service refuses the node for good (see REFUSALS) without ever having accepted
+        it, return the refusal as an error. After the first acceptance, end the socket and return None when the service
+        gives the node up or cannot be reached for PATIENCE_SECONDS."""
         failed = 0
         while True:
             before = self.socket.last_arrival

@@ -2,9 +2,9 @@
 messages.
 
 Invariants: a joining node replaces a member of the same name only if the member is disconnected and both have the same
-token. If the member was ever ready to run sessions, both must also have been started by the same program. When a node
-breaks the protocol, or sends nothing for SILENCE_SECONDS, the service gives it up: its attempts run on other nodes, and
-its process is notified.
+token. If the member was ever ready to run sessions, both must also come from the same run of the joining program. When
+a node breaks the protocol, or sends nothing for SILENCE_SECONDS, the service gives it up: its attempts run on other
+nodes, and its process is notified.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FINAL = frozenset({Close.LEFT, Close.NONSENSE})
 MAX_MEMBERS = 1024
 """Maximum number of nodes that can be joined at the same time."""
 MAX_REFUSED = 16
-"""How many nodes that were cut off for an invalid message the status shows: the most recent ones."""
+"""The status shows at most this many nodes that were cut off for an invalid message: the most recent ones."""
 
 
 class JoinedNodes:
@@ -101,10 +101,10 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # A connected member is never replaced. Otherwise, a new node of this name must have the member's token. If
-            # the member was ever ready, it must also have the same `machine`. A member that was never ready may be
-            # replaced from another `machine`, which may just mean that the joining program was started again: `machine`
-            # is a new random name at each start.
+            # A connected member is never replaced. Otherwise, a new node of this name must have the member's token, and
+            # the member's `machine` if the member was ever ready. A member that was never ready may be replaced from
+            # another `machine`, which may just mean that the joining program was started again: `machine` is a new
+            # random name at each start.
             if name in self._own or (
                 member is not None
                 and (
@@ -213,7 +213,7 @@ class JoinedNode:
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            # If it was this side that found a breach of the protocol, the node does not know the reason yet.
+            # If it was this side that found a breach of the protocol, tell the node the reason.
             if end.code == Close.NONSENSE:
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:

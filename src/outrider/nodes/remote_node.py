@@ -339,7 +339,8 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                # A node first reports its gates before it is ready, as soon as it has the states of the pools.
+                # Expect the node from its first report on. This arrives before `Ready`, as soon as the node has the
+                # states of the pools.
                 if not gate.expects(self._name):
                     gate.expect(self._name, self._lose)
                 try:

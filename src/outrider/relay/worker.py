@@ -256,7 +256,7 @@ class Worker:
                 if code != Close.SILENT:
                     failed = 0
                 # The service waits only `resume` seconds for the worker to reconnect. After that, nobody needs the
-                # worker's generations and their messages, so they are dropped.
+                # worker's generations, so they are stopped and their messages dropped.
                 seconds = self._welcome.resume if self._welcome is not None else 0
                 self._forget = asyncio.get_running_loop().call_later(seconds, self._generations.abort_all)
             log.info("worker %s has no connection to %s: %s", self.name, self.url, end)
@@ -334,7 +334,7 @@ class Worker:
 
     async def _done(self, call: WorkerCall) -> WorkerReply:
         if call.action == "pause":
-            # set first: if the reply is lost, the worker still reports the pause when it reconnects
+            # set first: if the connection breaks before the reply, the worker reports the pause when it reconnects
             self._paused = True
             await self.engine.pause(call.mode)
         elif call.action == "resume":

@@ -1,8 +1,8 @@
 """The proxy for image builds. Through it, RUN steps reach the hosts that the operator allows.
 
-The sandbox of a build has no other network. It reaches the proxy at its endpoint, where other sandboxes reach the model
-gateway. The proxy connects to an allowed host directly, or through the operator's own HTTP proxy if this process's
-environment variables name one.
+The sandbox of a build has no other network. It reaches the proxy at the address at which other sandboxes reach the
+model gateway (`Runtime.endpoint`). The proxy connects to an allowed host directly, or through the operator's own HTTP
+proxy if this process's environment variables name one.
 """
 
 from __future__ import annotations

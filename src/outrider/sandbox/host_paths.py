@@ -37,10 +37,10 @@ Id = tuple[int, int] | str
 
 
 class HostPathRule(NamedTuple):
-    """A rule for a file or folder that tasks must not read as a whole.
+    """A rule for a file or folder that must not become readable to tasks.
 
     `what`: a description for error messages.
-    `below`: whether tasks must not read anything inside the folder either.
+    `below`: whether nothing inside the folder may become readable either. Otherwise single entries may.
     `shown`: whether the file or folder must also be outside of `SHOWN`, the folders that every sandbox of a kind sees.
     """
 
@@ -61,8 +61,8 @@ KEPT = {
     "etc": HostPathRule("the machine's own settings", below=False, shown=False),
     "run": HostPathRule("the sockets of the machine's services", below=False, shown=False),
 }
-"""Files and folders that tasks must not read as a whole. The settings `files` and `sandboxes.allow` must not name one
-of them, or a folder that contains one. docs/security.md has the same table."""
+"""Files and folders that must not become readable to tasks. The settings `files` and `sandboxes.allow` must not name
+one of them, or a folder that contains one. docs/security.md has the same table."""
 
 
 class Located(NamedTuple):

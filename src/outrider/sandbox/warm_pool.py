@@ -51,8 +51,8 @@ CHECK_SECONDS = 30.0
 
 PROBE_SECONDS = 5.0
 MAX_AGE_SHARE = 0.1
-"""The maximum share of its lifetime that a warm sandbox has used up when a session gets it. The session has the
-rest."""
+"""A warm sandbox may have used up at most this share of its lifetime when a session gets it, because the session has
+only the rest."""
 
 MAX_FAILURES = 6
 """After this many failed starts in a row, a kind is not started again until a session requests it."""

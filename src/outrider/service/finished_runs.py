@@ -83,8 +83,8 @@ def _settings(path: Path) -> Config | None:
             field="path",
             hint="name the --data folder of a service, the --keep folder of a demo, or a file of samples",
         )
-    # Only tasks and timeline entries are encrypted. If their key is missing, a random key is used. Everything else can
-    # be read with any key.
+    # Only tasks, callback URLs and timeline entries are encrypted. If their key is missing, a random key is used, with
+    # which everything else can be read.
     has_key = (path / KEY_FILE).exists()
     key = None if has_key else base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
     return Config(data=path, task_key=key)

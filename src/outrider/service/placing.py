@@ -141,8 +141,9 @@ class NodePlacement:
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
             return None
-        # `able` is empty if the session is too large for every node, for example because a larger node has left since
-        # the session was accepted. Then any node may get the session, and refuses it with an error.
+        # `able` is empty if the session is too large for every node that has ever joined this service process, for
+        # example because an earlier process accepted it. Then any node may get the session, and refuses it with an
+        # error.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
             found = [place for place in found if place.has_room(needs.quantities)]
@@ -171,8 +172,7 @@ class NodePlacement:
 
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
         """Return True if a node that is large enough for these needs has joined or may still join. A node that has left
-        is expected to be able to join again and, with `others`, a node of any size in the service's first
-        JOIN_SECONDS."""
+        may join again. With `others`, a node of any size may also join in the first JOIN_SECONDS of the service."""
         if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())

@@ -167,7 +167,7 @@ async def _on_disk(work: Callable[[], T]) -> T:
 
 
 def removed_run(session_id: str) -> NotFound:
-    """Return the error for grading a session again whose files and transcript were removed."""
+    """Return the error for the regrading of a session whose files and transcript were removed."""
     return NotFound(
         f"the agent's run in session {session_id} was removed with its group",
         hint="submit the task again, and keep groups for longer: `retention` in the settings, `outrider gc`",
@@ -176,8 +176,8 @@ def removed_run(session_id: str) -> NotFound:
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
     """Return the groups to remove next, from the beginning of `candidates`. A group is removed if it finished before
-    the time `before`, or if the groups before it free less than `excess` bytes. The batch ends at about `sessions`
-    sessions."""
+    the time `before`, or if removing the groups ahead of it frees less than `excess` bytes. The batch ends at about
+    `sessions` sessions."""
     batch: list[Candidate] = []
     for candidate in candidates:
         if (candidate.finished >= before and excess <= 0) or sessions <= 0:

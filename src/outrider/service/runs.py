@@ -127,8 +127,9 @@ class Runs:
         """Retry the matching sessions that are done. For each of their groups, a new group of the same task and tenant
         is submitted. It has one session for each match, and the label RETRY_LABEL.
 
-        Raises Conflict if more than `max_matches` sessions match. Raises an error of `Service.submit` only if no group
-        was accepted before, and only if the service is busy or there is no other group.
+        Raises Conflict if more than `max_matches` sessions match. If a group cannot be retried, its error, such as one
+        of `Service.submit`, is raised only if no group was accepted before, and only if the service is busy or there is
+        no other group.
         """
         found, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
         ids = [id for id, _ in found]
@@ -244,7 +245,7 @@ def selected(selector: str, field: str) -> SessionFilter:
 
 def _again(spec: StoredGroupSpec, group_id: str, n: int) -> GroupSpec:
     """Return a group with `n` sessions of an earlier group's task. If the earlier group was submitted through another
-    system's API, the new group has no callback, because the client of that API does not expect it."""
+    system's API, the new group has no callback, because the client of that API does not expect the new group."""
     labels = {**spec.task.labels, RETRY_LABEL: group_id}
     return GroupSpec(
         task=spec.task.model_copy(update={"labels": labels}),

@@ -63,7 +63,7 @@ def timeline_view(
     if running and (stage := STAGE_OF_STATE.get(session.state)) is not None:
         ends = [span.end for span in spans if span.kind == EntryKind.STAGE and span.end is not None]
         spans.append(SpanView(kind=EntryKind.STAGE, name=stage, start=max(ends, default=session.updated), end=None))
-    # If no stages were stored, the agent ran elsewhere. The whole attempt is then shown as the stage "run".
+    # If no stages were stored, usually because the agent ran elsewhere, show the whole attempt as the stage "run".
     if not running and not any(span.kind == EntryKind.STAGE for span in spans):
         spans += [
             SpanView(kind=EntryKind.STAGE, name="run", start=one.began, end=one.ended)

@@ -45,7 +45,7 @@ class GradingLog:
         self._heading = b""
 
     def begin(self) -> None:
-        """Begin the output of another evaluation. It evaluates the next step, or the same step again."""
+        """Begin the output of an evaluation. A later evaluation is that of the next step, or of the same step again."""
         self._evaluations += 1
         if self._evaluations > 1:
             self._heading = b"[evaluation %d]\n" % self._evaluations

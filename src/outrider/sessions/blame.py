@@ -71,8 +71,8 @@ class End(StrEnum):
 
 
 def end_of(error: BaseException) -> End:
-    """Return the cause of a stage's end for the `error` that the stage raised. The caller handles the timeouts of the
-    session's own clocks."""
+    """Return the `End` that stands for an exception of a stage. Every TimeoutError becomes TIMEOUT, so the caller must
+    first check whether one of the session's own clocks has run out."""
     kinds = (
         (TimeoutError, End.TIMEOUT),
         (LimitReached, End.LIMIT),

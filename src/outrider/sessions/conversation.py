@@ -72,8 +72,8 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Seconds after which storing a turn counts as overdue. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""Storing a turn may take one more second for each of this many bytes of its text and images before it counts as
-overdue, because the agent is responsible for the size of its turns."""
+"""How many bytes of a turn's text and images allow one more second for storing it before it counts as overdue. The
+agent is responsible for the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -166,14 +166,14 @@ class Conversation:
     Long work on a request runs in the worker thread (`offload`).
 
     record: stores a turn. It is awaited before the completion of a call is returned.
-    on_limit: called at most once, after a call was refused because the session has used up its turns or tokens, and as
-        soon as no call is running.
+    on_limit: called at most once: if a call was refused because the session had used up its turns or tokens, and they
+        are still used up when no call is running any more.
     limit: why the last call was refused; None after a call that was admitted.
     step, step_turns: the index of the task's current step, and the number of its turns.
     keep_failed: stores the failed calls that no later call has made up for. It is awaited whenever these calls change,
         before the client gets the error or the end of the reply.
-    broken: the error that kept a turn from being recorded, or None. When it is set, `on_broken` is called, and later
-        calls are refused.
+    broken: the first unexpected error of a call, such as an error of the store, or None. A turn or a failed call may
+        then be missing from the store. When it is set, `on_broken` is called, and later calls are refused.
     hung_up: True if a client gave up a call before the run ended.
     frozen: the name of a frozen model for error messages; None for the policy.
     overdue: counts the seconds by which calls wait longer than usual for an engine or the store.
@@ -425,9 +425,9 @@ class Conversation:
 
     @contextmanager
     def _may_be_given_up(self) -> Iterator[None]:
-        """Receive or read a call's request in this block, and record the call as given up if the block is cancelled or
-        the run ends. The run's end counts because the client may have disconnected unnoticed: its connection is not
-        read while the request waits for an engine."""
+        """Record a call as given up if the block, which receives or reads its request, is cancelled or the run ends
+        during it. The run's end counts because the client may have disconnected unnoticed: its connection is not read
+        while the request waits for an engine."""
         key, waited = object(), self._waited()
         self._not_begun[key] = waited
         try:

@@ -143,7 +143,7 @@ class Grading:
         self._carry = attempt.task.evaluator.carry
         workdir = self._task.runtime.workdir
         self._repository = place_of(self._carry, workdir) if isinstance(self._carry, DiffSpec) else ""
-        """Where the repository whose changes are carried is in the sandbox, or "" if the task carries no diff."""
+        """Path of the carried repository in the sandbox, or "" if the task carries no diff."""
         self._folder = sandboxes.host.folder / f"{attempt.name}-graded"
         self._archive = self._folder / "carried"
         self._layer: Path | None = None

@@ -4,8 +4,8 @@ A run server accepts a task folder and the name of an agent (docs/external.md). 
 assigns to the run, and follows the same run after a restart. The server cannot be asked to end a run. Instead, the key
 of a cancelled session becomes invalid, so the agent's model calls fail.
 
-Invariants: a run that is lost or fails is an error, never a reward; if a request may have started a run, no second run
-is started, because two agents would then write into one session.
+Invariants: a run that is lost or fails is an error, never a reward; a request that may have started a run is repeated
+only under the same id (`Idempotency-Key`), because two agents would otherwise write into one session.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ class HarborRemoteRun:
         )
 
     def _metadata(self, folder: str) -> Mapping[str, Any]:
-        """Return the `metadata` part of the request, without null values. It tells the server to end the run at the
-        session's time limit at the latest."""
+        """Return the `metadata` part of the request, without null values. Its `agent.max_timeout_sec` is at most the
+        session's time limit."""
         options, seconds = self._options, self._task.limits.session_seconds
         given = options.model_dump(mode="json", exclude_none=True, exclude={"reward"})
         most = options.agent.max_timeout_sec

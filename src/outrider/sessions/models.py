@@ -108,7 +108,7 @@ class SessionModels:
 
     @property
     def broken(self) -> OutriderError | None:
-        """The error that kept a turn of some model from being recorded, or None."""
+        """The error `broken` of the first conversation that has one, or None (see `Conversation`)."""
         return next((one.broken for one in self._all if one.broken is not None), None)
 
     @property

@@ -44,7 +44,7 @@ git() {{
 }}
 """
 # The base of the patch is the state of the folder, not HEAD. HEAD lacks changes that the sandbox's preparation made but
-# did not commit, so these would count as the agent's.
+# did not commit. With HEAD as the base, these would count as the agent's.
 BASE = """test -d .git || {{ echo 'it has no folder .git' >&2; exit 3; }}
 git read-tree HEAD
 git add -A --ignore-errors . || true

@@ -37,8 +37,8 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
     """Return the part of `room` that later requests may use while a request with these `needs` waits. They get nothing
-    of a resource that is too scarce for the waiting request. They get all of any other resource, less the needs of the
-    waiting request if it is the first in line."""
+    of a resource that is too scarce for the waiting request. Of every other resource, they may use all that is free.
+    But if the waiting request is the first in line, the amount that it needs is kept for it."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 

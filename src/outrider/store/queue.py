@@ -1,7 +1,8 @@
 """Defines in which order queued sessions start.
 
 The sessions of a tenant are divided into buckets by the value of their label `run` or, if they have none, of their
-label `user`. Sessions with neither label share one bucket. These steps choose the next session:
+label `user`. Sessions with neither label share one bucket. No bucket has sessions of two kinds (`QueueKind`). These
+steps choose the next session:
 1. Take the tenant with the fewest sessions in progress. Among equals, take the tenant served least recently.
 2. Take the highest priority at which this tenant has waiting sessions.
 3. Take one of the tenant's buckets at this priority, by the rule of step 1.

@@ -42,8 +42,8 @@ CHECKPOINT_SECONDS = 1.0
 CHECKPOINTS = "checkpoints of the database"
 """Name under which failed checkpoints appear in the list of failures."""
 CHECKPOINT_PAGES = 16_384
-"""How long the write-ahead log may get, in pages (64 MiB). At this length, the writer itself moves the log into the
-file."""
+"""The length of the write-ahead log, in pages (64 MiB), from which the writer itself moves the log into the file. This
+limits the log."""
 
 NORMAL, FULL = 1, 2
 """Values of SQLite's setting `synchronous`. In WAL mode, only a commit with FULL waits for the disk."""

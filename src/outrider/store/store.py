@@ -831,9 +831,9 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        # The write is volatile, because the agent waits for it. This is safe: a loss of power that undoes the write
-        # also ends the attempt, and the session starts again from its task. Once the end of an attempt is stored, so
-        # are all its turns.
+        # The write is volatile, because the agent waits for it. A loss of power that undoes the write also ends the
+        # attempt. The session then starts again from its task, or, if its agent runs outside Outrider, may go on
+        # without the turn. Once the end of an attempt is stored, so are all its turns.
         await self._db.write(body, volatile=True)
         self.turns_added.publish(AddedTurn(session_id, attempt, turn, model))
 

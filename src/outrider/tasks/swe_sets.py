@@ -104,7 +104,7 @@ def swe_gym(columns: Columns, given: Additions) -> Draft:
     repositories. So all logs are read as pytest logs, as in SWE-Gym's fork."""
     options = {"log_parser": PARSER, **options_of(columns)}
     own = None
-    # mypy's tests are cases in data files, which pytest selects by name.
+    # mypy's tests are cases in data files. pytest selects these cases by name.
     if str(columns.get("repo")).lower() == MYPY:
         cases = " or ".join(MYPY_CASE.findall(str(columns.get("test_patch"))))
         own = f'pytest -n0 -rA -k "{cases}"' if cases else None

@@ -1,4 +1,4 @@
-"""Makes tasks from SWE-bench's rows. They are read from data set files or from the task repositories of swebench 5.x.
+"""Makes tasks from SWE-bench's rows. Rows are read from data set files or from the task repositories of swebench 5.x.
 
 The module runs and downloads nothing. The evaluator `swebench` grades the tasks, and gets the row's columns as options.
 The row's gold patch is the known solution. Adapters for other data sets (`swe_sets.py`) use parts of this module.

@@ -166,7 +166,7 @@ class GymRollouts:
 
     def _keep(self, key: bytes, rollout: asyncio.Task[_Outcome]) -> None:
         kept: _LeftRollout
-        # If no request takes the rollout over by then, cancel it and its group.
+        # If no request takes the rollout over within RETRY_SECONDS, cancel it and its group.
         end = asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._taken(key, kept).cancel())
         kept = _LeftRollout(rollout, end)
         self._left[key].append(kept)
@@ -362,7 +362,7 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
     found |= _object(metadata.get("extra_body"), f"{PARAMS}.metadata.extra_body")
     template = _object(found.pop(TEMPLATE, None), f"{PARAMS}.metadata.extra_body.{TEMPLATE}")
     template |= _object(metadata.get(TEMPLATE), f"{PARAMS}.metadata.{TEMPLATE}")
-    # Rename `enable_thinking`. Other variables of the chat template keep their names, so `task_for` refuses them later,
+    # Rename `enable_thinking`. Other variables of the chat template keep their names. `task_for` refuses them later,
     # because `task.sampling` has no such fields.
     found |= {"thinking" if name == "enable_thinking" else name: value for name, value in template.items()}
     if not isinstance(found.get("thinking"), bool | None):

@@ -44,7 +44,7 @@ FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fin
 
 class OpenRLHFSettings(BridgeSettings):
     """The settings that all bridges share, and `relay`: the name of the service's relay engine. OpenRLHF's own vLLM
-    engines answer the calls of this engine. `relay` is None if the service has its own engines.
+    engines answer the calls to this engine. `relay` is None if the service has its own engines.
 
     A call of `execute` returns a single row. So with `rows="all"`, the default, a session with several training rows is
     an error. With `rows="main"`, all rows but the main conversation's are left out and counted.

@@ -29,7 +29,7 @@ from outrider.trainers.trajectories import Trajectory, trajectories_of
 T = TypeVar("T")
 
 FIRST_PATIENCE = 10.0
-"""How many seconds requests are repeated as long as the service has not replied even once. The time is short, because
+"""How many seconds requests are repeated before a service has replied for the first time. The time is short, because
 the address may be wrong."""
 
 
@@ -84,7 +84,8 @@ class SharedClient:
                 submitted(view)
 
         try:
-            # Shielded, so that the reply always arrives: without the group's id in it, the group cannot be cancelled.
+            # Shielded, so that a cancellation does not lose the reply: without the group's id in it, the group cannot
+            # be cancelled.
             await shielded(submit)
             return await self._result(ids[0])
         except asyncio.CancelledError:

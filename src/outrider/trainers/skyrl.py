@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
-"""How many instances (prompts) in a row must fail, each with all its trajectories, before `generate` raises an error.
-After that many, the cause probably affects all instances."""
+"""How many instances (prompts) in a row must fail, each with all its trajectories, before `generate` raises an error
+for a training input of a single instance. After that many, the cause probably affects all instances."""
 
 
 class SkyRLSettings(BridgeSettings):

@@ -412,8 +412,8 @@ def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | 
         raise errors[0]
     data.sort(key=lambda of_group: of_group[0][0].index)
     fans_out = any(len(rows) > 1 for of_group in data for rows in of_group)
-    # slime expects a list of groups of samples. If any rollout has several samples, every rollout must be a list of
-    # samples.
+    # slime expects groups of samples. If any session has more than one row, slime expects groups of lists instead: one
+    # list per session, with one sample per row.
     samples = data if fans_out else [[rows[0] for rows in of_group] for of_group in data]
     if path := getattr(args, "rollout_sample_filter_path", None):
         _load_function(path)(args, samples)

@@ -107,8 +107,8 @@ class StepStats(msgspec.Struct, kw_only=True):
     reward: mean reward of all groups that were graded since the previous batch, including dropped groups.
     spread: mean standard deviation of the rewards within each of these groups.
     kept_reward: mean reward of the groups in the batch.
-    staleness_mean, staleness_max: how many versions older than the policy in training the trained tokens are, on
-        average and at most.
+    staleness_mean, staleness_max: the mean and maximum age of the trained tokens: the number of versions by which they
+        are older than the policy in training.
     waited: how long the trainer waited for the batch, in seconds.
     held: how much of `waited` a full batch spent waiting for slow groups (`sampling.Batch`).
     left_out_rows: number of rows that were left out because the batch has one row for each session.

@@ -352,7 +352,7 @@ def _add(nodes: list[dict[str, Any]], parent: int | None, message: Mapping[str, 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], Mapping[str, Any]]]:
     """Yield each reply of the model in a row's conversation, with the messages before it. Then yield empty replies
-    without end, for the row's replies that the agent never received. They are trained, but are not in the
+    without end, for the row's replies that the agent never received. These may be trained, but are not in the
     conversation."""
     before: list[Mapping[str, Any]] = []
     for message in messages:

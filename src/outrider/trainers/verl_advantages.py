@@ -5,8 +5,8 @@ The module does not import verl. The manager of `outrider.trainers.verl` registe
 verl passes to an estimator, only `uid` can identify a rollout. So the manager's workers put the key
 `{uid}_{session}_{row}` there. The row with the highest number is the main conversation's.
 
-Invariant: with the loss aggregation that AGGREGATION names, a token's weight in the loss, averaged over verl's
-mini-batches, is the weight in docs/trainers/weights.md.
+Invariant: if verl uses the loss aggregation AGGREGATION, each token has the weight that docs/trainers/weights.md
+prescribes. This holds for the mean over verl's mini-batches, not for each mini-batch alone.
 """
 
 from __future__ import annotations

@@ -98,9 +98,9 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
 
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[dict[str, Any]]:
-    """Return the fields of an AgentLoopOutput, except `metrics`, for each row of a session that has trained tokens.
-    Each also has the row's `images`. The caller makes `multi_modal_data` of them. The main conversation's row is last,
-    because verl treats the last output as that of the session.
+    """Return the fields of an AgentLoopOutput, except `metrics`, for each of a session's rows with trained tokens. The
+    field `images` is extra: the caller makes `multi_modal_data` of it. The main conversation's row is last, because
+    verl treats the last output as that of the session.
 
     The response columns have equal length, and at least one token has mask 1. `step` is used as the version if the
     engine reported none. Raises the session's error. Raises EngineError if no trained token is within verl's lengths.

@@ -147,7 +147,7 @@ are translated with them, to name the request's field. The first matching pair i
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
-"""Context manager that makes errors about a field of the group name the request's field instead."""
+"""Context manager that translates errors about the group's fields, so that they name the request's fields."""
 
 
 def run_group(

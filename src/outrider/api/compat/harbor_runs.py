@@ -1,7 +1,8 @@
 """Serves Harbor's run API. A run executes an uploaded task folder; it is a group of one session.
 
-A run's id is its group's id, so clients find their runs again after a disconnect or a restart. If the model proxy of a
-run is a session of verl's session proxy (`verl.py`), the run's turns belong to that session (`verl_runs.py`).
+A run's id is its group's id, so clients find their runs again after a disconnect or a restart. A run may send its
+model calls to a session that a client created through verl's session proxy (`verl.py`). The run's turns then belong to
+that session (`verl_runs.py`).
 Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
 """
 
@@ -217,7 +218,7 @@ def _of_step(name: str) -> bool:
 
 
 def error_of_run(result: SessionResult) -> str | None:
-    """Return why a run has no rewards, or None if it has some. If the agent ran out of time and its work was graded,
+    """Return why a run has no verdict, or None if it has one. If the agent ran out of time and its work was graded,
     return a note that says so."""
     if result.stop_reason is StopReason.AGENT_TIMEOUT:
         return "agent_timeout: the agent's time was over; its work was graded"

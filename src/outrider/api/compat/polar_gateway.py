@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
-"""The HTTP status sent in place of each status of Outrider's errors when a session is refused. Polar's clients handle
-400 and 503, for example."""
+"""HTTP statuses of Outrider's errors that are replaced when a session is refused, each with the status that is sent
+instead. Polar's clients handle 400 and 503, for example."""
 OPEN_SECONDS = 5.0
 """Maximum time that `POST /sessions` waits until the new session accepts model calls, in seconds."""
 PROXY_SESSION = "_proxy_session_id"

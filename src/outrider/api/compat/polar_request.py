@@ -349,7 +349,7 @@ are translated with them, to name Polar's field. The first matching pair is used
 
 
 polar_fields = partial(renamed_fields, FIELDS)
-"""Context manager that makes errors about a field of the group name the field of Polar's request instead."""
+"""Context manager that translates errors about the group's fields, so that they name the fields of Polar's request."""
 
 
 def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:

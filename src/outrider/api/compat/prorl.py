@@ -65,8 +65,8 @@ ENGINE_PREFIX = "prorl-"
 MOST_JOBS = 100_000
 """Maximum number of unfinished groups that are searched for jobs."""
 STATUSES = {501: 503, 502: 503}
-"""The HTTP status sent in place of each status of Outrider's errors. ProRL's clients expect 503 if an engine, a sandbox
-or a program is not available."""
+"""HTTP statuses of Outrider's errors that are replaced, each with the status that is sent instead. ProRL's clients
+expect 503 if an engine, a sandbox or a program is not available."""
 
 
 def routes(service: Service) -> list[CompatRoute]:

@@ -111,8 +111,8 @@ class _Source(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """The place of one of our messages in the request: the request's messages [first, last). A part of one user message
-    is the blocks [start, stop) of that message."""
+    """The place of one of our messages in the request: the request's messages [first, last), or only the blocks
+    [start, stop) of a single user message."""
 
     role: Role
     first: int

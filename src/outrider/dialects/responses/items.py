@@ -119,8 +119,8 @@ _BYTES_OF: dict[str, Callable[[Item], tuple[bytes | Raw, ...]]] = {
     "local_shell_call_output": lambda item: (b'"local_shell_call_output"', item.call_id, item.id, item.output),
     "additional_tools": lambda item: (b'"additional_tools"', item.tools),
 }
-"""For each type of item, the JSON values that determine how the item is parsed (`Item.pieces`). All types except
-`additional_tools` belong to messages."""
+"""For each type of item, the JSON values that determine how the item is parsed (`Item.pieces`). Items of all
+types become messages, except `additional_tools`."""
 
 
 class PlacedItem(msgspec.Struct, frozen=True, gc=False):
@@ -190,8 +190,8 @@ _SHELL_ACTION = msgspec.json.Decoder(_ShellAction)
 
 class ResponsesHistory:
     """Implements `WireMessages` for the items of a conversation, with the instructions as first message. `items` must
-    contain neither types in HOSTED_ITEMS nor `additional_tools`. Raises RequestError for an unknown type of item or an
-    unknown role."""
+    not contain items of the types in HOSTED_ITEMS or of the type `additional_tools`. Raises RequestError for an unknown
+    type of item or an unknown role."""
 
     __slots__ = ("_instructions", "_items", "_spans")
 

@@ -6,7 +6,7 @@ reply.
 
 The items of a response are its reasoning, its text and its calls, in this order. A reply without calls always has a
 text item, even an empty one: a client that drops reasoning then still has an item to send back. Reasoning tokens are
-not counted, but `reasoning_tokens` is sent as 0, because strict clients refuse a usage without it.
+not counted separately, but `reasoning_tokens` is sent as 0, because strict clients refuse a usage without it.
 
 Source: OpenAI API reference, "The response object" and "Streaming events".
 """

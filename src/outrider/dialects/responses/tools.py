@@ -138,8 +138,8 @@ def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -
 
 
 def _names_in_table(name: Any, tools: Tools) -> list[str]:
-    """Return the keys in `tools.table` of all tools named `name`: the client's name, which tools in different
-    namespaces may share, or the key itself."""
+    """Return the keys in `tools.table` of all tools that `name` may mean. It is either a key, or the client's name of a
+    tool, which tools in different namespaces may share."""
     return [flat for flat, tool in tools.table.items() if name in (tool.name, flat)]
 
 

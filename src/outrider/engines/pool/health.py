@@ -179,7 +179,7 @@ class HealthChecks:
         self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
         """Check that an engine generates a token within `seconds`, and return its health. Unless `by_token` is set, an
-        engine whose workers connect to the service only has to be healthy, because the workers' model may be slow. A
+        engine whose workers connect to the service only has to pass `vet`, because the workers' model may be slow. A
         pause of the policy does not wait for this check: it ends the check, which then returns None. Raises EngineError
         if the engine fails the check."""
         gate = self.policy.gate

@@ -2,7 +2,7 @@
 the other pools follow.
 
 The leading pool manages the list of engines, probes the engines and changes their weights. The following pools
-(`follower.py`) only generate.
+(`follower.py`) generate.
 """
 
 from __future__ import annotations

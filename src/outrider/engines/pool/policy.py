@@ -312,8 +312,8 @@ class Policy:
     async def _resume_engines(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
         """Set the version if `known` is given, and resume the engines that respond. Engines that fail are marked as
         failed. Engines that must first load the current weights in `catch_up` are left out. `loaded` are the engines
-        that have loaded new weights, or None if there are no new weights. An engine that is not among them must have
-        joined since then, and is marked as failed, too."""
+        that have just loaded weights, or None if the pool had none to load. If it had, an engine that is not among
+        `loaded` must have joined since then, and is marked as failed, too."""
         if known is not None and known.version < self.version:
             self._undone.add(self.version)
         self._known = known or self._known

@@ -146,8 +146,8 @@ class EnginePool:
             self.placement.refresh(member)
         self._tasks.cancel()
         try:
-            # Pass an error of the caller's block to the task group only if it is a cancellation. The task group would
-            # wrap any other error in an ExceptionGroup.
+            # Tell `Chores` only about a cancellation of the caller's block. For any other error, it would just cancel
+            # the tasks, which has been done above.
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:

@@ -31,7 +31,7 @@ from outrider.messages import Message, Role
 UNANSWERED_SECONDS = 1.0
 """If a client gives up a call after fewer seconds than this, the engine is not blamed."""
 SLOWER = 2.0
-"""A wait that a client gives up counts as long if it lasted at least this multiple of the usual seconds. Long waits
+"""A wait that a client gives up is a long wait if it lasted at least this multiple of the usual seconds. Long waits
 that a session gives up in a row are added up, because together they are as unlikely as one wait of their total
 length."""
 
@@ -102,8 +102,8 @@ class SilenceWatch:
         silent = now - since
         if silent < self.limits.least:
             return
-        # Until a later call has received a chunk, this call may only be queued behind earlier ones. Do not cut it off
-        # as lost then: if it were repeated, it would have to queue again.
+        # Until a later call has received a chunk, this call may just be waiting in a queue behind earlier ones. Do not
+        # cut it off as lost then: if it were repeated, it would have to queue again.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
         if member.last_chunk_at <= since or (lost and not overtaken and not member.awaits_workers):
@@ -149,8 +149,9 @@ class SilenceWatch:
                     member.newest_answered = max(member.newest_answered, requested_at)
 
     def _check_seconds(self, member: EngineRecord) -> float:
-        """Return how many seconds the engine has for one token. They are enough to read the longest prompt of the
-        waiting calls and, if the engine has sent no chunk yet, to compile or load a model."""
+        """Return how many seconds the engine has for one token. They allow for reading the longest prompt of the
+        waiting calls, up to `longest_check`, or for compiling or loading a model if the engine has sent no chunk
+        yet."""
         known = member.pace.known or member.newest_answered
         seconds = self.limits.check if known else self.limits.first_check
         waiting = [flight.new_tokens for flight in self.flights.all if flight.member is member and not flight.begun]
@@ -204,8 +205,8 @@ class GivenUp(msgspec.Struct, frozen=True):
     `waited`: the number of seconds that the consumer has waited.
     `usual`: the number of seconds that the engine usually takes, or None if unknown.
 
-    `waited` and `usual` are normally for the missing chunk alone. But if the whole reply is late by a larger factor
-    than this chunk, they are for all chunks of the reply.
+    `waited` and `usual` are for the missing chunk alone, or for all chunks of the reply up to this one.
+    `given_up_wait` decides.
     """
 
     began: float

@@ -242,7 +242,7 @@ class Pace:
         )
 
     def first_due(self, limits: SilenceLimits, prompt_tokens: int, max_tokens: int) -> float:
-        """Return after how many seconds a wait for the first chunk of a call is overdue."""
+        """Return the number of seconds after which a wait for the first chunk of a call is overdue."""
         return limits.least + MUCH_SLOWER * self.usual_first(prompt_tokens, max_tokens)
 
     def usual_first(self, prompt_tokens: int, max_tokens: int) -> float:
@@ -265,7 +265,7 @@ class Pace:
         return 0.0 if streams else self.usual_token * max_tokens
 
     def token_due(self) -> float:
-        """Return after how many seconds a wait for one token after the first chunk is overdue."""
+        """Return the number of seconds after which a wait for one more token is overdue, after the first chunk."""
         return MUCH_SLOWER * self.usual_token
 
     @property

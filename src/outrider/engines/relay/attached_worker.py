@@ -93,8 +93,8 @@ class AttachedWorker:
     """A worker's generations and calls, over all its connections.
 
     `engine` is the name of the engine for error messages. `gone` is the reason why the worker was given up, or None
-    while it is connected or may reconnect. The class has those members of `Engine` that the service needs to check the
-    worker's tokenizer.
+    while it is connected or may reconnect. The class has those members of `Engine`, and the method of
+    `TokenizesText`, that the service needs to check the worker's tokenizer.
     """
 
     mode = TokenMode.TOKENS
@@ -134,8 +134,8 @@ class AttachedWorker:
 
     @property
     def _patience(self) -> float:
-        """Timeout of a call in seconds. It includes the time to reconnect, because a worker without a connection
-        receives the call only after that."""
+        """Timeout of `resume` and `set_version` in seconds. It includes the time to reconnect, because a worker without
+        a connection receives the call only after that."""
         return self._options.resume_seconds + CALL_SECONDS
 
     @property

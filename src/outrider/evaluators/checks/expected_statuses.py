@@ -55,8 +55,8 @@ def compare(
     """Return the judgement in the format of `swebench_check.check`.
 
     expected: the status that each test must have, by name.
-    reported: lines from Outrider's pytest plugin, each with a status and a test, or None if there are none. If there
-        are lines, a test counts only if one of them also has its expected status.
+    reported: lines from Outrider's pytest plugin, each with a status and a test, or None if the tests do not run in
+        pytest. Unless it is None, a test counts only if one of the lines also has its expected status.
     added: the ends of the names of Outrider's own tests, which are ignored."""
     wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
     found = {name: status for name, status in statuses_of(log).items() if not name.endswith(added)}

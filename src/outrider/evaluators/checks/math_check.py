@@ -27,7 +27,7 @@ WRITTEN = re.compile(
     re.VERBOSE,
 )
 """Matches LaTeX that contains a calculation to be done, such as an integral. The text is searched instead of the parsed
-value, because math-verify evaluates some calculations while it parses."""
+value, because parsing already evaluates some calculations."""
 WARM = (
     ("\\frac{1}{2}", "So it is $\\boxed{0.5}$."),
     ("\\{1,2\\}", "$\\boxed{\\{2,1\\}}$"),
@@ -86,7 +86,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         for number, (gold, value) in enumerate(golds):
             if isinstance(value, Words) and not _is_text(value.text):
                 return {"unusable": number, "why": "does not parse"}
-            # Also compare it with some other answer, to see whether that ends within the time limit.
+            # Compare the gold answer with some other answer, too, to see whether that ends within the time limit.
             _equal(gold, value, "1", tolerance)
             if not _equal(gold, value, gold, tolerance):
                 return {"unusable": number, "why": "does not equal itself"}
@@ -146,6 +146,7 @@ def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> boo
         if isinstance(value, Several) and isinstance(given, Quantity | Several):
             return compare.same(value, read(answer, merge=False))
     except Exception:
-        # sympy can raise any exception for values that it cannot compare. The answer then counts as not equal.
+        # sympy can raise any exception. The answer then counts as not equal. It is to blame: at submission, the gold
+        # answer was compared with itself without an exception.
         return False
     return False

@@ -765,8 +765,8 @@ def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
 
 
 def _total(parts: list[Value]) -> Quantity | None:
-    """Return the sum of two quantities, as in `6 hours 30 minutes`. Returns None if their dimensions differ, or if the
-    unit of the first is not the greater one."""
+    """Return the sum of two quantities, as in `6 hours 30 minutes`. Their units must have the same dimensions, and the
+    first unit must be the greater one. Returns None for any other parts."""
     match parts:
         case [Quantity(value=great, unit=Unit() as unit), Quantity(value=small, unit=Unit() as less)]:
             if unit.dimensions == less.dimensions and unit.factor > less.factor:

@@ -49,8 +49,8 @@ repeating the question's integral would count as right."""
 
 
 def is_literal(text: str) -> bool:
-    """Return True for a text that is safe for `eval`: a literal, possibly with names and operators, or not a Python
-    expression at all."""
+    """Return True if `eval` can safely be called with the text: it consists only of constants, collections, names and
+    operators. A text that is no Python expression is also safe, because then `eval` runs nothing."""
     try:
         tree = _tree(text)
     except (SyntaxError, ValueError):

@@ -280,8 +280,8 @@ def log_of(records: str, key: str) -> str:
         if "canary" in record:
             canaries[record["when"], record["canary"]] += 1
         elif "planted" in record:
-            # The test that the plugin added must fail. Only a pytest mark on its whole module (skip, or expected
-            # failure) may excuse it: `excused_by` is then None.
+            # When the test that the plugin added is called, it must not pass, and no other code may skip it. A pytest
+            # mark on its whole module (skip, or expected failure) is accepted: `excused_by` is then None.
             if record["when"] == "call" and (record["planted"] == "passed" or record["excused_by"] is not None):
                 passed.append(record["file"])
         elif "test" in record:

@@ -16,8 +16,8 @@ from outrider.spec import Name, SandboxPath, Seconds, Spec, Text
 
 MAX_VALUES = 1 << 22
 MAX_CONTAINERS = 1 << 20
-"""Limits on the values (MAX_VALUES) and on the objects and lists (MAX_CONTAINERS) in cases given as text. They bound
-memory: a parsed object needs 250 bytes, even if its text has only a few."""
+"""Maximum numbers of values (MAX_VALUES), and of objects and lists (MAX_CONTAINERS), in cases given as text. They limit
+the memory: a parsed object needs 250 bytes, even if its text has only a few."""
 
 
 class CodeOptions(Spec):

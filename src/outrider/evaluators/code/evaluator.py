@@ -264,8 +264,8 @@ async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
 
 
 def small(resources: Resources) -> Resources:
-    """Return the limits of a sandbox for one program: those of `resources`, but memory, disk and processes are also
-    limited by SMALL."""
+    """Return the limits of a sandbox for one program: the processors of `resources`, no GPUs, and for memory, disk and
+    processes the lower limit of `resources` and SMALL."""
     return Resources(
         cpus=resources.cpus,
         memory_mb=min(resources.most_memory_mb, SMALL.most_memory_mb),

@@ -2,7 +2,7 @@
 check in another. The candidate is the program to be graded.
 
 The code needs only Python 3.8 or newer. It is one file, because the node sends its text to Python in a sandbox,
-followed by a line that starts one of the two parts. Values leave a process only as JSON of built-in types (`encode`,
+followed by the code that starts one of the two parts. Values leave a process only as JSON of built-in types (`encode`,
 `decode`), so an object that claims to equal everything stays in its own process. The candidate may have forged the
 output of `run_call`, so the node only compares it or passes it on. Invariant: the candidate affects the check only
 through return values and exceptions.

@@ -2,7 +2,7 @@
 grading.
 
 The tests run in a new sandbox that gets only the carried paths from the agent's sandbox, so programs that the agent has
-installed cannot run them. Before the run, the files that influence tests (those of the test patch, the configuration of
+installed do not run them. Before the run, the files that influence tests (those of the test patch, the configuration of
 pytest) are restored from an untouched sandbox. swebench's own parsers judge the log in a confined process (see
 `checks/pool.py`). Invariants: if the code under test disturbs the run, the reward is 0; if the machine or the task
 cannot run the tests, that is an error.
@@ -146,8 +146,8 @@ class SwebenchEvaluator:
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
         """In the sandbox `runtime`, replace the files that influence tests with those of the sandbox `untouched`."""
         options, found = self._options, set[str]()
-        # Remove all compiled files. pytest loads one if it records the time and size of its source, so an agent could
-        # leave code that runs in place of the restored conftest.py.
+        # Remove the folders of compiled files. pytest loads a compiled file if it records the time and size of its
+        # source, so an agent could leave code that runs in place of the restored conftest.py.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:

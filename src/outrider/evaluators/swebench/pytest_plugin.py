@@ -189,8 +189,8 @@ def code_of(value: Any) -> Any:
 
 
 def files_of(value: Any) -> Any:
-    """Return the existing files that contain the code of a value: of a function, of a module, or of any other value's
-    class."""
+    """Return the existing files that contain the code of a function, module or class. For any other value, return those
+    of its class."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -225,8 +225,8 @@ class Watcher:
     def pytest_collection_modifyitems(self, session: Any, items: Any) -> None:
         if not items:
             return
-        # Plant none in modules if the run stops at the first failure, as with `--maxfail`: it would stop at the first
-        # canary.
+        # Plant no canaries in modules if failures stop the run, as with `--maxfail`: the canaries would stop it too
+        # early.
         if not any(getattr(session.config.option, name, None) for name in ("maxfail", "stepwise")):
             self._plant(items)
         make: Any = getattr(pytest.Module, "from_parent", None)
@@ -292,7 +292,8 @@ def canaries(key: str) -> Any:
 
 
 def must_fail() -> None:
-    """Try assertions that must fail. If one does not fail, return, so that the test passes. Otherwise, fail."""
+    """Fail, if all of these assertions fail, as they must. If one of them passes, assertions have been manipulated:
+    return, so that this test passes and reveals it."""
     case = unittest.TestCase("assertEqual")
     close: Any = getattr(sys.modules.get("numpy.testing"), "assert_allclose", case.assertEqual)
     checks: Any = (
@@ -345,8 +346,8 @@ def excused_by(error: Any, item: Any) -> Any:
 
 
 def names_an_excuse(code: types.CodeType) -> bool:
-    """Return whether code uses a name such as `skip`. Test code without such a name did not skip the test itself: an
-    object that it called did."""
+    """Return whether code uses a name such as `skip`. Test code without such a name has not itself skipped the
+    test: an object that it called did."""
     names = (*code.co_names, *code.co_varnames, *code.co_freevars)
     return any(word in name.lower() for name in names for word in NAMES_OF_EXCUSES)
 

@@ -1,7 +1,7 @@
 """The agent that checks a task. In each step of the task it carries out the known solution or does nothing. Then it
 calls the model, and the model's reply is its answer.
 
-Invariant: the agent calls the model once in each step, because an agent that ends without a model call is an error.
+Invariant: the agent calls the model once in each step, because a step without a model call ends with an error.
 """
 
 from __future__ import annotations

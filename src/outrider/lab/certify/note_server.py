@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 START_SECONDS = 3
-"""How long the server takes to start. It is slow, as on a busy machine, because some programs do not wait for their MCP
-servers."""
+"""How many seconds the server takes to start. The delay is deliberate: it shows whether a program waits for its MCP
+servers, which may be as slow on a busy machine. Some programs do not wait."""
 TOOL: Any = {
     "name": "leave_note",
     "description": "Leaves a note for the user.",

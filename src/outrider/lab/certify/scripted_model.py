@@ -103,7 +103,7 @@ class ScriptedModel:
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    constraints = frozenset(ConstraintKind)  # the scripted reply ignores constraints
+    constraints = frozenset(ConstraintKind)  # none is refused; the scripted reply ignores them
     name = "script"
 
     def __init__(

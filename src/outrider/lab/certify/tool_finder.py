@@ -286,8 +286,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
 
 
 def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int:
-    """Return a score for how likely the tool has the role, judged by its name, choices and description. The score is 0
-    if the tool cannot have the role."""
+    """Return a score for how likely the tool has the role, judged by its choices, name and description. The score is 0
+    if nothing suggests the role, or if the name excludes it and no choice decides for it."""
     if hinted:
         return 1000
     name = str(function.get("name", ""))

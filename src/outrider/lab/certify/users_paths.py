@@ -1,7 +1,7 @@
 """Allows sandboxes to use the host paths that tasks name, in a service that a user starts only for these tasks.
 
-The tasks may come from somebody else. So a sandbox gets only the paths that they name, and never one that no service
-may allow.
+The tasks may come from somebody else. So a sandbox gets only the paths that they name or that their virtual
+environments need, and never one that no service may allow.
 """
 
 from __future__ import annotations

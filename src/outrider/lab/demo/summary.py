@@ -31,7 +31,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
     """Totals over the finished sessions of one group or of all groups. The fields in seconds are means over these
-    sessions. `mean_reward` is the mean over those with a verdict, 0.0 if there are none. All other numbers are sums."""
+    sessions. `mean_reward` is the mean over those with a verdict, 0.0 if there are none. All other numbers are
+    totals."""
 
     name: str
     sessions: int

@@ -158,9 +158,9 @@ def _work(text: str) -> str | None:
 
 
 def _shown(file: Path) -> Iterator[Path]:
-    """Yield the path to mount for a program or script. If it is a symbolic link, also yield one for each target along
-    the chain of links. Usually the path is the folder around the file: /opt/tool for /opt/tool/bin/tool. For a file in
-    an npm package, it is the whole folder node_modules. In a folder with many unrelated files, such as /tmp, it is the
+    """Yield the path to mount for a file. If the file is a symbolic link, also yield one for each target along the
+    chain of links. Usually the path is the folder around the file: /opt/tool for /opt/tool/bin/tool. For a file in an
+    npm package, it is the whole folder node_modules. In a folder with many unrelated files, such as /tmp, it is the
     file alone."""
     for place in _links(file):
         if _of_system(place):

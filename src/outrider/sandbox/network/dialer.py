@@ -136,9 +136,9 @@ class Dialer:
         return frozenset(found)
 
     def _may_reach(self, address: Address, server: ProxiedServer) -> bool:
-        """Return whether the proxy may connect to this address of the server. Even for a server of the operator, a
-        sensitive address is allowed only if the operator lists the address itself, because a name resolves to whatever
-        its owner wants."""
+        """Return whether the proxy may connect to this address of the server. Even for a server that the operator names
+        (`internal`), a sensitive address is allowed only if the operator lists the address itself, because a name
+        resolves to whatever its owner wants."""
         at = plain(address)
         if any(place_of(str(one), server.port) in self._own for one in embedded_addresses(at)) or (
             f"*:{server.port}" in self._own and any(map(is_own, embedded_addresses(at)))

@@ -56,8 +56,8 @@ class ServerUse(msgspec.Struct, kw_only=True):
     `server`: the server as `host:port`.
     `sent`, `received`: numbers of bytes.
     `refusal`, `failure`: the reasons of the last refusal and of the last failure.
-    `last_failed`: the number of the last request that failed, not counting failures that a program in the sandbox can
-        have caused, or 0. Only set for a server that the task or the operator names exactly.
+    `last_failed`: the number of the last request that failed, or 0. Failures that a program in the sandbox can have
+        caused do not count. Only set for a server that the task or the operator names exactly.
     `last_reached`: the number of the last request that the server answered, or 0.
     """
 
@@ -211,8 +211,8 @@ class Door:
 
     def _gateways_head(self, head: bytes) -> bytes | None:
         """Return the head to send to the model gateway, or None if the request is for another server. Some clients
-        ignore NO_PROXY, and request even the gateway by its absolute URL or with CONNECT. For CONNECT, there is no head
-        to send, so it is empty."""
+        ignore NO_PROXY, and request even the gateway by its absolute URL or with CONNECT. For CONNECT, the returned
+        head is empty, because there is none to send."""
         method, _, rest = head.partition(b" ")
         url = f"{self._endpoint}/".encode()
         if method == b"CONNECT":

@@ -96,7 +96,7 @@ class NetworkRules:
         for name, asked in spec.lists():
             if refused := not_covered(asked, may):
                 allowed = f"only {', '.join(may)}" if may else "nothing"
-                if whose is None:  # do not list what is allowed: every tenant can read this message
+                if whose is None:  # any tenant may get this message: do not list what others may reach
                     why = "is allowed to no task any more"
                 else:
                     why = f"is not allowed: the operator allows {whose} {allowed}"

@@ -48,7 +48,7 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that the tool server does not need. `_build` copies `lib-dynload` separately."""
 MODULES_LEFT_OUT = ("_tkinter", "_test", "_ctypes_test", "xx")
 BESIDE_LIBC = ("libgcc_s.so.1",)
-"""Libraries to copy although no ELF file lists them as a dependency. glibc loads libgcc_s itself when a thread is
+"""Libraries to copy even if no ELF file lists them as a dependency. glibc loads libgcc_s itself when a thread is
 cancelled."""
 PT_INTERP = 3
 TRY_SECONDS = 60

@@ -79,8 +79,8 @@ MAX_MESSAGE = 500
 """Maximum length of an error message in characters. The message quotes the instruction, which may have a million
 characters."""
 ADDED = ("without", "is_file", "owner")
-"""Fields that build steps got without a new FORMAT. They are left out of the key if they are empty, so that older
-images keep their keys."""
+"""Fields that were added to build steps without a new FORMAT. They are left out of the key if they are empty, so that
+older images keep their keys."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
@@ -381,8 +381,8 @@ class Reader:
         self._stages.append(BuildStage(base, shell, health, words[2].lower() if words[1:] else None))
 
     def _named_stage(self, name: str, *, numbers: bool = True) -> BuildStage | None:
-        """Return an earlier stage by its name or, if `numbers` is true, by its number (`COPY --from=0`). Returns None
-        if there is no such stage."""
+        """Return the stage of this name, which may be the current one. If there is none and `numbers` is true, return
+        the earlier stage of this number (`COPY --from=0`). Returns None if there is no such stage."""
         for stage in reversed(self._stages):
             if stage.name == name.lower():
                 return stage

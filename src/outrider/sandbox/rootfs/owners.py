@@ -56,8 +56,8 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True):
 def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple[Owners, Ownership]:
     """Return those entries of `owners` that are not root's and whose files exist in the folder `root`, and a summary.
 
-    `base` contains the owners in the base image, if there is one. A home directory that is not in it was created by the
-    build. It requires several users, because the task probably uses its account.
+    `base` contains the owners in the base image, if there is one. A home directory that `base` lacks was created by the
+    build, and requires several users, because the task probably uses its account.
     """
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)

@@ -36,8 +36,8 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     cancellation kills skopeo.
 
     If another process or task of this user is pulling the same reference, wait for it, and then use its image or raise
-    its error. If it fails on another machine that shares the store, pull the image here: this machine's network and
-    credentials may be different.
+    its error. But if the other pull fails on another machine that shares the store, pull the image here: this machine's
+    network and credentials may be different.
 
     Raises InvalidField for the name or reference, and RuntimeUnavailable without skopeo. Raises BadImage if skopeo
     fails or takes longer than PULL_SECONDS, or if the import fails. Raises OSError if the disk is full or this process

@@ -186,8 +186,8 @@ def _existing(path: str, field: str) -> Path:
 
 
 def _check(recipe: Recipe) -> None:
-    """Raise InvalidField for an invalid value, and for a text that could start a new section of the definition:
-    Apptainer's format has no way to quote a text."""
+    """Raise InvalidField for an invalid value, and for a text that could start a new section of the definition or be a
+    placeholder: Apptainer's format has no way to quote a text."""
     for name in recipe.packages:
         if not PACKAGE.fullmatch(name):
             raise InvalidField(

@@ -130,7 +130,7 @@ def _too_slow(path: Path, seconds: float) -> BadImage:
 
 def make_own(root: Path) -> None:
     """Make all files below a folder readable and writable for this process's user, and give them to this user. If root
-    runs unsquashfs, the files keep their original owners, but a sandbox of a SIF image has only one user."""
+    runs unsquashfs, the files keep their original owners, but a sandbox of a SIF image has one user by default."""
     user, group = os.getuid(), os.getgid()
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):

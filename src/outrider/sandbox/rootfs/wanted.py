@@ -37,8 +37,8 @@ def may_pull(spec: RuntimeSpec, kind: RuntimeKind, allowed: Sequence[str]) -> bo
 
 
 class ImagePulls:
-    """The image pulls of a node. An image may be pulled if its name starts with one of the prefixes `allowed`. `chores`
-    runs the pulls in the background."""
+    """The image pulls of a node. An image may be pulled only if its name starts with one of the prefixes `allowed`.
+    `chores` runs the pulls in the background."""
 
     def __init__(self, allowed: Sequence[str], chores: Chores) -> None:
         self._allowed = tuple(allowed)

@@ -275,7 +275,7 @@ class Runtime(Protocol):
 
         Existing files at `paths` are removed first. Nothing is written outside `paths`. An agent may have crafted the
         archive, so devices, sockets and pipes are skipped. Links that lead out of `paths` are skipped, too, except for
-        links to system folders."""
+        symbolic links to system folders."""
         ...
 
     async def stop(self) -> None: ...

@@ -76,8 +76,9 @@ def open_files(soft: int, hard: int) -> int:
     """Return how many descriptors a program may have open. `soft` and `hard` are the limits of this process.
 
     For each user, the kernel counts the descriptors that were sent over a socket but not yet received. A process cannot
-    send another one while this count exceeds the number that the process may have open. A sandbox's program may have
-    only half as many open as the node, so unreceived descriptors of sandboxes never keep the node from sending."""
+    send another one while this count exceeds the number that the process may have open. Above MIN_OPEN_FILES, a
+    sandbox's program may have at most half as many open as the node, so unreceived descriptors of sandboxes never keep
+    the node from sending."""
     soft, hard = (MAX_OPEN_FILES * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     return max(min(MAX_OPEN_FILES, soft // 2), min(MIN_OPEN_FILES, hard))
 

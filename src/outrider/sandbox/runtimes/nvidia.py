@@ -85,8 +85,8 @@ class NvidiaDriver:
 
     def visible(self) -> tuple[Gpu, ...]:
         """Return the GPUs that a CUDA program would use if this process started it. If CUDA_VISIBLE_DEVICES is set, it
-        lists these GPUs. The list ends where a name is repeated or matches no GPU. Numbers are in PCI bus order, as
-        with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+        lists these GPUs. The list ends before the first name that is repeated or does not match exactly one GPU.
+        Numbers are in PCI bus order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
         here = self.gpus()
         if (wanted := environment("CUDA_VISIBLE_DEVICES")) is None:
             return here

@@ -55,8 +55,8 @@ TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "
 after a dot, a slash or a colon, such as `unit/tests`, also counts."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
-"""Stop reasons of sessions that were ended by a person or by their group. They count neither as failed nor as
-successful."""
+"""Stop reasons of sessions that were cancelled, or that their group no longer needed. They count neither as failed nor
+as successful."""
 CUT_SHORT = (StopReason.MAX_TOKENS, StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW)
 OUT_OF_TIME = (StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.EXPIRED)
 REWRITES = (

@@ -1,8 +1,8 @@
 """Compares the beginnings of two conversations line by line, and finds the first line that differs.
 
-If a prompt has a date, a folder or an id near its beginning, this line may differ between the sessions of a group. They
-then share the engine's prefix cache only up to the line. Invariant: the time of a comparison is linear in the length of
-the texts.
+If a line near the beginning of a prompt has a date, a folder or an id, the line may differ between the sessions of a
+group. The sessions then share the engine's prefix cache only up to that line. Invariant: the time of a comparison is
+linear in the length of the texts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ HEAD_CHARACTERS = 100_000
 SHOWN_CHARACTERS = 160
 """Maximum number of characters of a line that are shown."""
 SIMILAR = 0.5
-"""Two texts count as versions of the same prompt if at least this share of their lines is equal. Otherwise they are
-taken for prompts of different agents."""
+"""Two texts count as versions of the same prompt if at least this share of their lines is equal, or of their characters
+if each has only one line. Otherwise they are taken for prompts of different agents."""
 
 KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
     (

@@ -71,8 +71,8 @@ class SessionFacts(msgspec.Struct, kw_only=True):
     engine, began: the engine of the first turn, and the time at which that turn began.
     first_wait: the time from the request to the first token of the first turn. It is None if no token was sampled or
         the policy's version changed during the turn.
-    waits: the same time for each later turn. A turn is left out if the policy's version changed during it or since the
-        earlier turns.
+    waits: the same time for each later turn. A turn is left out if it sampled no token, or if the policy's version
+        changed during it or since the earlier turns.
     cacheable: number of tokens of earlier prompts and replies that the prefix cache could have kept.
     missed: how many of these tokens the engine computed again.
     oldest, newest: the oldest and newest policy version of the sampled tokens, or None.

@@ -1,7 +1,8 @@
 """One model call on an engine that takes messages. Token ids are captured from the response if the engine reports them.
 
-Such turns are less exact than turns on an engine that takes token ids: the engine renders the whole history anew for
-each call, so a prompt may not begin with the ids of the previous turn. The `mode` of a turn tells the two kinds apart.
+The turns of such calls are less exact than turns on an engine that takes token ids. Unless the engine has the
+capability KEEPS_IDS, it renders the whole history anew for each call, so the ids of a prompt may differ from those of
+the previous turn. The `mode` of a turn tells the two kinds apart.
 
 Invariant: the ids of a prompt are recorded as reported. If a prompt does not begin with all ids of an earlier turn, the
 new turn has no parent, and the ids that differ are counted as drift.

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from outrider.engines.pool.call import PoolReply
 
 PROMISED_TOKENS = 2048
-"""How many of the session's tokens are promised to a call before it begins, at most. Agents request far more tokens,
-but nearly all replies are shorter. If all requested tokens were promised, calls would wait for one another."""
+"""At most this many of the session's tokens are promised to a call before it begins. Agents request far more tokens,
+but nearly all replies are shorter than this. If all requested tokens were promised, calls would wait for one
+another."""
 
 
 class TokenCall:

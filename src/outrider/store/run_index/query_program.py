@@ -221,7 +221,7 @@ def answer(job: dict[str, Any]) -> str:
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
     # Use each allowed table function once before the authoriser is set. SQLite creates a table function at its first
-    # use, and the authoriser would refuse some of the steps.
+    # use, and the authoriser would refuse some of the actions that create it.
     for name in TABLE_FUNCTIONS:
         db.execute(f"SELECT * FROM {name}('[]')").fetchall()
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT)

@@ -210,8 +210,8 @@ def _with_script(html: str, script: str) -> str:
 def _archive(page: Path, html: str) -> str:
     """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text.
 
-    If a page computes the names of files, its text has only their folder, so all files in this folder are packed. For a
-    stylesheet, so are the files in the folder `images` beside it."""
+    If a page computes the names of files, its text has only their folder, so all files in this folder are packed. If a
+    page uses a stylesheet, the files in the folder `images` beside it are packed, too."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]

@@ -52,11 +52,11 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""Words that recognise side calls: requests apart from the agent's task, such as for a title. Each pair is the
-beginning of a word (or of several), and the label for prompts that contain it. The system prompt is searched first,
-then the last user message. A text may contain several of the words: prompts for titles mention topics, and vice versa.
-Then the first one in the text decides. Words such as "router" or "loop" are left out, because many agents' own prompts
-contain them."""
+"""Words that mark side calls: requests apart from the agent's task, such as for a title. Each pair is the beginning of
+a word (or of several), and the label for prompts that contain it. The system prompt is searched first, then the last
+user message. A text may contain several of the words: prompts for titles mention topics, and vice versa. Then the first
+one in the text decides. Words such as "router" or "loop" are left out, because many agents' own prompts contain
+them."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -150,8 +150,8 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     if not candidates:
         return None
     begins_anew = segment.starts_conversation and history_source(first) is None
-    # Collect the messages that may quote a summary. Shorter ones cannot contain QUOTE_SHARE of the shortest summary,
-    # and tool results may repeat the text of any file.
+    # Collect the messages that may quote a summary. Messages shorter than `long_enough` cannot contain QUOTE_SHARE of
+    # the shortest summary. Tool results are left out, because they may repeat the text of any file.
     long_enough = QUOTE_SHARE * SUMMARY_LENGTH
     fresh = [
         one for one in session.new_messages(first) if one.role is not Role.TOOL and len(one.content) >= long_enough
@@ -210,7 +210,7 @@ def _is_quoted(
 
 
 def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool:
-    """Return True if the text repeats a part of the previous turn's reply that is not in the reply of `source`. Such a
+    """Return True if the text repeats a part of the parent turn's reply that is not in the reply of `source`. Such a
     text is a copy of the history, not a summary."""
     if source.parent is None or source.reply is None:
         return False
@@ -331,7 +331,7 @@ def find_label(segment: Segment) -> str:
 def find_handovers(session: SegmentedSession, summaries: set[int], label: Callable[[Segment], str]) -> set[int]:
     """Return the numbers of the segments that continue an earlier conversation with other tools or another system
     prompt. For example, the agent is resumed with one tool fewer, or hands over to another agent. The request of a side
-    call about the history looks the same, so only later turns can tell the two apart.
+    call about the history may look the same; then later turns tell the two apart.
 
     `summaries` are the turns that wrote a summary. `label` returns the label of a side call.
     """
@@ -348,8 +348,8 @@ class _Handovers:
         # For each turn index, the index of the turn's last descendant. Descendants may have other tools or another
         # system prompt.
         self._until = [turn.index for turn in session.turns]
-        # For each turn index, the turns that directly continue it with the same tools and system prompt. A summary, or
-        # a turn whose reply did not reach the agent, is included only if another turn continues it.
+        # For each turn index, the turns that directly continue it with the same tools and system prompt. Summaries, and
+        # turns whose replies did not reach the agent, are left out unless they were themselves continued.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
             source = session.source(turn)
@@ -368,7 +368,8 @@ class _Handovers:
         `source` must have ended before it began, because an agent that calls a sub-agent waits until the sub-agent
         ends.
 
-        If later turns continue none of them, the last segment is chosen, but only if nothing else continues `source`.
+        If later turns continue none of them, the last segment is chosen, but only if no turn continues `source` with
+        its own tools and system prompt.
         """
         turn = self._session.turns[source]
         candidates = [segment for segment in self._session.taken_over[source] if self._may_go_on(segment, turn)]
@@ -394,8 +395,8 @@ class _Handovers:
             return False
         if self._is_replied_to(segment):
             return True
-        # A request with the words of a side call is one only if the model cannot do the agent's work in it: it has no
-        # tools, or both its tools and its system prompt differ from the agent's.
+        # A request with the words of a side call counts as a side call only if the model cannot do the agent's work in
+        # it: it has no tools, or both its tools and its system prompt differ from the agent's.
         can_act = first.tools and first.cause is not ForkCause.TOOLS_AND_SYSTEM_CHANGED
         if first.messages[-1].role is not Role.TOOL and not can_act and self._label(segment):
             return False

@@ -68,8 +68,9 @@ UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     """The purpose of a turn.
 
-    parent: the turn that the segment forked from, that wrote its summary, or that called it. If the turn has a
-        different kind from its segment, `parent` is the previous turn, or the turn whose reply the agent used instead.
+    parent: the earlier turn that the turn's segment comes from: the segment forked from this turn, begins with a
+        summary that it wrote, or was called by it. If the turn has a different kind from its segment, `parent` is the
+        previous turn. For a reply that the agent did not use, `parent` is the turn whose reply it used instead.
     depth: 0 in the main conversation.
     rule: the name of the rule that decided.
     main_line: True in the main conversation, and in segments that continue it from a summary or from the end of its
@@ -278,8 +279,8 @@ class Signals:
             return first.parent
         if source is None and first.forked_from is not None and first.forked_from < first.index:
             return first.forked_from
-        # Fall back to the first turn of the conversation's previous segment: the fork's turn is not recorded, or the
-        # segment is a side call about a history.
+        # The turn that the segment forked from is unknown: it was not recorded, or the segment is a side call about a
+        # history. Return the first turn of the conversation's previous segment instead.
         earlier = self.session.segments_in(first.conversation)
         return earlier[bisect_left(earlier, segment.number, key=lambda other: other.number) - 1].first.index
 
@@ -492,8 +493,8 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
 
 
 def _mark_summaries(signals: Signals) -> None:
-    """Set the kind COMPACTION for separate calls that ask for a summary. They differ from other side calls only in that
-    a later history continues from the summary, so this function runs after all segments are decided."""
+    """Set the kind COMPACTION for separate calls that ask for a summary. They are recognised by the later history that
+    continues from the summary, so this function runs after all segments are decided."""
     for continued in signals.continued.values():
         if continued is None or continued.source is None:
             continue

@@ -139,8 +139,8 @@ class SegmentedSession:
 
         If the segment continues a history with other tools or another system prompt, this is its `history_source`. If
         the segment starts a conversation for another reason, the client may have rewritten the beginning of a history.
-        The result is then the turn that sampled the last reply in the segment's first request that is known from this
-        session. `sampled` maps the digests of earlier replies to their turns."""
+        The result is then the turn that sampled the last of the replies in the segment's first request, leaving out
+        replies that are not in `sampled`. `sampled` maps the digests of earlier replies to their turns."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
@@ -454,9 +454,9 @@ class _Ancestry:
         """Return True if the turn `index`, or a turn on the path to it, has the reply with the digest `digest` as a
         message or as its own reply.
 
-        For each reply, `_first_replies` lists the subtrees whose turns all have the reply on their paths. Each subtree
-        is a range of turn numbers. The subtrees do not overlap, so only the last one that begins at or before the turn
-        is tested."""
+        For each reply, `_first_replies` lists the largest subtrees whose turns all have the reply on their paths. Each
+        subtree is a range of turn numbers. The subtrees do not overlap, so only the last one that begins at or before
+        the turn is tested."""
         entered, left = self._first_replies.get(digest, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]

@@ -106,7 +106,8 @@ class ChatTemplate:
     rejects the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
-        # Published templates are written for `transformers`, so its settings, filters and functions are used here.
+        # Published templates are written for `transformers`, so these settings, `tojson` and `raise_exception` are the
+        # same as there.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )

@@ -128,7 +128,7 @@ class Renderer:
     cannot render. All methods are pure and can be called from any thread.
 
     Some families and templates reject a system message after other messages. For them, both rendering and bridging turn
-    such a message into a user message, and join several system messages at the beginning into one.
+    such a message into a user message. Rendering also joins several system messages at the beginning into one.
 
     If `images` is set, messages may contain images whose size in patches (`grid`) is known. Each image becomes as many
     placeholder tokens as the model reads for it. If `images` is None, an image raises RequestError.

@@ -58,8 +58,8 @@ class ReplyStream:
     """Converts the ids of one turn to a reply. Call `push` with the ids as they arrive, and at the end call `finish`
     once.
 
-    The reply ends before the first stop id or the first `stop` string, whichever is earlier. The stop ids are those of
-    the model family and `stop_ids`. If the request has no tools, all markup of tool calls is text. Otherwise only
+    The reply ends before the first stop id or the first `stop` string, whichever is earlier. The stop ids are the model
+    family's own and those in `stop_ids`. If the request has no tools, all markup of tool calls is text. Otherwise only
     malformed calls become text. A call without an id gets one that is made from `call_id`. Set `held_to_calls` if a
     grammar forced the model to write only tool calls (`call_grammar.py`).
     """

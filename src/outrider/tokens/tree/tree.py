@@ -427,9 +427,9 @@ class _HistoryIndex:
             self._unindexed.append(turn)
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
-        """Find the turn whose history and reply cover the most messages of the request, counted from the beginning. The
-        turn may have another head (tools and system messages). Returns None unless the turn covers more messages than
-        are recorded after the request's own head (`request.covered`)."""
+        """Find the turn whose history and reply cover the most messages of the request's history, counted from the
+        history's beginning. The turn may have another head (tools and system messages). Returns None unless the turn
+        covers more messages than are recorded after the request's own head (`request.covered`)."""
         if not request.is_rewritten:
             return None
         # Turns are indexed only now, when a request needs it. In most sessions no request does, because the tools and

@@ -198,8 +198,8 @@ class MemoryRuntime:
             if entry.folder:
                 self._files.make_folder(path)
             else:
-                # Read the file that `entries` found behind the link, not the link itself: it may have been replaced
-                # since.
+                # Read the file that `entries` found behind the link. Do not open the link itself, which may have been
+                # replaced since.
                 plain = entry.path if entry.link is None else entry.path.parent / entry.link
                 self._put(path, await asyncio.to_thread(plain_bytes, Path(posixpath.normpath(plain))))
 

@@ -34,8 +34,8 @@ MANY_USERS = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID"),
     "SYS_CHROOT",
 )
-"""The capabilities that programs such as `apt`, `su` and `chown` need. By default, container engines also give others,
-for example for devices and raw sockets."""
+"""The capabilities of root in a container with several users. Programs such as `apt`, `su` and `chown` need them. By
+default, container engines also give others, for example for devices and raw sockets, which are left out here."""
 
 
 class HostMount(msgspec.Struct, frozen=True):

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class E2BError(Exception):
-    """A failed call. `status` is the HTTP status, or 0 if there was no reply. `wait` is how many seconds the service
+    """A failed call. `status` is the HTTP status, or 0 without a usable reply. `wait` is how many seconds the service
     asks clients to wait before the next call, or None if it does not ask."""
 
     def __init__(self, status: int, message: str, wait: float | None = None) -> None:

@@ -1,9 +1,9 @@
 """The kind `e2b`: sandboxes of a service that offers the E2B API. Our tool server runs inside each sandbox.
 
-The tool server is started by `envd`, E2B's program in every sandbox. Its standard input and output connect it to the
-node, and also carry the model calls. So the sandbox needs no network, and the node needs no public address. Invariant:
-when `stop` returns, the service has confirmed that the sandbox is gone. If the removal fails, the failure is logged,
-and the next sweep tries again.
+The tool server is started by `envd`, E2B's program in every sandbox. The server's standard input and output connect it
+to the node, and also carry the model calls. So the sandbox needs no network, and the node needs no public address.
+Invariant: when `stop` returns, the service has confirmed that the sandbox is gone. If the removal fails, the failure is
+logged, and the next sweep tries again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TEMPLATE = "base"
 PROBE_SECONDS = 5.0
 MEASURE = "import os; print(os.cpu_count(), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 20)"
 SETTLE_SECONDS = 2.0
-"""Seconds between two checks whether the sandbox still exists, after its tool server has ended. Programs in the sandbox
-are the cause only if it exists both times."""
+"""Seconds between two checks whether the sandbox still exists after its tool server or `envd` has ended. Programs in
+the sandbox are the cause of that end only if the sandbox exists both times."""
 KERNEL_SHARE = 0.85
 """The smallest fraction of a machine's memory that programs see as its size. The kernel takes the rest."""
 

@@ -134,7 +134,7 @@ class PipeWriter:
     def _ready(self, events: int) -> None:
         gone = False
         try:
-            if self.left:  # one write per event, so that a fast reader does not block the loop
+            if self.left:  # one write per event: with a fast reader, the pipe never fills, so a loop would not end
                 self.left = self.left[posix.write(self.fd, self.left[:CHUNK]) :]
         except BlockingIOError:
             pass

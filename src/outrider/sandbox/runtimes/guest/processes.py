@@ -150,7 +150,8 @@ def send_signal(pid: int, number: int) -> bool:
 
 def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
     """SIGKILL `roots`, adopted orphans with `mark`, and all descendants of both, until a scan of /proc finds none
-    alive. Returns the processes that survive all SCANS scans: the kernel does not let them exit, or they fork too fast.
+    alive. Returns the processes that the last of SCANS scans still finds, because the kernel does not let them exit or
+    they fork too fast.
 
     A fork bomb survives the first scans. Under a limit of processes, each killed process makes room for another fork,
     while a stopped process does not. So later scans send SIGSTOP until all processes are stopped, and then SIGKILL."""

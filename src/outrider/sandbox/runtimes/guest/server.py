@@ -99,7 +99,8 @@ class Server:
         if args["bridge_port"]:
             socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
             Bridge(self.loop, args["bridge_port"], socket)
-            # A sandbox with a bridge has its own network, and only such a sandbox needs this watch.
+            # A sandbox with a bridge has its own network. In the host's network, this watch would also count the
+            # sockets of other programs.
             NetlinkWatch(self.loop)
         self.calls.reply(call, {})
 

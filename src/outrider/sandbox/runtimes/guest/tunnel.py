@@ -2,8 +2,8 @@
 the connection to the host.
 
 The host opens the tunnel by one call. Bytes of clients are sent as parts of the reply to this call. The gateway's bytes
-arrive as calls of `tunnel_data`. `runtimes/remote.py` has the host's end. Invariant: each client has its own number.
-After the part that closes a client, no further part has this number.
+arrive as calls of `tunnel_data`. `runtimes/remote.py` has the host's end. Every part carries its client's number.
+Invariants: numbers are never reused; a client's `CLOSED` part is its last.
 """
 
 from __future__ import annotations

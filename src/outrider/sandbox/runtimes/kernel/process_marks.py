@@ -67,8 +67,8 @@ def marked(mark: str) -> set[int]:
     below: dict[int, set[int]] = {}
     for pid in pids if found else ():
         state, parent, *_ = stat_fields(pid)
-        # A process in state Z or X has ended, and has no children. Other threads of it may still live, however, and
-        # have children.
+        # The state is that of the first thread. Z and X mean that this thread has ended, but other threads of the
+        # process may still run and have children.
         if state not in "ZX" or _threads(pid):
             below.setdefault(int(parent), set()).add(pid)
     new = found

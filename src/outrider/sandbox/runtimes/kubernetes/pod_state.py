@@ -1,6 +1,7 @@
 """Reads from a pod's status whether the pod runs, has ended, or cannot start. All functions are pure.
 
-If a pod does not start, `trouble_of` returns what to do. The decisions are in the table `TROUBLES`.
+If a pod does not start, `trouble_of` returns what to do. For each reason that the cluster may give, the decision is in
+the table `TROUBLES`.
 """
 
 from __future__ import annotations

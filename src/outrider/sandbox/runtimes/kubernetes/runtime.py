@@ -50,7 +50,7 @@ ENTER_SECONDS = 30.0
 """How long the command that starts the tool server is repeated if it fails. The cluster may report a pod as running
 before the pod's machine accepts commands."""
 OF_CLUSTER = ("KUBERNETES_", "OUTRIDER_")
-"""Prefixes of the environment variables in a pod that do not come from its image."""
+"""Environment variables in a pod that have one of these prefixes do not come from its image."""
 
 
 class KubernetesRuntime:
@@ -201,8 +201,9 @@ def of_image(env: dict[str, str]) -> dict[str, str]:
 
 
 def in_pod(setup: ToolServerSetup, *, own_user: bool) -> ToolServerSetup:
-    """Return `setup`, changed for a server in a pod: it is not the first process of its pid namespace, and reaches the
-    gateway through a tunnel. If `own_user` is True, the pod's user is not root, and has another home folder."""
+    """Return `setup`, changed for a server in a pod: the server is not the first process of its pid namespace, and
+    reaches the gateway through a tunnel. If `own_user` is True, the pod's user is not root, and has another home
+    folder."""
     changes: dict[str, Any] = {"subreaper": True, "bridge_port": 0}
     if own_user:
         env = {**setup.env, "HOME": OWN_HOME, "USER": "outrider"}

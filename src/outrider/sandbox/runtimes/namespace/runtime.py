@@ -155,8 +155,9 @@ async def launch(
             )
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # If a saved layer cannot be unpacked, blame the agent that wrote it, with two exceptions: the host ran out
-            # of memory, or a file system was mounted below /usr, so that no writable layer can be mounted there.
+            # If a saved layer cannot be unpacked, blame the agent that wrote it, unless the zygote has exited, the host
+            # ran out of memory, or a file system was mounted below /usr, so that no writable layer can be mounted
+            # there.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise
@@ -200,7 +201,7 @@ def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, dri
 def ids_of(spec: RuntimeSpec, image: RootImage | None) -> UserIds:
     """Return the user ids of a sandbox. There are `spec.users` of them. If this is not set, there are MOST_USERS if the
     owners of the image's files need several, otherwise one. Raises InvalidField if the image's files cannot keep their
-    owners. Raises RuntimeUnavailable if this machine does not have enough ids."""
+    owners. Raises RuntimeUnavailable if this machine cannot give a sandbox so many ids."""
     owned = Ownership() if image is None else image.owners
     count = spec.users or (MOST_USERS if owned.foreign else 1)
     if count > 1 and (owned.unkept or owned.highest >= count):

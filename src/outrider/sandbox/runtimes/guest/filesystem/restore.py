@@ -1,8 +1,9 @@
 """Restores files from an archive of another sandbox. A forked child reads the archive from a pipe.
 
 An agent may have manipulated the archive. So only the given root paths are written. Ownership, set-user-id bits,
-devices, sockets and pipes are left out. So is a symbolic link that leads out of the roots, unless it leads to a system
-folder: through such a link, an agent could make the grader read the grader's own files instead of the agent's.
+devices, sockets and pipes are left out. So is a symbolic link that leads out of the roots: through it, an agent could
+make the grader read the grader's own files instead of the agent's. Such links are kept only if they lead to a system
+folder.
 
 Invariant: files are written, linked to and removed only at and below the roots, and no link of the archive is ever
 followed.
@@ -48,7 +49,7 @@ LEFT_OUT = (
 class Restore:
     """One restore. The host sends the archive in any number of calls, one after the other. The server replies to each
     call when the pipe to the child has taken the call's data, but to the last call only when the child has restored all
-    files and exited. The pipe is closed when the child exits."""
+    files and exited. The pipe is closed after the last data, or when the child exits early."""
 
     def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
         self.calls = calls
@@ -129,8 +130,8 @@ class RestoredRoot:
         self.filled = False
 
     def empty(self) -> None:
-        """Remove everything at the root. Raises OSError if the root is a symbolic link. The grader would mistake the
-        link's target, which belongs to this sandbox, for the agent's file."""
+        """Remove everything at the root. Raises OSError if the root is a symbolic link, because the grader would
+        mistake the link's target, which belongs to this sandbox, for the agent's file."""
         try:
             folder = posix.open(self.name, FOLDER, dir_fd=self.above)
         except FileNotFoundError:

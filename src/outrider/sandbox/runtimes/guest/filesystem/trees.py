@@ -87,8 +87,8 @@ class Descent:
         return True
 
     def up(self) -> bool:
-        """Return to the folder above. Returns False if `..` now leads to another folder. The walk must then end. Raises
-        OSError for an error that does not depend on the folder."""
+        """Return to the folder above. Returns False if `..` now leads to another folder or cannot be opened. The walk
+        must then end. Raises OSError for an error that does not depend on the folder."""
         try:
             fd = posix.open("..", FOLDER, dir_fd=self.fd)
         except OSError as error:

@@ -251,8 +251,8 @@ def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> Non
     """Attach an inner mount (see `Plan.inner`) at its path in the sandbox. `tree` is a copy of the mount, or None if
     the mount is already attached or is hidden.
 
-    If `hidden` is true, the path is covered instead: a file by `cover`, and a folder by an empty file system. Anything
-    that is neither a folder nor a regular file is also covered: a socket, for example, would lead to the host."""
+    If `hidden` is true, the path is covered instead: a file by `cover`, and a folder by an empty file system. A special
+    file, such as a socket, is always covered, because it would lead to the host."""
     kind = syscalls.file_type(target)
     if kind and kind != stat.S_IFDIR and tree is not None:
         kind = stat.S_IFMT(os.fstat(tree).st_mode)

@@ -52,8 +52,9 @@ class InputResults:
             raise KeyboardInterrupt
 
     def watch_interrupts(self) -> None:
-        """Install the handler for SIGINT again, because an input may have replaced it. Outside inputs, the handler does
-        nothing. Ignoring the signal instead would not do: programs that an input starts would then ignore it, too."""
+        """Install the handler for SIGINT again, because an input may have replaced it. Between inputs, the handler does
+        nothing. The signal is not set to be ignored then, because programs that an input's threads start between inputs
+        would inherit this."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 

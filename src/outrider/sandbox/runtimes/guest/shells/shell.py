@@ -388,8 +388,8 @@ class Bash:
         return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Let the shell print a new marker. An interrupted shell drops the rest of its line, which would print the
-        input's own marker."""
+        """Let the shell print a new marker. Each input line ends with the command that prints its marker. An interrupt
+        makes the shell drop the rest of the line, and so this command."""
         self.shell.sequence += self.shell.ticks == 1
         self.shell.writer.write(b"\n" + self._report(self.shell.sequence) + b"\n")
 
