@@ -119,8 +119,8 @@ _BYTES_OF: dict[str, Callable[[Item], tuple[bytes | Raw, ...]]] = {
     "local_shell_call_output": lambda item: (b'"local_shell_call_output"', item.call_id, item.id, item.output),
     "additional_tools": lambda item: (b'"additional_tools"', item.tools),
 }
-"""For each type of item, the JSON values that determine how the item is parsed (`Item.pieces`). Items of all
-types become messages, except `additional_tools`."""
+"""For each type of item, the JSON values that determine how the item is parsed (`Item.pieces`). Items of all types
+become messages, except `additional_tools`."""
 
 
 class PlacedItem(msgspec.Struct, frozen=True, gc=False):

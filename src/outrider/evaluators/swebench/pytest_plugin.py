@@ -292,7 +292,7 @@ def canaries(key: str) -> Any:
 
 
 def must_fail() -> None:
-    """Fail, if all of these assertions fail, as they must. If one of them passes, assertions have been manipulated:
+    """Fail if all of these assertions fail, as they must. If one of them passes, assertions have been manipulated:
     return, so that this test passes and reveals it."""
     case = unittest.TestCase("assertEqual")
     close: Any = getattr(sys.modules.get("numpy.testing"), "assert_allclose", case.assertEqual)

@@ -78,7 +78,7 @@ MAX_PATH = 4096
 MAX_MESSAGE = 500
 """Maximum length of an error message in characters. The message quotes the instruction, which may have a million
 characters."""
-ADDED = ("without", "is_file", "owner")
+ADDED = ("without", "owner")
 """Fields that were added to build steps without a new FORMAT. They are left out of the key if they are empty, so that
 older images keep their keys."""
 
