@@ -25,21 +25,19 @@ __all__ = ["pytest_addoption", "pytest_sessionstart", "pytest_terminal_summary"]
 REAL = Path(__file__).parent / "real"
 """Every test in this folder is marked `real`."""
 PROGRAMS = f"{REAL.parent.name}/{REAL.name}/"
-WITHOUT_PROGRAMS = {
+WITH_SANDBOXES = {
     f"{PROGRAMS}test_{name}.py"
     for name in (
         "eval",
         "harbor_folders",
         "harbor_parity",
         "human_eval",
-        "page_in_browser",
-        "prometheus",
         "release_pairs",
         "slurm_fleet",
         "storm_killed",
     )
 }
-"""Files in tests/real whose tests drive neither agent programs nor engines of models."""
+"""Files in tests/real whose tests look for what their sandboxes have left on the machine, or start many of them."""
 WITH_MODELS = {f"{PROGRAMS}test_{name}.py" for name in ("rollouts", "routers", "vllm", "vllm_dialects", "vllm_policy")}
 """Files in tests/real that share a vLLM, which a worker starts once."""
 
@@ -107,12 +105,12 @@ def postgresql() -> Iterator[PostgresqlServer]:
 
 class RealPrograms(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """For two workers. Tests of container engines, Slurm and sandboxes run one after the other, because what they look
-    for on the machine afterwards must not be another's; so do those of the one vLLM. Each other file with agent
-    programs is its own, so that the worker that is done first takes the next one."""
+    for on the machine afterwards must not be another's; so do those of the one vLLM. Each other file is its own, so
+    that the worker that is done first takes the next one."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        if not file.startswith(PROGRAMS) or file in WITHOUT_PROGRAMS:
+        if not file.startswith(PROGRAMS) or file in WITH_SANDBOXES:
             return "sandboxes"
         return "models" if file in WITH_MODELS else file
 

@@ -59,6 +59,22 @@ class Running:
             while not (self.folder / f"{name}.here").exists():  # noqa: ASYNC110  # another process makes it
                 await asyncio.sleep(0.01)
 
+    async def at_door_on_both_nodes(self, n: int) -> tuple[GroupView, dict[str, str]]:
+        """A group of sessions of which some wait at "door", and the node of each session, by its id. A node that gets
+        no processor for a while gets no session: then another group is submitted."""
+        async with asyncio.timeout(60):
+            while True:
+                submitted = await self.submit("ask", "wait door", "ask", n=n)
+                await self.here("door")
+                nodes: dict[str, str] = {}
+                while len(nodes) < n:
+                    await asyncio.sleep(0.01)
+                    view = await self.service.group(submitted.id, wait=0, samples=False)
+                    nodes = {session.id: session.node for session in view.sessions if session.node is not None}
+                if len(set(nodes.values())) > 1:
+                    return submitted, nodes
+                await self.service.cancel(submitted.id)
+
     def open(self, name: str) -> None:
         (self.folder / name).touch()
 

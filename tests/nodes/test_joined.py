@@ -484,8 +484,7 @@ async def test_a_process_of_a_machine_that_dies_or_is_ended_or_hangs_is_started_
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=LENGTH))
         async with Machine().at(running.url, tmp_path, processes=2):
             await known(running, "far-0", "far-1")
-            submitted = await running.submit("ask", "wait door", "ask", n=8)
-            await running.here("door")
+            submitted, _ = await running.at_door_on_both_nodes(8)
             killed = min(node_processes())
             os.kill(killed, number)
             if number == signal.SIGSTOP:
