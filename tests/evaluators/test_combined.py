@@ -129,6 +129,7 @@ async def test_a_part_that_cannot_grade_fails_the_whole(grade: Grade, kind: str,
         ("all", {"parts": {"a": {"run": "true", "carry": ["x"]}}}, "options.parts.a.carry"),
         ("all", {"parts": {"a": {"run": 1}}}, "options.parts.a.run"),
         ("all", {"parts": {"a": {"kind": "nosuch"}}}, "options.parts.a.kind"),
+        ("weighted", {"parts": {"a": {"run": "true"}, "b": {"kind": "reported"}}}, "options.parts.b.kind"),
         ("all", {"parts": {"a": {"kind": "callable", "path": "nosuch"}}}, "options.parts.a.path"),
         (
             "all",

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from outrider.errors import InvalidField, renamed_field
 from outrider.evaluators.options import read_options
-from outrider.spec import EvaluatorSpec, Spec, complaints, fault_text
+from outrider.spec import REPORTED, EvaluatorSpec, Spec, complaints, fault_text
 
 FIELD = "task.evaluator"
 WHOLE = ("seconds", "carry", "runtime")
@@ -64,6 +64,12 @@ def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> Evalua
     for name in WHOLE:
         if name in given:
             raise InvalidField("must be set on the combining evaluator, not on a part", field=f"{field}.{name}")
+    if given.get("kind") == REPORTED:
+        raise InvalidField(
+            "kind 'reported' takes the reward of the whole session from its agent, and cannot be a part",
+            field=f"{field}.kind",
+            hint="use it alone, without parts; or leave it out, and let the other parts grade",
+        )
     try:
         return EvaluatorSpec.model_validate({**given, **{name: getattr(whole, name) for name in WHOLE}})
     except ValidationError as error:

@@ -702,8 +702,8 @@ class Conversation:
                 raise self._mark_broken(failure) from failure
 
     def _mark_broken(self, error: Exception) -> OutriderError:
-        """Record that a turn is missing because of `error`. Later calls are refused, and the attempt fails. Returns the
-        first error that was recorded in this way."""
+        """Record an unexpected error of a call, after which a turn may be missing from the store. Later calls are
+        refused, and the attempt fails. Returns the first error that was recorded in this way."""
         self._open = False
         if self.broken is None:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
