@@ -146,10 +146,7 @@ class EnginePool:
             self.placement.refresh(member)
         self._tasks.cancel()
         try:
-            # Tell `Chores` only about a cancellation of the caller's block. For any other error, it would just cancel
-            # the tasks, which has been done above.
-            cancelled = isinstance(error, asyncio.CancelledError)
-            await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
+            await self._tasks.__aexit__(kind, error, trace)
         finally:
             await shielded(lambda: self.policy.leave(tuple(self.members.values())))
             await shielded(self._close_all)
