@@ -212,12 +212,9 @@ class Proxy:
                         both.create_task(flow.relay(connection.reader, writer, passage.received))
                 else:
                     await self._exchange(request, route, connection, flow, reader, writer)
-        except NotPassedOn as error:
-            # The program in the sandbox chose the request, so if it is not allowed, this is no failure of the package
-            # index.
-            blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
+        except Unreachable as error:
             flow.end_wait()
-            passage.failed(str(error), blameless=blameless)
+            passage.failed(str(error), blameless=is_plain_read(request, route))
             await reply_with_error(reader, writer, error, name=self._name)
         except (TimeoutError, LimitExceeded, OSError) as error:
             if flow.exceeded:
@@ -257,7 +254,7 @@ class Proxy:
             try:
                 with KeptReply(request, self._archive) as kept:
                     await self._answer(request, route, connection.reader, flow, writer, kept)
-            except (NotPassedOn, LimitExceeded, OSError) as error:
+            except (Unreachable, LimitExceeded, OSError) as error:
                 failure = error
             else:
                 await asyncio.wait({sending}, timeout=LATE_BODY_SECONDS)
