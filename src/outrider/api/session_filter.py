@@ -17,6 +17,7 @@ async def session_filter(
     label: Annotated[
         list[str] | None, Query(max_length=64, description="NAME=VALUE; may be repeated: all must be equal")
     ] = None,
+    group: Annotated[list[str] | None, Query(max_length=100, description="id of a group; may be repeated")] = None,
     harness: Annotated[str | None, Query(description="name of a preset or agent, `command` or `external`")] = None,
     min_reward: Annotated[float | None, Query(allow_inf_nan=False, description="at least this reward")] = None,
     max_reward: Annotated[float | None, Query(allow_inf_nan=False, description="at most this reward")] = None,
@@ -44,6 +45,7 @@ async def session_filter(
     return SessionFilter(
         states=tuple(state or ()),
         labels={name: value for name, _, value in pairs},
+        groups=tuple(group or ()),
         harness=harness,
         min_reward=min_reward,
         max_reward=max_reward,

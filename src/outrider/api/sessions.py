@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from fastapi import Query
 from starlette.requests import Request
 
@@ -59,13 +58,11 @@ async def sessions(
     service: Serving,
     caller: Caller,
     wanted: Wanted,
-    group: Annotated[list[str] | None, Query(max_length=100, description="id of a group; may be repeated")] = None,
     after: Annotated[str | None, Query(description="the `after` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> SessionList:
     """List sessions: the newest group first, and the sessions of a group in sample order. `state` is `queued`,
     `initializing`, `ready`, `running`, `evaluating` or `done`."""
-    wanted = msgspec.structs.replace(wanted, groups=tuple(group or ()))
     return await service.runs.sessions(wanted, after=after, limit=limit, caller=caller)
 
 
