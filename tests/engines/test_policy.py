@@ -293,6 +293,23 @@ async def test_a_version_goes_back_where_that_is_asked_for(folder: Path) -> None
             await pool.policy.resume(5)
 
 
+async def test_an_engine_that_failed_before_the_newest_version_serves_no_undone_version(folder: Path) -> None:
+    first, second = StampingEngine(folder), StampingEngine(folder, name="second")
+    async with pool_of(first, second) as pool:
+        await pool.policy.update(12, mode="finish")
+        await pool.policy.update(100, mode="finish")
+        second.fails["set_version"] = EngineUnavailable("down")
+        await pool.policy.update(101, mode="finish")
+        await pool.policy.resume(12, go_back=True)
+        del second.fails["set_version"]
+        assert (first.version, second.version) == (12, 100)
+        await until_waiting()
+        assert [engine.ok for engine in pool.policy.status().engines] == [True, False]
+        await pool.policy.update(13, mode="finish")
+        await all_up(pool)
+        assert (first.version, second.version) == (13, 13)
+
+
 async def test_weights_that_every_engine_refuses_change_nothing(folder: Path) -> None:
     engine = StampingEngine(folder)
     async with pool_of(engine) as pool, asyncio.TaskGroup() as group:

@@ -14,11 +14,13 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from starlette.websockets import WebSocket
 
 from engines.contract import chunks_of, collect
-from outrider.constraint import ConstraintKind
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, SamplingParams
+from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.attached_worker import AttachedWorker
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import (
@@ -45,6 +47,7 @@ from outrider.errors import (
 from outrider.lab.fakes.engine_servers.app import serving
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.relay import FunctionEngine, Worker
+from outrider.spec import EngineSpec
 from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from outrider.wire.asgi_socket import AsgiSocket
 from outrider.wire.http_server import Receive, Scope, Send
@@ -817,6 +820,28 @@ async def test_a_worker_of_an_older_version_gets_no_work_until_it_says_that_it_h
             await gathered(engine, request())
 
 
+async def test_a_worker_that_returns_with_an_undone_version_gets_no_work() -> None:
+    engine = relay()
+    stays, returns = Counter(), Counter()
+    async with relay_served(engine) as url, attached(url, stays):
+        async with attached(url, returns):
+            await until(lambda: len(engine._workers) == 2)
+            await engine.set_version(100)
+            await engine.set_version(101)
+        await until(lambda: len(engine._workers) == 1)
+        await engine.set_version(12)
+        begun = returns.started
+        async with attached(url, FunctionEngine(returns, version=101)):
+            await until(lambda: len(engine._workers) == 2)
+            for _ in range(20):
+                await gathered(engine, request())
+            assert (returns.started, (await engine.health()).version) == (begun, 12)
+            await engine.set_version(13)
+            for _ in range(20):
+                await gathered(engine, request())
+            assert returns.started > begun
+
+
 # ---- workers that implement the protocol by hand
 
 
@@ -1240,6 +1265,38 @@ async def test_constraints_are_those_that_every_worker_can_keep() -> None:
         async with attached(url, one):
             await until(lambda: len(engine._workers) == 2)
             assert engine.constraints == {ConstraintKind.REGEX}
+
+
+async def test_a_request_goes_to_no_worker_without_its_constraint() -> None:
+    engine = relay()
+    able, unable = Counter(), Counter()
+    constrained = request()
+    constrained = replace(
+        constrained, sampling=replace(constrained.sampling, constraint=Constraint(ConstraintKind.REGEX, "a+"))
+    )
+    async with relay_served(engine) as url, attached(url, unable):
+        await until(lambda: len(engine._workers) == 1)
+        with pytest.raises(EngineUnavailable, match="no worker that is left supports regex"):
+            await collect(engine.generate(constrained))
+        async with attached(url, FunctionEngine(able, constraints=[ConstraintKind.REGEX])):
+            await until(lambda: len(engine._workers) == 2)
+            for number in range(20):
+                await gathered(engine, replace(constrained, request_id=f"r{number}", session_key=f"s{number}"))
+            assert (able.started, unable.started) == (20, 0)
+
+
+async def test_the_pool_sees_the_constraints_of_the_workers_that_are_there() -> None:
+    async with AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(EnginePool())
+        await pool.add(EngineSpec(kind="relay", name="trainer"))
+        engine = pool.engine("trainer")
+        assert isinstance(engine, RelayEngine)
+        url = await stack.enter_async_context(relay_served(engine))
+        async with attached(url, FunctionEngine(Counter(), constraints=[ConstraintKind.REGEX])):
+            await until(lambda: pool.members["trainer"].constraints == {ConstraintKind.REGEX})
+            async with attached(url, Counter()):
+                await until(lambda: pool.members["trainer"].constraints == frozenset())
+            await until(lambda: pool.members["trainer"].constraints == {ConstraintKind.REGEX})
 
 
 @pytest.mark.parametrize(

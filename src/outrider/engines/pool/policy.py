@@ -315,7 +315,9 @@ class Policy:
         that have just loaded weights, or None if the pool had none to load. If it had, an engine that is not among
         `loaded` must have joined since then, and is marked as failed, too."""
         if known is not None and known.version < self.version:
-            self._undone.add(self.version)
+            # An engine that has failed may still have another of the versions that are undone here.
+            versions = (self.version, *(member.version for member in self._members.values()))
+            self._undone |= {version for version in versions if version > known.version}
         self._known = known or self._known
         version = None if known is None else known.version
 

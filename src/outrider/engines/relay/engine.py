@@ -17,7 +17,7 @@ from contextlib import aclosing
 import msgspec
 import xxhash
 
-from outrider.constraint import ConstraintKind
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.options import read_options
 from outrider.engines.base import Capability, Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.relay.attached_worker import AttachedWorker, RelayOptions
@@ -70,6 +70,8 @@ class RelayEngine:
         self._paused: PauseMode | None = None
         self._version = 0
         """The version set on the engine."""
+        self._undone: set[int] = set()
+        """Versions that were undone by setting a lower one. A worker that still has such a version gets no work."""
         self._weights: str | None = None
         """The location from which workers can load the weights of `_version`; None if there is none."""
         # Start at a random number, because a worker may still have generations of an earlier service, whose numbers
@@ -105,9 +107,9 @@ class RelayEngine:
         tried: set[AttachedWorker] = set()
         failure: EngineUnavailable | None = None
         while True:
-            worker = self._choose(request.session_key, tried)
+            worker = self._choose(request, tried)
             if worker is None:
-                raise failure or self._nobody()
+                raise failure or self._nobody(request.sampling.constraint)
             begun = False
             try:
                 async with aclosing(worker.generate(request)) as chunks:
@@ -144,8 +146,8 @@ class RelayEngine:
             good.append(answer)
         if not good:
             return next((answer for answer in answers if not answer.ok), self._unhealthy())
-        # A worker whose version is older than the engine's gets no work, so its version does not count.
-        fresh = [answer for answer in good if answer.version >= self._version] or good
+        # A worker whose version is older than the engine's, or was undone, gets no work, so its version does not count.
+        fresh = [answer for answer in good if self._is_current(answer.version)] or good
         return EngineHealth(
             ok=True,
             detail=f"{len(good)} of {len(workers)} workers",
@@ -168,8 +170,15 @@ class RelayEngine:
 
     async def set_version(self, version: int) -> None:
         if version != self._version:
-            self._version, self._weights = version, None
+            self._go_to(version, None)
         _raise_first(await self._each(lambda worker: worker.set_version(version)))
+
+    def _go_to(self, version: int, weights: str | None) -> None:
+        higher = {worker.version for worker in self._workers.values() if worker.version > version}
+        if version < self._version:
+            self._undone |= higher | {self._version}
+        self._undone.discard(version)
+        self._version, self._weights = version, weights
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load weights on every worker. A worker without a connection gets the order when it reconnects. A worker that
@@ -181,9 +190,9 @@ class RelayEngine:
         failures = await self._each(lambda worker: worker.update_weights(weights, version))
         if not any(worker.gone is None and worker not in failures for worker in asked):
             raise next(iter(failures.values()), self._nobody())
-        self._version, self._weights = version, weights
+        self._go_to(version, weights)
         for worker in list(self._workers.values()):
-            if worker in failures or worker.version < version:
+            if worker in failures or not self._is_current(worker.version):
                 reason = failures[worker].message if worker in failures else f"it has to load version {version}"
                 worker.cut_off(Close.SILENT, reason)
                 self._drop(worker, reason)
@@ -302,7 +311,7 @@ class RelayEngine:
             if paused != (wanted := self._paused):
                 await (worker.resume() if wanted is None else worker.pause(wanted))
                 paused = wanted
-            elif self._weights is not None and worker.hello.loads and worker.version < self._version:
+            elif self._weights is not None and worker.hello.loads and not self._is_current(worker.version):
                 await worker.update_weights(self._weights, self._version)
             else:
                 return
@@ -352,12 +361,18 @@ class RelayEngine:
             return None
         return f"the model's context here is {self._context} tokens, not {context}"
 
-    def _choose(self, session_key: str, tried: set[AttachedWorker]) -> AttachedWorker | None:
+    def _choose(self, request: GenerateRequest, tried: set[AttachedWorker]) -> AttachedWorker | None:
         """Return a worker, or None if there is none left to try. Workers are preferred in this order: connected, not
         `failing`, least loaded. Each session has its own worker, chosen by hash. The session stays on it unless another
         worker is better by the first two criteria, or has much less load."""
+        constraint = request.sampling.constraint
         workers = [
-            worker for worker in self._workers.values() if worker not in tried and worker.version >= self._version
+            worker
+            for worker in self._workers.values()
+            if worker not in tried
+            and self._is_current(worker.version)
+            # A worker without this kind of constraint may have attached after the request was accepted.
+            and (constraint is None or constraint.kind in worker.hello.constraints)
         ]
         if not workers:
             return None
@@ -366,7 +381,9 @@ class RelayEngine:
             return not worker.connected, worker.failing, worker.in_flight
 
         best = min(workers, key=rank)
-        own = max(workers, key=lambda worker: xxhash.xxh3_64_intdigest((session_key + worker.hello.instance).encode()))
+        own = max(
+            workers, key=lambda worker: xxhash.xxh3_64_intdigest((request.session_key + worker.hello.instance).encode())
+        )
         stays = rank(own)[:2] == rank(best)[:2] and own.in_flight <= best.in_flight + STAY
         return own if stays else best
 
@@ -387,7 +404,13 @@ class RelayEngine:
                 group.create_task(one(worker))
         return failures
 
-    def _nobody(self) -> EngineUnavailable:
+    def _is_current(self, version: int) -> bool:
+        """Return True if a worker with weights of this version may serve."""
+        return version >= self._version and version not in self._undone
+
+    def _nobody(self, constraint: Constraint | None = None) -> EngineUnavailable:
+        if constraint is not None and any(self._is_current(worker.version) for worker in self._workers.values()):
+            return EngineUnavailable(f"relay {self.name!r}: no worker that is left supports {constraint.kind}")
         if self._workers:
             return EngineUnavailable(f"relay {self.name!r}: no worker has policy version {self._version} yet")
         return EngineUnavailable(f"relay {self.name!r}: {NO_WORKERS}{self._refused}", hint=HINT.format(self.name))
