@@ -651,9 +651,10 @@ def load_config(
     given = _tree({path: value for path, value in flags.items() if value is not None})
     in_file = {} if file is None else read(file)
     named = {path: variable_of(path) for path in environment}
-    if "verl" in _systems(in_file, _tree(environment), given):
+    own = _tree(environment)
+    if "verl" in _systems(in_file, own, given):
         for name, path in RECIPE_VARIABLES.items():
-            if path not in environment and (text := variables().get(name)):
+            if not _has_value(own, path.split(".")) and (text := variables().get(name)):
                 environment[path], named[path] = text, name
     sources = [("the environment", _tree(environment)), ("flags", given)]
     if file is not None:

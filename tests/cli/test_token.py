@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from outrider.client.client import AsyncClient
+from support.postgresql import PostgresqlServer
 from support.service import running_service
 
 from .world import Cli
@@ -71,6 +72,54 @@ async def test_the_first_token_is_made_before_the_service_starts(cli: Cli, tmp_p
         assert (await cli("status", "--url", url, "--token", text)).code == 0
         busy = await cli("token", "create", "--role", "read", "--name", "you", "--data", data)
         assert (busy.code, "another service is using" in busy.err) == (1, True)
+
+
+ADMIN = ("token", "create", "--role", "admin", "--name", "me")
+NOWHERE = "postgresql://u@127.0.0.1:1/x"
+
+
+def test_a_token_is_made_in_the_store_of_the_settings(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, config = tmp_path / "data", tmp_path / "outrider.toml"
+    data.mkdir()
+    config.write_text(f"data = '{data}'\nstore = '{NOWHERE}'")
+    monkeypatch.chdir(tmp_path)
+    ran = cli.run(*ADMIN, "--data", data)
+    assert (ran.code, ran.out) == (2, "")
+    assert "another store than SQLite: outrider.toml names one" in ran.err
+    for words in (("--config", config), ("--store", NOWHERE, "--data", data)):
+        ran = cli.run(*ADMIN, *words)
+        assert (ran.code, "127.0.0.1:1" in ran.err) == (1, True), "it is PostgreSQL that is asked"
+    config.unlink()
+    ran = cli.run(*ADMIN, "--data", data)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"it has used {data}, but there is no outrider.sqlite3" in ran.err
+    assert [path.name for path in data.iterdir()] == ["lock"]
+
+
+def test_a_token_in_the_data_folder_says_so(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path("outrider.toml").write_text("port = 1")
+    Path("other.toml").write_text("data = 'data'")
+    for number, words in enumerate((["--data", "data"], ["--config", "other.toml"])):
+        if number:  # the settings of another service, now that this one has a database
+            Path("outrider.toml").write_text(f"store = '{NOWHERE}'")
+        ran = cli.run("token", "create", "--role", "admin", "--name", f"a{number}", *words)
+        assert (ran.code, "only a service whose store is SQLite in data knows this token" in ran.err) == (0, True)
+
+
+@pytest.mark.deep
+async def test_the_first_token_of_a_service_with_postgresql(
+    cli: Cli, tmp_path: Path, postgresql: PostgresqlServer
+) -> None:
+    url = await postgresql.new_database()
+    (tmp_path / "data").mkdir()
+    made = await cli(*ADMIN, "--data", tmp_path / "data", "--store", url)
+    assert (made.code, made.err) == (0, "keep this token: it cannot be shown again\n")
+    async with running_service(tmp_path=tmp_path, store=url) as (_, served):
+        assert (await cli("status", "--url", served, "--token", made.out.strip())).code == 0
 
 
 @pytest.mark.parametrize(

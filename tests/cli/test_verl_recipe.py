@@ -77,6 +77,17 @@ def test_flags_go_over_variables_and_variables_over_the_file(monkeypatch: pytest
     assert config.read_from == path, "no task may read the file"
 
 
+def test_a_section_in_outriders_variable_goes_over_the_recipes_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAY_TIMEOUT", "20")
+    for text, seconds in (('{"call_seconds": 10}', 10.0), ("{}", 20.0)):
+        monkeypatch.setenv("OUTRIDER_VERL_PROXY", text)
+        assert settings(compat=["verl"]).verl_proxy.call_seconds == seconds
+    for text in ('{"call_seconds": 0}', "many"):
+        monkeypatch.setenv("OUTRIDER_VERL_PROXY", text)
+        with pytest.raises(InvalidField, match="from OUTRIDER_VERL_PROXY: "):
+            settings(compat=["verl"])
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("PROXY_PORT", "high"), ("PROXY_PORT", "[1]"), ("RELAY_TIMEOUT", "0"), ("LOG_LEVEL", "trace")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import stat
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from outrider.client.client import AsyncClient
 from outrider.errors import Conflict, ServiceError, UnreadableTask
 from outrider.lifecycle import SessionState
+from outrider.service.principals import OPERATOR
 from outrider.service.regrading import regraded_session
 from outrider.spec import RegradeSpec
 from outrider.store.sqlite import sqlite_store
@@ -22,6 +24,7 @@ from support.postgresql import PostgresqlServer
 from support.service import running_service
 
 from .conftest import MakeWorld
+from .test_artifacts import LEAVE
 from .world import put, result_of
 
 MARK = "m4rk3d-s3cr3t"
@@ -82,6 +85,27 @@ async def test_sqlite_and_the_data_folder(tmp_path: Path) -> None:
     file = tmp_path / "data" / KEY_FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(base64.b64decode(file.read_text())) == 32
+
+
+async def test_others_can_read_nothing_in_a_folder_that_they_can_list(world: MakeWorld, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    data.chmod(0o755)
+    mask = os.umask(0o022)
+    try:
+        async with world() as w:
+            await w.run("ask", LEAVE, artifacts=["other"])
+            await w.service.runs.query("SELECT id FROM sessions", OPERATOR)
+            # The index makes its file anew if it was removed.
+            (data / "runs.sqlite3").unlink()
+            await w.service.runs.query("SELECT id FROM sessions", OPERATOR)
+            modes = {path: stat.S_IMODE(path.stat().st_mode) for path in data.rglob("*")}
+    finally:
+        os.umask(mask)
+    assert {path: mode for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}
+    databases = {f"{name}.sqlite3{end}" for name in ("outrider", "runs") for end in ("", "-wal", "-shm")}
+    assert {path.name for path in modes} >= databases | {KEY_FILE, "artifacts", "index.json"}
+    assert stat.S_IMODE(data.stat().st_mode) == 0o755, "the folder itself is the user's"
 
 
 @pytest.mark.deep

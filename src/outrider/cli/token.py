@@ -20,6 +20,9 @@ from outrider.schemas import NewToken, Role, TokenList
 if TYPE_CHECKING:
     from outrider.config import Config
 
+CONFIG = Path("outrider.toml")
+"""The file in which users usually keep the settings of a service, in the folder where they start it."""
+
 Name = Annotated[str, CliArgument(metavar="NAME", help="The token's name.")]
 
 
@@ -52,32 +55,69 @@ def create(
         Path | None,
         CliOption(metavar="DIR", help="Data folder of a service that is stopped, for its first token."),
     ] = None,
+    store: Annotated[
+        str | None,
+        CliOption(metavar="URL", help="Database of the stopped service, if not SQLite in its data folder."),
+    ] = None,
+    config: Annotated[Path | None, CliOption(metavar="FILE", help="Settings of the stopped service.")] = None,
 ) -> None:
     """Make a token, and print it. It cannot be printed again.
 
-    With --data, the token is made for a stopped service.
+    With --data, --store or --config, the token is made for a stopped service.
+    Give those that the service gets.
 
     Examples:
 
         outrider token create --role admin --name me --data .outrider
 
+        outrider token create --role admin --name me --config outrider.toml
+
         outrider token create --role submit --name alice --max-queued 500 --expires 90
 
         outrider token create --role read --name alices-dashboard --tenant alice
     """
-    if data is None:
+    if data is None and store is None and config is None:
         new = service.create_token(name, role, tenant=tenant, max_queued=max_queued, expires_days=expires)
     else:
-        if not data.is_dir():
-            raise InvalidField(f"there is no folder {data}", field="data", hint="it is made when the service starts")
-        from outrider.config import load_config  # imported late, because only this command needs settings
+        # imported late, because only a token of a stopped service needs settings
+        from outrider.cli.setting_options import read_settings
 
+        settings = read_settings({"data": data, "store": store, "config": config})
+        if not settings.data.is_dir():
+            hint = "it is made when the service starts"
+            raise InvalidField(f"there is no folder {settings.data}", field="data", hint=hint)
+        if settings.store is None:
+            _check_no_other_store(settings.data, config)
         limits = {"max_queued": max_queued, "expires_days": expires}
         spec = {"name": name, "role": role, "tenant": tenant, **limits}
-        new = asyncio.run(_create_in(load_config({"data": data}), spec))
+        new = asyncio.run(_create_in(settings, spec))
+        if settings.store is None:
+            terminal.note(f"only a service whose store is SQLite in {settings.data} knows this token")
     if not terminal.json:
         terminal.note("keep this token: it cannot be shown again")
     terminal.show(new, new.text)
+
+
+def _check_no_other_store(data: Path, config: Path | None) -> None:
+    """Raise InvalidField if a service whose settings name no store seems to have one all the same. It would not know a
+    token that is created in the SQLite file of its data folder."""
+    # Imported here, because the other commands do not need the libraries of the service.
+    from outrider.config import read_settings_file
+    from outrider.service.data_folder import DATABASE, LOCK
+
+    if (data / DATABASE).exists():
+        return
+    if (data / LOCK).exists():
+        sign = f"it has used {data}, but there is no {DATABASE}"
+    elif config is None and CONFIG.is_file() and read_settings_file(CONFIG).get("store"):
+        sign = f"{CONFIG} names one"
+    else:
+        return
+    raise InvalidField(
+        f"the service seems to have another store than SQLite: {sign}",
+        field="store",
+        hint="name it with --config FILE, --store URL or OUTRIDER_STORE; if it has none, start the service once before",
+    )
 
 
 async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:

@@ -142,9 +142,10 @@ class ArtifactStore:
 
     def _write(self, session_id: str, attempt: int, name: str, data: bytes) -> None:
         place = self._place(session_id, attempt)
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self._folder, place.parent, place):  # `mode` is not that of the parents which `mkdir` makes
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = place / f"{name}.draft"
-        with draft.open("wb") as file:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -79,6 +79,14 @@ def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: Ke
     return Store(SqliteDatabase(path, failures), key=key)
 
 
+def make_private(path: Path) -> None:
+    """Create an empty file for SQLite that only its owner can read, if there is none. SQLite gives its -wal and -shm
+    the same mode. An error is left to SQLite, which then fails to create the file, too."""
+    # O_EXCL, because an existing file must not be opened: to close it would end the locks of SQLite in this process.
+    with suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+
 class SqliteDatabase:
     """Implements `Database` over one SQLite file, or in memory. In memory, the writer thread also reads, because a
     second connection would open a separate, empty database."""
@@ -176,6 +184,8 @@ class SqliteDatabase:
         return thread
 
     def _connect(self) -> sqlite3.Connection:
+        if self._path is not None:
+            make_private(self._path)
         target = ":memory:" if self._path is None else self._path
         raw = sqlite3.connect(target, timeout=BUSY_SECONDS, isolation_level=None)
         try:

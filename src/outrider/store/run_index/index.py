@@ -23,6 +23,7 @@ from outrider.errors import Busy, OutriderError, ServiceError
 from outrider.store.run_index import rows_of_runs
 from outrider.store.run_index.tables import TABLES, VERSION
 from outrider.store.run_reader import RunChanges
+from outrider.store.sqlite import make_private
 from outrider.store.store import Store
 
 T = TypeVar("T")
@@ -313,7 +314,7 @@ def _open_writer(path: Path) -> sqlite3.Connection:
     for last in (False, True):
         if not path.exists():
             _remove(path)  # a removed file may leave its write-ahead log behind
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+        db = _connect(path)
         try:
             db.execute("PRAGMA journal_mode=WAL").fetchall()
             # A loss of power may undo the newest commits. It undoes their cursors, too, so these changes are copied
@@ -340,13 +341,18 @@ def _open_writer(path: Path) -> sqlite3.Connection:
     raise AssertionError("a new file has no tables")
 
 
+def _connect(path: Path) -> sqlite3.Connection:
+    make_private(path)
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+
+
 def _remove(path: Path) -> None:
     for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _open_reader(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    db = _connect(path)
     db.execute("PRAGMA query_only=ON")
     db.execute("PRAGMA temp_store=MEMORY")
     db.execute("PRAGMA cache_size=-32768")
