@@ -582,9 +582,15 @@ def test_the_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(slime.custom_generate(slime_args("http://127.0.0.1:9"), prompt("slime nowhere"), {}))
 
 
-async def test_a_metric_that_the_verdicts_lack_ends_the_rollout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", [None, "number"])
+async def test_a_metric_that_the_verdicts_lack_ends_the_rollout(tmp_path: Path, key: str | None) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url):
-        args = slime_args(url, reward_key="number")
+        args = slime_args(url, reward_key=key)
         args.outrider["metrics"] = ["speed"]
         with pytest.raises(EvaluatorError, match="has no metric 'speed'"):
             await train(args, DataSource(args, [prompt("slime metric")]))
+        with pytest.raises(EvaluatorError, match="has no metric 'speed'"):
+            await slime.custom_generate(args, prompt("slime metric of an evaluation"), {}, evaluation=True)
+        args.outrider["metrics"] = ["number"]
+        one = await slime.custom_generate(args, prompt(f"slime metric that is there {key}"), {})
+    assert one.reward == ({"reward": 1.0, "number": 0.0} if key else 1.0)

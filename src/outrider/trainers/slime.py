@@ -656,11 +656,13 @@ def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, *, evaluation: bool = False
 ) -> float | dict[str, float]:
     """Return the reward for slime. If slime has a reward key, return a dictionary of the reward and all metrics
-    instead. slime looks the key up in it. Raises InvalidField if the dictionary does not have the key."""
+    instead. slime looks the key up in it. Raises InvalidField if the dictionary does not have the key, and
+    EvaluatorError if the verdict lacks a metric of the setting `metrics`."""
+    chosen = chosen_metrics(trajectory, settings)
     if not (key := _reward_key(args, evaluation=evaluation)):
         return reward
     assert trajectory.result.verdict is not None
-    named = {"reward": reward, **trajectory.result.verdict.metrics, **chosen_metrics(trajectory, settings)}
+    named = {"reward": reward, **trajectory.result.verdict.metrics, **chosen}
     if key not in named:
         raise InvalidField(
             f"slime's reward key is {key!r}, and the verdict of session {trajectory.session.id} has only"
