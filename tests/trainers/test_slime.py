@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from api.test_vision import vision_service
 from outrider.client.client import AsyncClient
 from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState
@@ -20,6 +21,7 @@ from outrider.service.service import Service
 from outrider.trainers import slime
 from support.scribe import Scribe, scribe_task
 from support.service import running_service, say, scripted_engine
+from support.vision import task as looking
 
 from .slime_world import (
     DataSource,
@@ -375,6 +377,18 @@ async def test_custom_generate_fills_the_sample_of_slimes_own_loop(tmp_path: Pat
     assert isinstance(evaluated, Sample)
     assert [group.priority for group in groups] == [0, 0, 100]
     assert sample.status is Sample.Status.PENDING
+
+
+async def test_an_evaluation_in_slimes_own_loop_needs_no_processor_of_images(tmp_path: Path) -> None:
+    async with vision_service(tmp_path, [say("done")]) as (_, client, _engine):
+        args = slime_args(str(client.url), hf_checkpoint=str(tmp_path / "no model"))
+        sample = Sample(prompt="look", metadata={"task": looking("chat", [("look", [0])])})
+        evaluated = await slime.custom_generate(args, sample, {}, evaluation=True)
+        [group] = await client.groups()
+        [ours] = (await client.group(group.id, samples=True)).samples or ()
+    assert ours.images
+    assert (evaluated.tokens, evaluated.reward) == (ours.ids.tolist(), ours.reward)
+    assert evaluated.multimodal_train_inputs is None
 
 
 async def test_custom_generate_fails_as_it_is_told(tmp_path: Path) -> None:

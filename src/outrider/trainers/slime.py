@@ -172,8 +172,11 @@ async def custom_generate(
     task = _task_of(settings, sample, sampling_params, {EVALUATION_LABEL: "slime" if evaluation else None})
     group = group_of(settings, task, evaluating=evaluation)
     found = await run_group(settings, group, logprobs=settings.logprobs, images=True)
-    async with shared_client(settings.url, settings.token) as shared:
-        [trajectory], pixels = await _read_images(args, shared.client, found)
+    pixels: dict[int, dict[str, Any]] = {}
+    if not evaluation:  # nothing is trained on an evaluation
+        async with shared_client(settings.url, settings.token) as shared:
+            found, pixels = await _read_images(args, shared.client, found)
+    [trajectory] = found
     if trajectory.error is not None:
         # In an evaluation, "abort" also raises the error, because slime's evaluation needs a reward for each sample.
         if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
