@@ -96,6 +96,20 @@ def test_a_batch_of_a_sampler_that_is_stopped_or_closed_ends() -> None:
     run(main)
 
 
+def test_a_closed_sampler_gives_no_batch_even_if_one_is_full() -> None:
+    async def main() -> None:
+        sampler = DynamicSampler(SimulatedService(even, slots=24), first(30), n=4, target=2)
+        async with sampler:
+            assert await sampler.batch() is not None
+            await asyncio.sleep(1000.0)  # of virtual time: the groups of the next batch are done
+            full = sampler.state()
+        with pytest.raises(ServiceError, match="was closed"):
+            await sampler.batch()
+        assert sampler.state() == full
+
+    run(main)
+
+
 def test_tasks_that_are_no_sequence_and_no_function_of_a_number_are_refused() -> None:
     service = SimulatedService(even, slots=8)
     for source in (iter([task(0)]), {"instruction": "one task"}, 3):

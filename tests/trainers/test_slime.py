@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from api.test_vision import vision_service
 from outrider.client.client import AsyncClient
 from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState
@@ -20,6 +21,7 @@ from outrider.service.service import Service
 from outrider.trainers import slime
 from support.scribe import Scribe, scribe_task
 from support.service import running_service, say, scripted_engine
+from support.vision import task as looking
 
 from .slime_world import (
     DataSource,
@@ -377,6 +379,18 @@ async def test_custom_generate_fills_the_sample_of_slimes_own_loop(tmp_path: Pat
     assert sample.status is Sample.Status.PENDING
 
 
+async def test_an_evaluation_in_slimes_own_loop_needs_no_processor_of_images(tmp_path: Path) -> None:
+    async with vision_service(tmp_path, [say("done")]) as (_, client, _engine):
+        args = slime_args(str(client.url), hf_checkpoint=str(tmp_path / "no model"))
+        sample = Sample(prompt="look", metadata={"task": looking("chat", [("look", [0])])})
+        evaluated = await slime.custom_generate(args, sample, {}, evaluation=True)
+        [group] = await client.groups()
+        [ours] = (await client.group(group.id, samples=True)).samples or ()
+    assert ours.images
+    assert (evaluated.tokens, evaluated.reward) == (ours.ids.tolist(), ours.reward)
+    assert evaluated.multimodal_train_inputs is None
+
+
 async def test_custom_generate_fails_as_it_is_told(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url):
         args = slime_args(url)
@@ -582,9 +596,15 @@ def test_the_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(slime.custom_generate(slime_args("http://127.0.0.1:9"), prompt("slime nowhere"), {}))
 
 
-async def test_a_metric_that_the_verdicts_lack_ends_the_rollout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", [None, "number"])
+async def test_a_metric_that_the_verdicts_lack_ends_the_rollout(tmp_path: Path, key: str | None) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url):
-        args = slime_args(url, reward_key="number")
+        args = slime_args(url, reward_key=key)
         args.outrider["metrics"] = ["speed"]
         with pytest.raises(EvaluatorError, match="has no metric 'speed'"):
             await train(args, DataSource(args, [prompt("slime metric")]))
+        with pytest.raises(EvaluatorError, match="has no metric 'speed'"):
+            await slime.custom_generate(args, prompt("slime metric of an evaluation"), {}, evaluation=True)
+        args.outrider["metrics"] = ["number"]
+        one = await slime.custom_generate(args, prompt(f"slime metric that is there {key}"), {})
+    assert one.reward == ({"reward": 1.0, "number": 0.0} if key else 1.0)

@@ -328,6 +328,8 @@ class DynamicSampler:
         """True while nothing is submitted: until the first batch is requested and, after `stop` or too many
         uninformative groups, until the next batch is requested."""
         self._exhausted = False
+        self._is_open = False
+        """True inside the `async with` block. Outside of it, `_failure` is not None."""
         self._failure: Exception | None = ServiceError(
             "the sampler is not open", hint="use it inside: async with DynamicSampler(...) as sampler"
         )
@@ -338,7 +340,7 @@ class DynamicSampler:
     async def __aenter__(self) -> Self:
         cursor = (await patiently(self._client.status)).cursor
         await self._tasks.__aenter__()
-        self._failure = None
+        self._is_open, self._failure = True, None
         for work in (self._submit_prompts, partial(self._follow_results, cursor)):
             self._workers.append(self._tasks.create_task(self._guarded(work), name="sampler"))
         return self
@@ -346,6 +348,7 @@ class DynamicSampler:
     async def __aexit__(self, *_: object) -> None:
         """Stop following the service's results. Running groups continue in the service, and a sampler that continues
         from `state()` finds them."""
+        self._is_open = False
         self._end(ServiceError("the sampler was closed", hint="a new sampler continues from its state()"))
         for worker in self._workers:
             worker.cancel()
@@ -397,7 +400,7 @@ class DynamicSampler:
         - The service cannot be reached.
         - Groups keep failing (FAILED_IN_A_ROW).
         - Too few groups are informative (FRUITLESS_BATCHES).
-        - The sampler is stopped or closed meanwhile.
+        - The sampler is stopped or closed meanwhile, or is not open. A batch that is full then stays in `state()`.
 
         Also raises any error that a submission, the source or `informative` raises. No prompt is lost after an error or
         a cancellation.
@@ -410,7 +413,8 @@ class DynamicSampler:
                 held = await self._fill()
                 if self._surplus == "cancel":
                     await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
-                if self._is_full() or self._has_ended():  # `set_version` may have dropped groups meanwhile
+                # `set_version` may have dropped groups meanwhile, or the sampler may have been closed
+                if (self._is_full() or self._has_ended()) and self._is_open:
                     break
             if not self._ready:
                 if self._failed_in_a_row and not self._batches:
@@ -431,7 +435,7 @@ class DynamicSampler:
                     full_since = None
                 elif full_since is None:
                     full_since, patience = _now(), HELD_SECONDS
-                if full_since is not None and not self._must_wait():
+                if full_since is not None and not self._must_wait() and self._is_open:
                     break
                 if self._failure is not None:
                     raise self._failure

@@ -172,8 +172,11 @@ async def custom_generate(
     task = _task_of(settings, sample, sampling_params, {EVALUATION_LABEL: "slime" if evaluation else None})
     group = group_of(settings, task, evaluating=evaluation)
     found = await run_group(settings, group, logprobs=settings.logprobs, images=True)
-    async with shared_client(settings.url, settings.token) as shared:
-        [trajectory], pixels = await _read_images(args, shared.client, found)
+    pixels: dict[int, dict[str, Any]] = {}
+    if not evaluation:  # nothing is trained on an evaluation
+        async with shared_client(settings.url, settings.token) as shared:
+            found, pixels = await _read_images(args, shared.client, found)
+    [trajectory] = found
     if trajectory.error is not None:
         # In an evaluation, "abort" also raises the error, because slime's evaluation needs a reward for each sample.
         if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
@@ -656,11 +659,13 @@ def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, *, evaluation: bool = False
 ) -> float | dict[str, float]:
     """Return the reward for slime. If slime has a reward key, return a dictionary of the reward and all metrics
-    instead. slime looks the key up in it. Raises InvalidField if the dictionary does not have the key."""
+    instead. slime looks the key up in it. Raises InvalidField if the dictionary does not have the key, and
+    EvaluatorError if the verdict lacks a metric of the setting `metrics`."""
+    chosen = chosen_metrics(trajectory, settings)
     if not (key := _reward_key(args, evaluation=evaluation)):
         return reward
     assert trajectory.result.verdict is not None
-    named = {"reward": reward, **trajectory.result.verdict.metrics, **chosen_metrics(trajectory, settings)}
+    named = {"reward": reward, **trajectory.result.verdict.metrics, **chosen}
     if key not in named:
         raise InvalidField(
             f"slime's reward key is {key!r}, and the verdict of session {trajectory.session.id} has only"

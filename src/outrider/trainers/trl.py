@@ -77,6 +77,8 @@ UNUSED_FILE = "outrider_unused_rows.pt"
 between two steps that share a batch."""
 ASYNC_HOOKS = ("rollout_worker", "weight_transfer")
 """The arguments of AsyncGRPOTrainer that take a `RolloutWorker` and a `ServiceWeights`."""
+HIGHEST_PRIORITY = 1000
+"""The highest priority of a group that the service accepts."""
 PROMPT_COLUMN = "prompt"
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 REWARD_COLUMN = "outrider_reward"
@@ -184,7 +186,7 @@ class Rollouts:
     max_age: how many versions older than the current version a token may be. The groups that run while the trainer
         trains are at least one version old when they are used.
     eval_tasks: the tasks of the trainer's evaluations, which have no filter. Each evaluation begins with the first
-        task, and each of its batches takes the next tasks.
+        task, and each of its batches takes the next tasks. Their priority is `priority` + 1, but at most 1000.
     measure: compare the recorded log-probabilities with the trainer's own, computed with the weights that sampled each
         token (`StepStats.logprob_gap`). This costs one more forward pass for each version in a batch. To have the
         weights of all these versions, set `weights.keep` to at least `max_age` + 1.
@@ -406,8 +408,9 @@ class Rollouts:
         def marked(number: int) -> dict[str, Any]:
             return evaluation_task(tasks(number) if callable(tasks) else tasks[number % len(tasks)])
 
+        priority = min(self._settings["priority"] + 1, HIGHEST_PRIORITY)
         sampler = DynamicSampler(
-            self._client.asynchronous, marked, n=n, target=target, refill="static", priority=1, state=state
+            self._client.asynchronous, marked, n=n, target=target, refill="static", priority=priority, state=state
         )
         with self._client.open(sampler) as opened:
             batch = self._client.run(opened.batch())

@@ -51,14 +51,25 @@ def votes_and_a_tally(session: Session) -> None:
     session.ask("main", f"{ask}\n{quoted}\nWhich answer has the majority?", "0.05", says="You count votes.")
 
 
-@conversation(policy={BranchKind.RETRY: BranchPolicy.TRAIN})
+@conversation()
 def votes_that_the_program_counts(session: Session) -> None:
-    """As the page about branches recommends: with `retry: "train"`, all three votes train."""
+    """The program asks for all three votes before it has the first, and so may have used all of them."""
     main = session.agent("main", "You do sums.", "poll").hears("Is 91 a prime?")
     main.calls("poll", question="Is 91 a prime? Answer yes or no.", voters=3)
     voters = [session.agent("helper").hears("Is 91 a prime? Answer yes or no.") for _ in range(3)]
     session.at_once(*zip(voters, ["No", "Yes", "No"], strict=True))
     main.gets('{"yes": 1, "no": 2}').says("No, 91 is 7 times 13.")
+
+
+@conversation(policy={BranchKind.RETRY: BranchPolicy.TRAIN})
+def votes_one_after_the_other_that_the_program_counts(session: Session) -> None:
+    """The first two votes look like unused replies. As the page about branches recommends, they train with `retry:
+    "train"`."""
+    main = session.agent("main", "You do sums.", "poll").hears("Is 87 a prime?")
+    main.calls("poll", question="Is 87 a prime? Answer yes or no.", voters=3)
+    for vote in ("No", "Yes", "No"):
+        session.ask("helper", "Is 87 a prime? Answer yes or no.", vote)
+    main.gets('{"yes": 1, "no": 2}').says("No, 87 is 3 times 29.")
 
 
 @conversation()

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
-from bench.simulated_service import Played
+from bench.simulated_service import Played, SimulatedService
 
 from outrider.client.sampling import Counts, SamplerState
 from outrider.errors import EngineError, InvalidField, ServiceError
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import GroupView, PolicyStatus, SessionView
+from outrider.spec import EVALUATION_LABEL
 from outrider.trainers.trl import REWARD_COLUMN, Rollouts, rows_of, sampler_state, service_reward
 from outrider.trainers.weight_publishing import PolicyWeights
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, TokenMode, Verdict
@@ -274,6 +275,23 @@ def test_an_evaluation_has_tasks_of_its_own_and_no_filter(tmp_path: Path) -> Non
             made = rollouts([""] * 4, trainer)
             assert rollouts.history == []
     assert made[REWARD_COLUMN] == [0.0] * 4
+
+
+@pytest.mark.parametrize(("priority", "above"), [(0, 1), (2, 3), (-5, -4), (1000, 1000)])
+def test_an_evaluation_runs_ahead_of_the_trainings_groups(tmp_path: Path, priority: int, above: int) -> None:
+    trainer = Trainer(parameters())
+    with (
+        simulated(even) as client,
+        PolicyWeights(client, tmp_path) as weights,
+        Rollouts(client, task, weights, eval_tasks=[task(1)], priority=priority) as rollouts,
+    ):
+        rollouts([""] * 4, trainer)
+        trainer.model.training = False
+        rollouts([""] * 4, trainer)
+    service = cast(SimulatedService, client.asynchronous)
+    evaluating = [EVALUATION_LABEL in group["task"].get("labels", {}) for group in service.submitted]
+    found = {(each, group["priority"]) for each, group in zip(evaluating, service.submitted, strict=True)}
+    assert found == {(False, priority), (True, above)}
 
 
 def test_an_evaluation_of_several_batches_goes_through_the_tasks(tmp_path: Path) -> None:
