@@ -54,7 +54,7 @@ _NO_SAMPLER = "no engine here has this sampler"
 _ONE_REPLY = "only 1 is supported: one model call is one turn"
 _BUDGET = "the length of thinking cannot be limited"
 _EFFORT = "`none` turns thinking off; any other has no effect, noted"
-_PARALLEL = "the number of calls can be limited only if a call is forced"
+_PARALLEL = "the number of calls can be limited only if a call is forced, or only listed tools may be called"
 _FORCED = "is kept by a grammar, or refused"
 
 SAMPLERS: Table = (
