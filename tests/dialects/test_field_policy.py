@@ -276,6 +276,15 @@ def test_an_unknown_field_of_googles_configuration_is_noted() -> None:
     assert request.sampling.top_k == 3
 
 
+def test_the_row_of_include_names_what_is_refused() -> None:
+    (row,) = (row for row in TABLES["responses"] if row.name == "include")
+    refused = "message.output_text.logprobs"
+    assert f"`{refused}` is refused" in row.reason
+    with pytest.raises(RequestError, match="served by Chat Completions only"):
+        read("responses", include=[refused])
+    assert read("responses", include=["reasoning.encrypted_content", "file_search_call.results"]).ignored == ()
+
+
 FORMS: list[tuple[str, dict[str, Any], ConstraintKind, str]] = [
     ("chat", {"response_format": VALUES["response_format"]}, ConstraintKind.JSON_SCHEMA, TEXT),
     ("chat", {"response_format": {"type": "json_object"}}, ConstraintKind.JSON_OBJECT, ""),
