@@ -43,7 +43,7 @@ function useTheme(): [Theme, string, () => void] {
 }
 
 const KEYS: [string, string][] = [
-    ["/", "search: an id, or text of a conversation"], ["j  k", "next, previous row or turn"], ["Enter", "open the row"], ["u", "up: from a session to its group"],
+    ["/", "search: an id, a label (name=value), or text of errors, ends of outputs, and answers"], ["j  k", "next, previous row or turn"], ["Enter", "open the row"], ["u", "up: from a session to its group"],
     ["x  c", "in a group: choose a row, compare two"], ["t", "in a session: messages or tokens"], ["f", "in a list: the first filter"], ["+  −  0", "zoom of a timeline that has the focus"],
     ["1  2  3", "overview, groups, sessions"], ["d", "dark or light"], ["Esc", "close, or leave a field"], ["?", "this help"],
 ]
@@ -99,7 +99,7 @@ function AskToken({ why, given }: { why: string | null; given: () => void }) {
                 <label for="token">Token</label>
                 <input id="token" ref={field} type="password" autocomplete="off" spellcheck={false} autofocus />
                 {fault && <p class="fault" role="alert">{fault}</p>}
-                <p class="dim small">The token stays in this tab until the tab is closed. An operator makes one: <code>outrider token create NAME --role read</code></p>
+                <p class="dim small">The token stays in this tab until the tab is closed. An operator makes one: <code>outrider token create --role read --name NAME</code></p>
                 <button type="submit" class="button solid">Continue</button>
             </form>
         </dialog>

@@ -215,10 +215,74 @@ def test_an_unknown_field_of_an_object_is_noted(dialect: str, above: tuple[str, 
     assert read(dialect, **sent(FieldRule(path, Treatment.NOTED), 1)).ignored == (f"unknown.{path}",)
 
 
+UNREAD: list[tuple[str, str]] = [
+    ("chat", "future"),
+    ("chat", "structured_outputs.future"),
+    ("chat", "stream_options.future"),
+    ("chat", "reasoning.future"),
+    ("chat", "reasoning.max_tokens"),
+    ("chat", "reasoning.effort"),
+    ("chat", "thinking.future"),
+    ("chat", "thinking.budget_tokens"),
+    ("chat", "chat_template_kwargs.future"),
+    ("responses", "future"),
+    ("responses", "reasoning.future"),
+    ("responses", "text.future"),
+    ("responses", "chat_template_kwargs.enable_thinking"),
+    ("messages", "future"),
+    ("messages", "output_config.future"),
+    ("messages", "output_config.effort"),
+    ("gemini", "future"),
+    ("gemini", "generationConfig.future"),
+    ("gemini", "generationConfig.thinkingConfig.future"),
+    ("gemini", "toolConfig.functionCallingConfig.future"),
+]
+"""Fields of objects and unknown fields, all without effect. Any type of value is accepted."""
+
+
+@pytest.mark.parametrize(("dialect", "path"), UNREAD)
+def test_a_value_that_asks_for_nothing_is_not_noted_at_any_place(dialect: str, path: str) -> None:
+    row = FieldRule(path, Treatment.NOTED)
+    nothing: list[Any] = [None, "", [], {}]
+    something: list[Any] = [0, " ", [0], {"x": None}]
+    for value in nothing:
+        assert read(dialect, **sent(row, value)).ignored == ()
+    for value in something:
+        (note,) = read(dialect, **sent(row, value)).ignored
+        assert note.removeprefix("unknown.") == path
+
+
+@pytest.mark.parametrize(
+    ("dialect", "path"),
+    [
+        ("chat", "reasoning_effort"),
+        ("responses", "reasoning.effort"),
+        ("responses", "text.verbosity"),
+        ("gemini", "generationConfig.thinkingConfig.thinkingLevel"),
+    ],
+)
+def test_an_empty_text_is_not_noted(dialect: str, path: str) -> None:
+    assert read(dialect, **sent(FieldRule(path, Treatment.NOTED), "")).ignored == ()
+
+
+def test_an_unknown_field_that_is_no_text_is_noted() -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"future":"\xff"}'
+    assert CHAT_DIALECT.parse(wire.CALL, body, {}).ignored == ("unknown.future",)
+
+
 def test_an_unknown_field_of_googles_configuration_is_noted() -> None:
     request = read("gemini", generation_config={"from_the_future": 1, "top_k": 3})
     assert request.ignored == ("unknown.generationConfig.fromTheFuture",)
     assert request.sampling.top_k == 3
+
+
+def test_the_row_of_include_names_what_is_refused() -> None:
+    (row,) = (row for row in TABLES["responses"] if row.name == "include")
+    refused = "message.output_text.logprobs"
+    assert f"`{refused}` is refused" in row.reason
+    with pytest.raises(RequestError, match="served by Chat Completions only"):
+        read("responses", include=[refused])
+    assert read("responses", include=["reasoning.encrypted_content", "file_search_call.results"]).ignored == ()
 
 
 FORMS: list[tuple[str, dict[str, Any], ConstraintKind, str]] = [
@@ -331,7 +395,7 @@ def test_a_wrong_setting_is_named(dialect: str, field: str, fields: dict[str, An
             False,
             ("output_config.effort",),
         ),
-        ("messages", {"output_config": {"task_budget": {}}}, None, ("unknown.output_config.task_budget",)),
+        ("messages", {"output_config": {"task_budget": {"x": 1}}}, None, ("unknown.output_config.task_budget",)),
         ("gemini", {"generationConfig": {"thinkingConfig": {"thinkingBudget": -1}}}, None, ()),
         (
             "gemini",
@@ -483,6 +547,14 @@ def test_a_choice_of_tools_is_kept(
     assert request.tool_choice == ToolChoice(names=names, required=required, single=single, field=field)
     assert len(request.tools) == 2
     assert set(request.ignored) <= {"tools.web_search"}
+
+
+@pytest.mark.parametrize(("dialect", "fields"), [("chat", allowed("auto")), ("responses", listed("auto"))])
+def test_a_list_of_tools_is_kept_to_one_call(dialect: str, fields: dict[str, Any]) -> None:
+    request = read(dialect, **TWO[dialect], **fields, parallel_tool_calls=False)
+    assert request.tool_choice is not None
+    assert (request.tool_choice.required, request.tool_choice.single) == (False, True)
+    assert "parallel_tool_calls" not in request.ignored
 
 
 @pytest.mark.parametrize(

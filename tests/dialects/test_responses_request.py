@@ -95,6 +95,8 @@ FIELDS = [
     ("tool_choice", {"tool_choice": "always"}),
     ("tool_choice.type", {"tool_choice": {"type": "web_search"}}),
     ("tool_choice.type", {"tool_choice": {}}),
+    ("tool_choice.type", {"tool_choice": {"type": {}, "name": "f"}}),
+    ("tool_choice.tools[0].type", {"tool_choice": {"type": "allowed_tools", "tools": [{"type": []}]}}),
     ("tool_choice.name", {"tool_choice": {"type": "function", "name": "f"}}),
     ("previous_response_id", {"previous_response_id": "resp_none"}),
 ]

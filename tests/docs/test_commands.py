@@ -15,7 +15,7 @@ from outrider.cli.command_line import CliGroup
 from outrider.cli.commands import commands
 from outrider.cli.terminal import Terminal
 
-from .pages import PAGES, Page
+from .pages import PAGES, ROOT, Page
 
 END_OF_COMMAND = re.compile(r"[|&;<>()]+")
 ROOT_OPTIONS = {"--help", "-h", "--version"}
@@ -80,6 +80,13 @@ def complaint(words: list[str], *, whole: bool = True) -> str | None:
 def test_commands_exist() -> None:
     found = [(each.where, complaint(each.words, whole=each.whole)) for page in PAGES for each in shown(page)]
     assert [(where, wrong) for where, wrong in found if wrong] == []
+
+
+def test_commands_in_the_browser_exist() -> None:
+    sources = sorted((ROOT / "page" / "src").glob("*.tsx"))
+    spans = [span for file in sources for span in re.findall("<code>(outrider [^<]+)</code>", file.read_text("utf-8"))]
+    assert spans
+    assert [complaint(words) for span in spans for words in command_lines(span) if complaint(words)] == []
 
 
 def test_the_pages_show_every_command() -> None:

@@ -54,8 +54,12 @@ _NO_SAMPLER = "no engine here has this sampler"
 _ONE_REPLY = "only 1 is supported: one model call is one turn"
 _BUDGET = "the length of thinking cannot be limited"
 _EFFORT = "`none` turns thinking off; any other has no effect, noted"
-_PARALLEL = "the number of calls can be limited only if a call is forced"
+_PARALLEL = "the number of calls can be limited only if a call is forced, or only listed tools may be called"
 _FORCED = "is kept by a grammar, or refused"
+_INCLUDE = (
+    "`reasoning.encrypted_content` is honoured; `message.output_text.logprobs` is refused, because log-probabilities"
+    " are served by Chat Completions only; any other has no effect"
+)
 
 SAMPLERS: Table = (
     *_refused("ignore_eos", reason="a reply ends where the model ends it", neutral=(False,)),
@@ -118,7 +122,8 @@ CHAT: Table = (
 )
 
 RESPONSES: Table = (
-    *_passed("model", "input", "instructions", "previous_response_id", "store", "stream", "tools", "include"),
+    *_passed("model", "input", "instructions", "previous_response_id", "store", "stream", "tools"),
+    *_passed("include", reason=_INCLUDE),
     *_passed("temperature", "top_p", "max_output_tokens", "stop", "text.format"),
     *_passed("tool_choice", reason=f"`none` hides the tools; `required`, a name or a list {_FORCED}"),
     *_passed("reasoning.summary"),

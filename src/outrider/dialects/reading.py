@@ -55,6 +55,8 @@ deeper schema could exceed their recursion limit."""
 MAX_TOKENS = 1 << 24
 """The highest limit of output tokens. Higher limits are lowered to this number, because clients send huge numbers to
 say "no limit". No model's context is this long."""
+NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""The values that request nothing, whatever their field. A field with such a value is never added to the notes."""
 JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
 
 
@@ -75,8 +77,8 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _ABSENT = Raw()
 """The value of a missing field. Compare it by identity (`is`), because a value from a client may be equal to it."""
 _LONGEST_NEUTRAL = 16
-"""Maximum size, in bytes, of a value that is compared with `FieldRule.neutral`. No neutral value is longer."""
-_ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""Maximum size, in bytes, of a value that is compared with NOTHING and `FieldRule.neutral`. None of these is
+longer."""
 _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
 # A data URL may have parameters between the media type and `base64`, such as a charset or a file name. All repetitions
 # are bounded. An unbounded search in a malicious URL of 30 MB took 13 seconds and blocked all other threads.
@@ -218,7 +220,7 @@ class BodyReader(Generic[BodyT]):
             # RequestError for an error.
             wire = decode(self._tolerant, body)
             sent = decode(_NAMES, body)
-            notes += [UNKNOWN + name for name in sent if name not in self._known]
+            apply_rules(sent, {}, self._known, "", notes)
             for name, known in self._inner.items():
                 if name in sent and not is_absent(sent[name]):
                     apply_rules(decode(_NAMES, sent[name], name), {}, known, f"{name}.", notes)
@@ -243,8 +245,17 @@ def apply_rules(
     for name, raw in sent.items():
         if name in rules:
             _apply(rules[name], raw, where, notes)
-        elif name not in own and not is_absent(raw):
+        elif name not in own and not _is_nothing(raw):
             notes.append(f"{UNKNOWN}{where}{name}")
+
+
+def _is_nothing(raw: Raw) -> bool:
+    """Return True if the value of an unknown field is in NOTHING. Only the value's JSON syntax was checked, so it may
+    be text that cannot be decoded."""
+    if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return _ANY.decode(raw) in NOTHING
+    return False
 
 
 def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
@@ -264,7 +275,7 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
     if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
         value = decode(_ANY, raw, where + rule.name)
         # `in` compares by equality: if 1 is neutral, 1.0 and True are neutral, too.
-        if value in _ASKS_NOTHING or value in rule.neutral:
+        if value in NOTHING or value in rule.neutral:
             return
     if rule.treatment is Treatment.REFUSED:
         refuse(where + rule.name, f"is not supported: {rule.reason}")
@@ -484,10 +495,10 @@ def read_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list
     for name, value in (variables or {}).items():
         if name in ("enable_thinking", "thinking") and isinstance(value, bool | None):
             enabled = enabled if value is None else value
-        else:
+        elif value not in NOTHING:
             notes.append(f"chat_template_kwargs.{name}")
     if thinking is not None:
-        if thinking.get("budget_tokens") is not None:
+        if thinking.get("budget_tokens") not in NOTHING:
             notes.append("thinking.budget_tokens")
         note_unknown("thinking", thinking, ("type", "budget_tokens", "display"), notes)
         kind = thinking.get("type")
@@ -497,8 +508,11 @@ def read_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list
 
 
 def note_unknown(where: str, sent: JsonObject | None, known: Container[str], notes: list[str]) -> None:
-    """Add a note to `notes` for each key of the object `sent` that is not in `known`. `where` is the object's path."""
-    notes += [f"{UNKNOWN}{where}.{name}" for name in sent or () if name not in known]
+    """Add a note to `notes` for each key of the object `sent` that is not in `known`, unless its value requests
+    nothing. `where` is the object's path."""
+    for name, value in (sent or {}).items():
+        if name not in known and value not in NOTHING:
+            notes.append(f"{UNKNOWN}{where}.{name}")
 
 
 def response_format(form: Any, where: str) -> Constraint | None:

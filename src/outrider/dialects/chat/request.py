@@ -20,6 +20,7 @@ from outrider.constraint import ToolChoice
 from outrider.dialects.base import Memory, ModelRequest, WireCall, opencode_caller
 from outrider.dialects.field_policy import CHAT
 from outrider.dialects.reading import (
+    NOTHING,
     TOOL,
     BodyReader,
     DeclaredTools,
@@ -166,9 +167,9 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     for effort, name in ((wire.reasoning_effort, "reasoning_effort"), (reasoning.get("effort"), "reasoning.effort")):
         if effort == "none":
             thinking = False
-        elif effort is not None:
+        elif effort not in NOTHING:
             notes.append(name)
-    if reasoning.get("max_tokens") is not None:
+    if reasoning.get("max_tokens") not in NOTHING:
         notes.append("reasoning.max_tokens")
     if isinstance(enabled := reasoning.get("enabled"), bool):
         thinking = enabled

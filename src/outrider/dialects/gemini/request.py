@@ -26,6 +26,7 @@ from outrider.dialects.reading import (
     HISTORY,
     JSON_OBJECT,
     MAX_TOKENS,
+    NOTHING,
     Penalty,
     Seed,
     StopStrings,
@@ -190,7 +191,7 @@ def _read_thinking(generation: _Generation, notes: list[str]) -> _Thinking:
         return _Thinking()
     thinking = decode_object(_THINKING, raw, _THINKING_AT)
     apply_rules(fields(raw, _THINKING_AT), {}, _THINKING_FIELDS, f"{_THINKING_AT}.", notes)
-    if thinking.thinking_level is not None:
+    if thinking.thinking_level not in NOTHING:
         notes.append(f"{_THINKING_AT}.thinkingLevel")
     if thinking.thinking_budget is not None and thinking.thinking_budget > 0:
         notes.append(f"{_THINKING_AT}.thinkingBudget")

@@ -25,6 +25,7 @@ from outrider.dialects.field_policy import MESSAGES
 from outrider.dialects.messages.content import Content, MessagesHistory, WireMessage
 from outrider.dialects.reading import (
     HISTORY,
+    NOTHING,
     TOOL,
     BodyReader,
     DeclaredTools,
@@ -137,7 +138,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     choice = _read_tool_choice(wire.tool_choice, tools.specs, notes)
     config = wire.output_config or {}
-    if config.get("effort") is not None:
+    if config.get("effort") not in NOTHING:
         notes.append("output_config.effort")
     note_unknown("output_config", config, ("effort", "format"), notes)
     history = MessagesHistory(wire.system, wire.messages)

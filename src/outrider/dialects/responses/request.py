@@ -22,6 +22,7 @@ from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall, openc
 from outrider.dialects.field_policy import RESPONSES
 from outrider.dialects.reading import (
     HISTORY,
+    NOTHING,
     TOOL,
     BodyReader,
     OutputLimit,
@@ -123,12 +124,12 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     if single and (chosen is None or not chosen.single):
         notes.append("parallel_tool_calls")
     text, reasoning = wire.text or _TextFormat(), wire.reasoning or _Reasoning()
-    if text.verbosity is not None:
+    if text.verbosity not in NOTHING:
         notes.append("text.verbosity")
     thinking = read_thinking(wire, None, notes)
     if reasoning.effort == "none":
         thinking = False
-    elif reasoning.effort is not None:
+    elif reasoning.effort not in NOTHING:
         notes.append("reasoning.effort")
     told = tools if wire.tool_choice != "none" else Tools()
     return ModelRequest(

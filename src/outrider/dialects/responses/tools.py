@@ -33,6 +33,7 @@ from outrider.messages import ToolSpec
 
 _COMPUTERS = {"computer_use_preview": "action", "computer": "actions"}
 """For each type of computer tool, the field of a `computer_call` that has the action or the list of actions."""
+_COMPUTER_TYPES = tuple(_COMPUTERS)  # unlike in a dict, `in` also accepts a client's value that is not hashable
 _SUPPORTED = frozenset({"function", "custom", "namespace", *_COMPUTERS})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
@@ -102,7 +103,7 @@ def read_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, *, singl
     kind = (choice or {}).get("type")
     if kind == "allowed_tools":
         return _read_allowed_tools(choice or {}, tools, single=single)
-    if kind in _COMPUTERS and OPENAI_NAME in tools.table:
+    if kind in _COMPUTER_TYPES and OPENAI_NAME in tools.table:
         return tool_choice([OPENAI_NAME], tools.specs(), required=True, single=True, field="tool_choice")
     if kind not in ("function", "custom"):
         refuse("tool_choice.type", f"{quoted(str(kind))} cannot be chosen: only function, custom and allowed_tools can")
@@ -130,7 +131,7 @@ def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -
             if not named:
                 refuse(f"{at}.name", "must be the name of one of the tools")
             names += named
-        elif entry.get("type") in _COMPUTERS and OPENAI_NAME in tools.table:
+        elif entry.get("type") in _COMPUTER_TYPES and OPENAI_NAME in tools.table:
             names.append(OPENAI_NAME)
         elif entry.get("type") not in tools.hosted:
             refuse(f"{at}.type", "must be the type of one of the tools")
