@@ -64,9 +64,9 @@ async def test_a_command_is_run_again_until_it_succeeds(codes: tuple[int | None,
 @pytest.mark.parametrize(
     ("codes", "attempts", "message"),
     [
-        ((4,), 1, "prepare step 0 exited with 4: fetch"),
-        ((4, 5, 6), 3, "prepare step 0 exited with 6, the last of 3 times: fetch"),
-        ((4, None), 2, "prepare step 0 took longer than 300 s, the last of 2 times: fetch"),
+        ((4,), 1, "prepare step 0 exited with 4"),
+        ((4, 5, 6), 3, "prepare step 0 exited with 6, the last of 3 times"),
+        ((4, None), 2, "prepare step 0 took longer than 300 s, the last of 2 times"),
     ],
 )
 async def test_a_command_that_never_succeeds_fails_the_step(
@@ -80,6 +80,7 @@ async def test_a_command_that_never_succeeds_fails_the_step(
         "task.runtime.prepare.0",
         "said",
     )
+    assert failed.value.hint == "it ran: fetch"
     assert len(sandbox.done) == attempts
 
 

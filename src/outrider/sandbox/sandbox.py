@@ -337,4 +337,6 @@ async def run_step(runtime: Runtime, step: Run, *, name: str, field: str | None 
     ended = f"took longer than {step.seconds:g} s" if result.timed_out else f"exited with {result.exit_code}"
     tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
     kind = RuntimeFailure if result.timed_out else CommandFailed
-    raise kind(f"{name} {ended}{tried}: {step.run[:200]}", field=field, log_tail=result.log_tail())
+    # The command is in the hint, because messages leave the service in traces, and a command may contain secrets.
+    hint = f"it ran: {step.run[:200]}"
+    raise kind(f"{name} {ended}{tried}", field=field, hint=hint, log_tail=result.log_tail())
