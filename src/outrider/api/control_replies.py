@@ -52,7 +52,10 @@ def error_reply(error: BaseException) -> Response:
     status = error.http_status if isinstance(error, OutriderError) else 500
     record = record_of(error)
     shown = msgspec.structs.replace(
-        record, message=redacted(record.message), log_tail=record.log_tail and redacted(record.log_tail)
+        record,
+        message=redacted(record.message),
+        hint=record.hint and redacted(record.hint),
+        log_tail=record.log_tail and redacted(record.log_tail),
     )
     return json_reply(shown, status=status, headers=error_headers(error, status))
 

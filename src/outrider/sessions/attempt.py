@@ -143,6 +143,7 @@ def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:
         error = msgspec.structs.replace(
             error,
             message=redacted(error.message, secrets),
+            hint=error.hint and redacted(error.hint, secrets),
             log_tail=error.log_tail and redacted(error.log_tail, secrets),
         )
     if ended is not None:
