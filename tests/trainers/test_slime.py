@@ -403,6 +403,11 @@ async def test_custom_generate_fails_as_it_is_told(tmp_path: Path) -> None:
             await slime.custom_generate(args, sample, {}, evaluation=True)
         args.outrider["on_failure"] = "remove"
         removed = await slime.custom_generate(args, sample, {})
+        args.eval_reward_key = "reward"
+        evaluated = await slime.custom_generate(args, sample, {}, evaluation=True)
+        graded = await slime.custom_generate(args, prompt("slime custom well"), {}, evaluation=True)
+    assert evaluated.reward == {"reward": 0.0}
+    assert graded.reward.keys() >= {"reward"}
     assert (aborted.status, aborted.tokens, aborted.reward) == (Sample.Status.ABORTED, [], None)
     assert (removed.status, removed.remove_sample, removed.reward) == (Sample.Status.FAILED, True, 0.0)
 

@@ -181,12 +181,12 @@ async def custom_generate(
         # In an evaluation, "abort" also raises the error, because slime's evaluation needs a reward for each sample.
         if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
             raise trajectory.error
-        failed = _removed(args, settings, sample, trajectory)
+        failed = _removed(args, settings, sample, trajectory, evaluation=evaluation)
         if settings.on_failure == "abort":
             failed = copy.deepcopy(sample)
             failed.status = type(sample).Status.ABORTED
         return failed
-    filled = _filled(args, settings, sample, trajectory, pixels)
+    filled = _filled(args, settings, sample, trajectory, pixels, evaluation=evaluation)
     return filled[0] if evaluation or len(filled) == 1 else filled
 
 
@@ -633,7 +633,9 @@ def _filled(
     return made
 
 
-def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
+def _removed(
+    args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, *, evaluation: bool = False
+) -> SlimeSample:
     """Return a copy of slime's sample for a session without a row. It has one response token, with mask 0. The reward
     is 0 unless the session was graded."""
     removed = copy.deepcopy(sample)
@@ -643,9 +645,9 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
     removed.rollout_log_probs = [0.0] if settings.logprobs else None
     removed.weight_versions = []
     if trajectory.session.result is not None and trajectory.session.result.verdict is not None:
-        removed.reward = _reward(args, settings, trajectory, trajectory.reward)
+        removed.reward = _reward(args, settings, trajectory, trajectory.reward, evaluation=evaluation)
     else:
-        key = _reward_key(args, evaluation=False)
+        key = _reward_key(args, evaluation=evaluation)
         removed.reward = {key: 0.0} if key else 0.0
     removed.status = type(sample).Status.FAILED
     removed.remove_sample = True
