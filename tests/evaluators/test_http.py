@@ -60,6 +60,23 @@ async def test_our_contract(monkeypatch: pytest.MonkeyPatch) -> None:
             check_signature(headers, wrong, SECRET)
 
 
+@pytest.mark.parametrize("secret", ["too short", "whsec_this is no base64"])
+async def test_a_signing_key_that_is_unusable_is_refused_before_a_run(
+    monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
+    monkeypatch.setenv("GRADER_SECRET", f"{secret}\n")
+    async with a_grader(lambda body: {"reward": 1.0}, secret_variable="GRADER_SECRET") as grader:
+        spec = EvaluatorSpec(kind="http", options={"grader": "one"})
+        with pytest.raises(InvalidField, match="the variable GRADER_SECRET of grader 'one'") as refused:
+            make_evaluator(spec, grader.endpoints)
+        assert refused.value.field == "task.evaluator.options.grader"
+        assert secret not in f"{refused.value} {refused.value.hint}"
+        monkeypatch.delenv("GRADER_SECRET")  # a grading reports this, because only the node may have the variable
+        with pytest.raises(EvaluatorError, match="the variable GRADER_SECRET of grader 'one' is not set"):
+            await grader.grade("http", "42")
+    assert not grader.bodies
+
+
 @pytest.mark.parametrize("contract", ["outrider", "nemo_gym"])
 async def test_what_cannot_be_encoded_is_graded_all_the_same(contract: str) -> None:
     async with a_grader(lambda body: {"reward": 1.0}) as grader:

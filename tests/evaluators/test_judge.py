@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
@@ -242,6 +243,24 @@ async def test_a_frozen_model_judges() -> None:
     verdict = await evaluator.evaluate(an_outcome(spec, "42", call_frozen=ask))
     assert (verdict.reward, verdict.metrics["judge_prompt_tokens"]) == (1.0, 9)
     assert asked[-1] == ("judge", {"max_tokens": 2048, "temperature": 0.0, "seed": None})
+
+
+async def test_a_call_of_a_frozen_model_has_its_time_limit() -> None:
+    ended: list[bool] = []
+
+    async def ask(model: str, messages: Any, **sampling: Any) -> FrozenReply:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+        raise AssertionError
+
+    spec = EvaluatorSpec(kind="judge", options={"frozen": "judge", "call_seconds": 0.1, **REFERENCE})
+    evaluator = make_evaluator(spec, Endpoints(frozen=["judge"]))
+    async with asyncio.timeout(20):
+        with pytest.raises(EvaluatorError, match=r"the judge 'judge' did not answer within 0\.1 s"):
+            await evaluator.evaluate(an_outcome(spec, "42", call_frozen=ask))
+    assert ended == [True]
 
 
 def room_for(characters: int, said: Reply, *, refusal: Any) -> Reply:

@@ -135,6 +135,26 @@ async def test_each_attempt_has_its_own(world: MakeWorld) -> None:
         assert kept(w, session.id, 4) == ArtifactList(session_id=session.id, attempt=4, artifacts=(), left_out=())
 
 
+async def test_those_of_earlier_steps_stay(world: MakeWorld, temporary: Path) -> None:
+    first = "echo one > logs/a; echo one > logs/b; echo same > logs/c"
+    leave = f"run if test -e logs; then rm logs/a; echo two > logs/b; echo two > logs/d; else mkdir logs; {first}; fi"
+    async with world() as w:
+        then = [{"instruction": "go on", "evaluator": {"run": "true"}}]
+        fields = {"artifacts": ["logs/*"], "evaluator": {"run": "true"}, "runtime": {"kind": "process"}}
+        session = await w.run("ask", leave, then=then, **fields)
+        result, listed = result_of(session), kept(w, session.id)
+        assert (result.error, session.attempt) == (None, 1)
+        assert sorted(listed.artifacts, key=lambda each: each.path) == [
+            artifact("/work/logs/a", b"one\n"),
+            artifact("/work/logs/b", b"two\n"),
+            artifact("/work/logs/c", b"same\n"),
+            artifact("/work/logs/d", b"two\n"),
+        ]
+        assert result.artifact_bytes == 17
+        file = w.service.artifacts.file(session.id, "/work/logs/a")
+        assert await asyncio.to_thread(file.read_bytes) == b"one\n"
+
+
 async def test_they_are_the_agents_and_not_the_graders(world: MakeWorld) -> None:
     async with world() as w:
         evaluator = {"run": "echo graded > logs/a", "carry": ["logs"]}

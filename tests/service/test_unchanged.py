@@ -29,6 +29,8 @@ REPOSITORY = """mkdir repo; cd repo; git init -q .; mkdir src
 printf 'one\\ntwo\\n' > src/a.py; echo gone > src/b.py; printf '*.log\\n' > .gitignore; echo kept > kept.log
 git add -f .; git -c user.name=x -c user.email=x commit -qm base; echo noise > x.log"""
 """One tracked file is ignored, and there is an ignored file that is not tracked."""
+USERS = "mkdir -p ~/.config/git"
+"""The folder of the user's own settings of git."""
 
 
 class CountedRuntime(NamespaceRuntime):
@@ -125,6 +127,8 @@ async def test_no_sandbox_is_made_for_an_agent_that_changed_nothing(
         "git update-index --assume-unchanged src/a.py; echo x >> src/a.py",
         "git update-index --skip-worktree src/a.py; rm src/a.py",
         "echo '*.txt' > .git/info/exclude; echo x > a.txt",
+        f"{USERS}; echo '*.txt' > ~/.config/git/ignore; echo x > a.txt",
+        f"{USERS}; echo '*.py text' > ~/.config/git/attributes; printf 'one\\r\\ntwo\\r\\n' > src/a.py",
         "git config core.fileMode false; chmod 755 src/a.py",
         "echo x >> kept.log",
         "rm -rf .git; echo x > src/new.py",
@@ -137,6 +141,17 @@ async def test_every_change_is_still_seen(world: MakeWorld, temporary: Path, age
         session, sandboxes = await run(w, agent)
         assert (result_of(session).error, result_of(session).verdict, sandboxes) == (None, EVALUATED, 1)
         assert Deciding.evaluated[-1] not in (None, b"")
+
+
+async def test_a_users_ignored_files_are_changes_in_the_first_grading_and_in_later_ones(
+    world: MakeWorld, temporary: Path
+) -> None:
+    """The first grading makes a patch, by the git of a new sandbox. Here preparation leaves settings of its user."""
+    prepare = f"{REPOSITORY}; {USERS}; echo '*.txt' > ~/.config/git/ignore"
+    async with world(http=True, sandboxes=ALONE) as w:
+        for _ in range(2):
+            session, sandboxes = await run(w, "echo x > a.txt", prepare=prepare)
+            assert (result_of(session).error, result_of(session).verdict, sandboxes) == (None, EVALUATED, 1)
 
 
 async def test_a_change_of_excluded_files_alone_is_no_change(world: MakeWorld, temporary: Path) -> None:

@@ -13,7 +13,7 @@ from outrider.lab.fakes.memory_runtime.runtime import MemoryRuntime
 from outrider.sandbox.runtimes.base import SandboxContext
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.schemas import Artifact, ArtifactList
-from outrider.sessions.artifacts import ArtifactCollector, ArtifactLimits, make_folders
+from outrider.sessions.artifacts import ArtifactCollector, ArtifactLimits, KeptFiles, make_folders
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
 from outrider.store.artifacts import INDEX, ArtifactStore
 
@@ -26,10 +26,10 @@ class Hanging(MemoryRuntime):
         return []
 
 
-async def collected(
-    folder: Path, bounds: ArtifactLimits, *patterns: str, kind: type[MemoryRuntime] = MemoryRuntime
-) -> ArtifactList:
-    """The artifacts collected from a sandbox with a few files."""
+async def a_sandbox(
+    folder: Path, *patterns: str, kind: type[MemoryRuntime] = MemoryRuntime
+) -> tuple[MemoryRuntime, TaskSpec]:
+    """A started sandbox, and a task that keeps files of it."""
     runtime_spec = RuntimeSpec(kind="memory")
     task = TaskSpec(
         instruction="x",
@@ -49,11 +49,19 @@ async def collected(
     runtime = kind.create(runtime_spec, context)
     await runtime.start()
     await make_folders(runtime)
+    return runtime, task
+
+
+async def collected(
+    folder: Path, bounds: ArtifactLimits, *patterns: str, kind: type[MemoryRuntime] = MemoryRuntime
+) -> ArtifactList:
+    """The artifacts collected from a sandbox with a few files."""
+    runtime, task = await a_sandbox(folder, *patterns, kind=kind)
     files = {"d/1": b"aaaa", "d/2": b"bbbbbb", "d/3": b"cccc", "e": b"dd", "f1": b"", "f2": b"", "f3": b"", "f4": b""}
     for name, data in files.items():
         await runtime.write(name, data)
     store = ArtifactStore(folder)
-    await ArtifactCollector(store, bounds).collect(runtime, task, "s", 1)
+    await ArtifactCollector(store, bounds).collect(runtime, task, "s", 1, KeptFiles())
     await runtime.stop()
     return store.listed("s")
 
@@ -76,6 +84,42 @@ async def test_what_all_may_take_is_what_is_left_for_each(tmp_path: Path) -> Non
 async def test_the_time_is_bounded_too(tmp_path: Path) -> None:
     listed = await collected(tmp_path, ArtifactLimits(seconds=0.1), "*", kind=Hanging)
     assert [left.reason for left in listed.left_out] == ["the files not listed could not be read within 0.1 s"]
+
+
+async def test_the_steps_of_an_attempt_share_its_bounds(tmp_path: Path) -> None:
+    """What was replaced counts, for it stays on the disk, and what did not change is not counted again."""
+    runtime, task = await a_sandbox(tmp_path, "*")
+    store, kept = ArtifactStore(tmp_path), KeptFiles()
+    collector = ArtifactCollector(store, ArtifactLimits(file_bytes=8, total_bytes=20, matches=2))
+    seen = []
+    for step in (
+        {"a": b"aaaaaaaa", "b": b"1"},
+        {"a": b"aaaaaaaa", "b": b"22"},
+        {"b": None, "c": b"cccccccc"},
+        {"a": b"AAAAAAAA", "c": None, "b": b"3"},
+        {"a": b"aaaaaaaa", "b": None, "d": b""},
+        {"a": None, "e": b""},
+    ):
+        for name, data in step.items():
+            if data is None:
+                await runtime.exec(["rm", name], seconds=10)
+            else:
+                await runtime.write(name, data)
+        listed = await collector.collect(runtime, task, "s", 1, kept)
+        assert store.listed("s") == listed
+        sizes = {Path(each.path).name: each.size for each in listed.artifacts}
+        seen.append((sizes, {Path(each.path).name: each.reason for each in listed.left_out}))
+    assert seen == [
+        ({"a": 8, "b": 1}, {}),
+        ({"a": 8, "b": 2}, {}),
+        ({"a": 8, "b": 2, "c": 8}, {}),
+        ({"a": 8, "b": 1, "c": 8}, {"a": "/work/a is larger than 1 bytes (20 bytes are kept in all)"}),
+        ({"a": 8, "b": 1, "c": 8, "d": 0}, {}),
+        ({"a": 8, "b": 1, "c": 8, "d": 0}, {"e": "4 files are kept in all"}),
+    ]
+    first = hashlib.sha256(b"aaaaaaaa").hexdigest()
+    assert store.file("s", "/work/a").name == first
+    await runtime.stop()
 
 
 class Unwritable(MemoryRuntime):

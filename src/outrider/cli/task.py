@@ -319,8 +319,9 @@ def check(
     The command tries both twice, without a model or a service. The solution is
     in one of these places:
 
-    - in a TOML file: the table `gold`, with `run` (a command for the sandbox)
-      or `reply` (the agent's last reply)
+    - in a TOML file: the table `gold`, with `patch` (a diff of the working
+      directory), `run` (a command for the sandbox) or `reply` (the agent's
+      last reply)
     - in a Harbor folder: solution/solve.sh
     - in a row of SWE-bench: the gold patch
 

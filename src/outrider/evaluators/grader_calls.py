@@ -14,10 +14,11 @@ from typing import Any
 
 import aiohttp
 
+from outrider.callbacks import check_secret
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import GraderConfig
 from outrider.environment import environment
-from outrider.errors import EvaluatorError
+from outrider.errors import EvaluatorError, InvalidField
 from outrider.redaction import redacted
 
 MAX_ANSWER = 4 << 20
@@ -115,6 +116,19 @@ def variable(name: str | None, grader: str) -> str | None:
             hint="set it in the environment of the service and of its nodes",
         )
     return value
+
+
+def check_signing_key(grader: GraderConfig, *, field: str) -> None:
+    """Raise InvalidField if the grader's signing key is too short or invalid. A variable that is not set passes,
+    because this process may not be the one that calls the grader."""
+    name = grader.secret_variable
+    if name is None or not (secret := (environment(name) or "").strip()):
+        return
+    try:
+        check_secret(secret)
+    except InvalidField as error:
+        message = f"the variable {name} of grader {grader.name!r} has no usable key: {error.message}"
+        raise InvalidField(message, field=field, hint=error.hint) from None
 
 
 def json_object(name: str, content: bytes) -> dict[str, Any]:

@@ -8,6 +8,7 @@ reason, or the reason is logged.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import posixpath
 from collections.abc import AsyncIterator
@@ -70,13 +71,25 @@ class GradingLog:
 
 
 class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits for the collection of an attempt's artifacts. `matches` is the maximum number of paths for one pattern.
-    `seconds` limits the whole collection."""
+    """Limits for the collections of an attempt's artifacts. `matches` is the maximum number of paths for one pattern.
+    `seconds` limits one collection, and `total_bytes` all collections together."""
 
     file_bytes: int = 32 << 20
     total_bytes: int = 128 << 20
     matches: int = 1000
     seconds: float = 120.0
+
+
+@dataclass(eq=False)
+class KeptFiles:
+    """The artifacts that the collections of one attempt have kept. There is one collection for each step of the task.
+
+    artifacts: the artifacts by path. A later file with the same path replaces an earlier one.
+    stored_bytes: the bytes of all files given to the store. They include replaced files, which stay on the disk.
+    """
+
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
+    stored_bytes: int = 0
 
 
 async def make_folders(runtime: Runtime) -> None:
@@ -98,10 +111,13 @@ class ArtifactCollector:
         self._limits = limits or ArtifactLimits()
         self._reading = asyncio.Semaphore(MAX_FILES_IN_MEMORY)
 
-    async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> ArtifactList:
-        """Keep the artifacts of an attempt and return the list of them. Call this once per attempt. The list is stored
-        if it has entries or the task names artifacts."""
-        collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt)
+    async def collect(
+        self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int, kept: KeptFiles
+    ) -> ArtifactList:
+        """Keep the artifacts of an attempt and return the list of them. Call this once per step of the task, with the
+        same `kept`, to which the new artifacts are added. So the list has the artifacts of earlier steps, too, but only
+        this step's left-out files. It is stored if it has entries or the task names artifacts."""
+        collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt, kept)
         try:
             try:
                 async with asyncio.timeout(self._limits.seconds):
@@ -171,8 +187,8 @@ class ArtifactCollector:
 
 @dataclass(eq=False)
 class ArtifactCollection:
-    """Collects the artifacts of one attempt. It lists the files that were kept, and those that were left out, with the
-    reason."""
+    """Collects the artifacts of one attempt, once, into `kept`. It lists the files that were kept, and those that this
+    collection left out, with the reason."""
 
     runtime: Runtime
     task: TaskSpec
@@ -180,18 +196,17 @@ class ArtifactCollection:
     limits: ArtifactLimits
     session_id: str
     attempt: int
-    _kept: list[Artifact] = field(default_factory=list)
+    kept: KeptFiles
     _left_out: list[LeftOut] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._bytes_left = self.limits.total_bytes
         self._folders = folders_in(self.runtime).parent
 
     def listed(self) -> ArtifactList:
         return ArtifactList(
             session_id=self.session_id,
             attempt=self.attempt,
-            artifacts=tuple(self._kept),
+            artifacts=tuple(self.kept.artifacts.values()),
             left_out=tuple(self._left_out),
         )
 
@@ -215,8 +230,12 @@ class ArtifactCollection:
                     yield path
 
     async def keep(self, path: str) -> None:
-        """Store the bytes of a file. If this is impossible, list the file as left out with the reason."""
-        limit = min(self.limits.file_bytes, self._bytes_left)
+        """Store the bytes of a file, unless an earlier step has stored the same file. If this is impossible, list the
+        file as left out with the reason."""
+        earlier = self.kept.artifacts.get(path)
+        bytes_left = self.limits.total_bytes - self.kept.stored_bytes
+        limit = min(self.limits.file_bytes, bytes_left if earlier is None else max(bytes_left, earlier.size))
+        full = f" ({self.limits.total_bytes} bytes are kept in all)" if bytes_left < self.limits.file_bytes else ""
         try:
             path.encode()
             data = await self.runtime.read(path, limit=limit, follow=False)
@@ -228,16 +247,28 @@ class ArtifactCollection:
             self.leave_out(path, "its name is not UTF-8")
             return
         except (RuntimeFailure, OSError) as error:
-            full = f" ({self.limits.total_bytes} bytes are kept in all)" if limit < self.limits.file_bytes else ""
             self.leave_out(path, f"{error}{full}")
             return
+        if (
+            earlier is not None
+            and earlier.size == len(data)
+            and earlier.sha256 == (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
+        ):
+            return
+        most = self.limits.matches * (len(self.task.artifacts) + 1)
+        if earlier is None and len(self.kept.artifacts) >= most:
+            self.leave_out(path, f"{most} files are kept in all")
+            return
+        if len(data) > bytes_left:
+            self.leave_out(path, f"{path} is larger than {bytes_left} bytes{full}")
+            return
+        self.kept.stored_bytes += len(data)  # even if it fails, because the service may have stored the file
         try:
             digest = await self.store.keep(self.session_id, self.attempt, data)
         except (OSError, ServiceError) as error:
             self.leave_out(path, f"the service cannot store it: {error}")
             return
-        self._bytes_left -= len(data)
-        self._kept.append(Artifact(path=path, size=len(data), sha256=digest))
+        self.kept.artifacts[path] = Artifact(path=path, size=len(data), sha256=digest)
 
     def leave_out(self, path: str, reason: str) -> None:
         self._left_out.append(LeftOut(path=storable(path), reason=storable(reason)))

@@ -35,9 +35,10 @@ UNCHANGED_SECONDS = 60.0
 """Time limit for checking whether the agent has changed nothing, in seconds."""
 MAX_BASES = 1024
 """Maximum number of repositories that a `PatchBases` remembers."""
+# XDG_CONFIG_HOME turns off the user's files `git/ignore` and `git/attributes`. GIT_CONFIG_GLOBAL does not affect them.
 GIT = """set -e
 cd -- {repository}
-export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 LC_ALL=C
+export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 XDG_CONFIG_HOME=/dev/null LC_ALL=C
 export GIT_INDEX_FILE="$PWD/.git/outrider-index"
 git() {{
     command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.autocrlf=false "$@"
@@ -77,7 +78,7 @@ APPLY = """git apply --whitespace=nowarn .git/outrider-patch
 # only objects that do not exist yet.
 UNCHANGED = """set -e
 cd -- {repository}
-export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 LC_ALL=C
+export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 XDG_CONFIG_HOME=/dev/null LC_ALL=C
 export GIT_DIR={place} GIT_WORK_TREE="$PWD"
 trap 'rm -rf -- {place}' EXIT
 git() {{

@@ -54,7 +54,7 @@ from outrider.sandbox.runtimes.base import QueuesStarts, Runtime
 from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
-from outrider.sessions.artifacts import ArtifactCollector, GradingLog, make_folders
+from outrider.sessions.artifacts import ArtifactCollector, GradingLog, KeptFiles, make_folders
 from outrider.sessions.attempt import Attempt, AttemptStore, session_result
 from outrider.sessions.blame import HARMFUL_SECONDS, Blame, Cause, End, Facts, Stage, decide, end_of
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
@@ -162,6 +162,7 @@ class Rollout:
         self._artifacts = ArtifactList(
             session_id=attempt.session.id, attempt=attempt.session.attempt, artifacts=(), left_out=()
         )
+        self._kept_files = KeptFiles()
         self._grading_log = GradingLog()
         self._graded: AgentRun | None = None
         """The agent's run, set when its grading begins."""
@@ -583,7 +584,7 @@ class Rollout:
         await self._node.timelines.list_processes_of(sandbox.runtime)
         await collect(sandbox.runtime, self._step.collect)
         session, keep = self._session, self._node.artifacts.collect
-        self._artifacts = await keep(sandbox.runtime, self._task, session.id, session.attempt)
+        self._artifacts = await keep(sandbox.runtime, self._task, session.id, session.attempt, self._kept_files)
         self._stopwatch.lap("stop")
 
     async def _keep_carried(self, file: Path, name: str) -> None:

@@ -9,6 +9,7 @@ the tokens of every parsed reply, and quotes its end.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from typing import Annotated, Any
 
@@ -149,13 +150,17 @@ class Judge:
         if grader is None:
             assert options.frozen is not None
             try:
-                return await self._outcome.call_frozen(
-                    options.frozen,
-                    messages,
-                    max_tokens=options.max_tokens,
-                    temperature=options.temperature,
-                    seed=seed,
-                )
+                async with asyncio.timeout(options.call_seconds):
+                    return await self._outcome.call_frozen(
+                        options.frozen,
+                        messages,
+                        max_tokens=options.max_tokens,
+                        temperature=options.temperature,
+                        seed=seed,
+                    )
+            except TimeoutError as error:
+                late = f"did not answer within {options.call_seconds:g} s"
+                raise EvaluatorError(f"the judge {options.frozen!r} {late}") from error
             except ContextOverflow as error:
                 raise TooLong(f"the judge {options.frozen!r} failed: {error.message}") from error
             # Raise EvaluatorError even for an EngineError, after which the whole session would run again and the

@@ -36,6 +36,7 @@ GIT_ENVIRONMENT = {
     "GIT_CONFIG_GLOBAL": "/dev/null",
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_ATTR_NOSYSTEM": "1",
+    "XDG_CONFIG_HOME": "/dev/null",
     "LC_ALL": "C",
 }
 """Variables that make git apply a patch to the files of a folder, whether or not the folder is in a repository."""
