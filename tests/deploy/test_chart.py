@@ -606,6 +606,12 @@ def test_the_notes_can_be_written(helm: str, name: str) -> None:
     notes = done.stdout.partition("NOTES:")[2]
     assert "port-forward service/rl-service 8700" in notes
     assert not [each for each in (TOKEN, "a-password", SIGNING) if each in notes]
+    kind = SETS[name].get("nodes", {}).get("sandboxes", "namespace")
+    named = SETS[name].get("settings", {}).get("sandboxes", {}).get("default_kind", "namespace") != kind
+    assert [line for line in notes.splitlines() if "kind =" in line] == [
+        f'Tasks must name the runtime: [runtime] kind = "{kind}" (or set settings.sandboxes.default_kind={kind})'
+    ] * named
+    assert ("Tasks must name an image" in notes) is (kind == "kubernetes")
 
 
 @pytest.mark.parametrize(

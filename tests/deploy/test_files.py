@@ -64,6 +64,11 @@ def test_each_setting_of_sandboxes_gets_to_where_it_has_an_effect() -> None:
     assert shared == {"default_kind", "pull"}
 
 
+def test_the_notes_name_no_kind_but_that_of_the_values() -> None:
+    notes = (CHART / "templates" / "NOTES.txt").read_text()
+    assert re.findall(r'kind = "(.*?)"', notes) == ["{{ .Values.nodes.sandboxes }}"]
+
+
 def test_the_chart_has_the_packages_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
