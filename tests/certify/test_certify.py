@@ -10,7 +10,7 @@ import pytest
 from outrider.harnesses.install import installation
 from outrider.harnesses.presets import load_preset
 from outrider.lab.certify.judge import Certificate, Subject
-from outrider.lab.certify.rows import ROWS
+from outrider.lab.certify.rows import LONG, ROWS
 from outrider.lab.certify.run import certify
 from outrider.lab.certify.subagent_trial import ALONE, HELPLESS, IDLE, KNOWN, NOTHING, OPEN, STARTS
 from outrider.plugins import resolve
@@ -105,6 +105,11 @@ async def test_tools_that_write_and_read_files_do_instead_of_a_shell() -> None:
     certificate = await certified("files", rows=("three-turns", "long-output", "parallel-calls", "tool-error"))
     assert certificate.ok
     assert [(row.verdict, row.reason) for row in certificate.rows] == [("holds", "")] * 4
+
+
+def test_a_long_result_is_as_long_as_its_row_says() -> None:
+    [row] = (row for row in ROWS if row.name == "long-output")
+    assert f"a result of {len(LONG.encode()) / 1000:.0f} kB" in row.what
 
 
 async def test_a_program_goes_on_after_a_look_at_an_image() -> None:

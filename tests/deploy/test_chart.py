@@ -88,6 +88,8 @@ PODS: Values = {
     "networkPolicy": {"apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]},
 }
 LANDLOCK: Values = {**BASE, "nodes": {"sandboxes": "process-landlock"}}
+SHARED: Values = {"default_kind": "kubernetes", "pull": ["docker.io/library/"]}
+"""Settings of the service that are also the nodes'."""
 SETS: dict[str, Values] = {
     "least": BASE,
     "tls": {**BASE, "tls": {"secretName": "certificate"}},
@@ -97,6 +99,8 @@ SETS: dict[str, Values] = {
     "landlock": LANDLOCK,
     "pods": PODS,
     "pods of the release's namespace": {**BASE, "nodes": {"sandboxes": "kubernetes"}},
+    "pods by default": {**PODS, "settings": {**BASE["settings"], "sandboxes": SHARED}},
+    "landlock by default": {**LANDLOCK, "settings": {"sandboxes": {"default_kind": "process-landlock"}}},
     "scaled by others": {**BASE, "nodes": {"replicas": None}},
     "no policy": {**BASE, "networkPolicy": {"enabled": False}},
     "much": {
@@ -366,14 +370,17 @@ def test_a_node_takes_its_settings(chart: Chart, tmp_path: Path, name: str) -> N
     documents, nodes = chart.render(SETS[name]), SETS[name].get("nodes", {})
     config = settings(documents, "rl-nodes", tmp_path)
     given = Config.model_validate(nodes.get("settings", {}))
+    service = settings(documents, "rl-service", tmp_path).sandboxes
+    shared = {"default_kind": service.default_kind, "pull": service.pull}
     if nodes.get("sandboxes") == "kubernetes":
         made = config.sandboxes.kubernetes
         assert made.tools_image == "images.example/rl/outrider:0.1.0"
         assert made.namespace == (given.sandboxes.kubernetes.namespace or "team")
         assert made.user == given.sandboxes.kubernetes.user
         assert config.sandboxes.warm == given.sandboxes.warm
+        assert {each: getattr(config.sandboxes, each) for each in shared} == shared
     else:
-        assert config.sandboxes == given.sandboxes
+        assert config.sandboxes == given.sandboxes.model_copy(update=shared)
     assert config.lanes == given.lanes
     command = container(pods(documents)["nodes"])
     assert command["command"] + command["args"][:2] == ["outrider", "nodes", "join"]
@@ -599,6 +606,12 @@ def test_the_notes_can_be_written(helm: str, name: str) -> None:
     notes = done.stdout.partition("NOTES:")[2]
     assert "port-forward service/rl-service 8700" in notes
     assert not [each for each in (TOKEN, "a-password", SIGNING) if each in notes]
+    kind = SETS[name].get("nodes", {}).get("sandboxes", "namespace")
+    named = SETS[name].get("settings", {}).get("sandboxes", {}).get("default_kind", "namespace") != kind
+    assert [line for line in notes.splitlines() if "kind =" in line] == [
+        f'Tasks must name the runtime: [runtime] kind = "{kind}" (or set settings.sandboxes.default_kind={kind})'
+    ] * named
+    assert ("Tasks must name an image" in notes) is (kind == "kubernetes")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from outrider.config import Config
+from outrider.config import Config, SandboxesConfig
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -50,6 +50,23 @@ def test_every_value_is_in_the_schema_and_has_a_default() -> None:
                 compare(each, schema["properties"][name], f"{where}.{name}".lstrip("."))
 
     compare(values, SCHEMA, "")
+
+
+def test_each_setting_of_sandboxes_gets_to_where_it_has_an_effect() -> None:
+    """A node takes all of them from its own settings, except `allow`, of which the service tells it."""
+    given = SCHEMA["properties"]
+    service = set(given["settings"]["properties"]["sandboxes"]["properties"])
+    own = set(given["nodes"]["properties"]["settings"]["properties"]["sandboxes"]["properties"])
+    (picked,) = re.findall(r"pick \(.*\) (.*) }}", (CHART / "templates" / "nodes-config.yaml").read_text())
+    shared = set(re.findall(r'"(\w+)"', picked))
+    assert service | own == set(SandboxesConfig.model_fields)
+    assert service - shared == {"allow", "runtimes", "images"}, "these have an effect at submission"
+    assert shared == {"default_kind", "pull"}
+
+
+def test_the_notes_name_no_kind_but_that_of_the_values() -> None:
+    notes = (CHART / "templates" / "NOTES.txt").read_text()
+    assert re.findall(r'kind = "(.*?)"', notes) == ["{{ .Values.nodes.sandboxes }}"]
 
 
 def test_the_chart_has_the_packages_version() -> None:

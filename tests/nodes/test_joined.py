@@ -578,6 +578,27 @@ async def test_a_node_checks_paths_with_its_own_links(
 
 
 @pytest.mark.deep
+async def test_a_machine_whose_default_kind_cannot_do_it_ends_the_session_with_an_error(
+    start: Starts, tokenizer: Path, tmp_path: Path
+) -> None:
+    """The service has checked the task with its own default, `namespace`."""
+    machine = SandboxesConfig(default_kind="process")
+    async with start(processes=0) as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=LENGTH))
+        async with Machine().at(running.url, tmp_path, sandboxes=machine):
+            for kind in (None, "process"):  # what a service without nodes of its own does not check, the machine does
+                submitted = await running.submit("ask", runtime={"kind": kind, "image": "debian"}, max_attempts=2)
+                [session] = (await running.done(submitted)).sessions
+                result = result_of(session)
+                assert result.error is not None
+                assert (result.error.code, result.error.field) == ("runtime_unavailable", "task.runtime.image")
+                assert (result.verdict, result.turns, session.attempt) == (None, 0, 1)
+            assert ends(await running.done(await running.submit("ask", runtime={"kind": None}))) == {
+                StopReason.COMPLETED: 1
+            }
+
+
+@pytest.mark.deep
 async def test_a_machine_does_not_join_with_a_folder_that_holds_its_own_files(
     start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,32 @@ def test_images_that_a_command_does_not_understand(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("reference", "asked"),
+    [
+        ("registry/x:1", "registry/x"),
+        ("registry/x", "registry/x"),
+        ("host:5000/team/x:1-slim", "host:5000/team/x"),
+        ("host:5000/x", "host:5000/x"),
+        ("x:1", "x"),
+    ],
+)
+async def test_skopeo_gets_no_tag_beside_a_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, asked: str
+) -> None:
+    """It refuses both together. The image is still called as it was named."""
+    pulls = fake_skopeo(tmp_path, monkeypatch)
+    store, digest = ImageStore(tmp_path / "images"), f"sha256:{'1' * 64}"
+    name = f"{reference}@{digest}".replace(":5000", "")
+    if asked == "registry/x":
+        assert (await pull(f"{reference}@{digest}", name, store)).workdir == "/srv"
+        assert store.names() == {name}
+    else:
+        with pytest.raises(BadImage, match="no such image"):
+            await pull(f"{reference}@{digest}", name, store)
+    assert pulls() == [f"docker://{asked}@{digest}"]
+
+
 async def test_pulls_of_one_reference_at_once_download_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pulls = fake_skopeo(tmp_path, monkeypatch, seconds=0.5)
     store = ImageStore(tmp_path / "images")

@@ -19,6 +19,7 @@ from aiohttp import ClientSession, web
 
 from outrider.cli.image import pod_images
 from outrider.concurrency.chores import Failures
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import PodsConfig
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.kubernetes.api_server import ApiFailure, FakeApiServer, fake_cluster
@@ -176,6 +177,23 @@ async def test_a_place_is_waited_for_and_given_up(world: World, cluster: FakeApi
         await sandbox.start()
     assert failed.value.retryable
     assert sandbox.queued_seconds() > 0.4
+    assert cluster.pods == {}
+
+
+async def test_quota_and_a_place_are_waited_for_within_one_limit(
+    world: World, cluster: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.sandbox.runtimes.kubernetes.cluster.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("outrider.sandbox.runtimes.kubernetes.cluster.FULL_PAUSES", RetryPolicy(first=0.1, longest=0.1))
+    cluster.rules.quota = cluster.rules.room = 0
+    world.host.pods = PodsConfig(queue_seconds=2)
+    sandbox = pod_sandbox(world)
+    starting = asyncio.create_task(sandbox.start())
+    await until(lambda: sandbox.queued_seconds() > 1)
+    cluster.rules.quota = None
+    with pytest.raises(RuntimeFailure, match=r"does not run after 2 s: Unschedulable"):
+        await starting
+    assert 1.9 < sandbox.queued_seconds() < 2.8
     assert cluster.pods == {}
 
 

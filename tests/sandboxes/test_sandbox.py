@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from outrider.concurrency.chores import Chores, Failures
-from outrider.errors import RuntimeFailure
+from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.base import ExecResult, Runtime
@@ -86,6 +86,30 @@ async def test_a_sandbox_that_cannot_be_made_leaves_no_folder(tmp_path: Path) ->
     async with some_sandboxes(tmp_path) as sandboxes:
         with pytest.raises(ValueError, match="of no use"):
             await sandboxes.make(spec(kind="sandboxes.test_sandbox:Unmakeable"), "s", 1)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "field"),
+    [
+        ("process", {"image": "debian"}, "image"),
+        ("process-landlock", {"rootfs": "/usr"}, "rootfs"),
+        ("process", {"mounts": [{"source": "/usr"}]}, "mounts"),
+        ("process", {"users": 2}, "users"),
+        ("process", {"resources": {"gpus": 1}}, "resources.gpus"),
+        ("process", {"network": {"allow": ["docs.example"]}}, "network"),
+        ("e2b", {"image": "base", "users": 2}, "users"),
+    ],
+)
+async def test_what_this_machines_kind_cannot_give_is_an_error_of_the_runtime(
+    tmp_path: Path, kind: str, fields: dict[str, Any], field: str
+) -> None:
+    """The service may have checked the task with another kind, its own default."""
+    async with some_sandboxes(tmp_path) as sandboxes:
+        with pytest.raises(RuntimeUnavailable, match=f"'{kind}' sandboxes") as failed:
+            await sandboxes.make(spec(kind=kind, **fields), "s", 1, field="task.evaluator.runtime")
+        assert failed.value.field == f"task.evaluator.runtime.{field}"
+        assert failed.value.hint
     assert os.listdir(tmp_path) == []
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.config import SandboxesConfig
-from outrider.errors import InvalidField
+from outrider.errors import Boundary, InvalidField
+from outrider.lifecycle import StopReason
 from outrider.sandbox.runtimes.base import SandboxContext
 from outrider.service.principals import Principal
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, StepSpec, TaskSpec, with_default_runtime
@@ -63,6 +65,33 @@ async def test_the_default_is_checked_at_submission_by_the_services_own(world: M
         spec = group("ask", runtime={"kind": None}, evaluator={"run": "true", "carry": "all"})
         with pytest.raises(InvalidField, match="'process' sandboxes cannot carry all"):
             await w.service.submit(spec)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"runtime": {"kind": None, "image": "debian"}}, "task.runtime.image"),
+        (
+            {"evaluator": {"run": "true", "carry": ["answer"], "runtime": {"mounts": [{"source": "/usr"}]}}},
+            "task.evaluator.runtime.mounts",
+        ),
+        ({"runtime": {"kind": None}, "evaluator": {"run": "true", "carry": "all"}}, "task.evaluator.carry"),
+    ],
+)
+async def test_a_node_whose_default_cannot_do_it_ends_the_session_with_an_error_of_the_runtime(
+    world: MakeWorld, fields: dict[str, Any], field: str
+) -> None:
+    async with world(sandboxes=SandboxesConfig(default_kind=KIND, allow=(Path("/usr"),))) as w:
+        process = w.node._config.sandboxes.model_copy(update={"default_kind": "process"})
+        w.node._config = w.node._config.model_copy(update={"sandboxes": process})
+        session = await w.run("ask", max_attempts=2, **fields)
+        result = result_of(session)
+        assert result.error is not None
+        assert (result.error.boundary, result.error.code) == (Boundary.RUNTIME, "runtime_unavailable")
+        assert (result.error.field, result.stop_reason, result.verdict) == (field, StopReason.ERROR, None)
+        assert "'process' sandboxes" in result.error.message
+        assert session.attempt == 1
+        w.assert_quiet()
 
 
 async def test_a_token_needs_the_right_to_the_default_kind(world: MakeWorld) -> None:

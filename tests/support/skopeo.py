@@ -10,18 +10,24 @@ import pytest
 
 from rootfs.archives import as_folder, oci_files
 
+BOTH = (
+    'case "${3##*/}" in *:*@*)'
+    " echo Docker references with both a tag and digest are currently not supported >&2; exit 1 ;; esac"
+)
+"""The refusal of a reference with both, as the real one's."""
+
 
 def fake_skopeo(folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.0) -> Callable[[], list[str]]:
-    """Put the script first in the PATH and give this test its own cache of images. Its only image is `registry/x`, and
-    it takes `seconds` to answer; a minute or more means never. Returns a function that lists the references
-    requested."""
+    """Put the script first in the PATH and give this test its own cache of images. Its only image is `registry/x`, of
+    any digest, and it takes `seconds` to answer; a minute or more means never. Returns a function that lists the
+    references requested."""
     layout = as_folder(oci_files(), folder / "layout")
     asked = folder / "asked"
     skopeo = folder / "bin" / "skopeo"
     skopeo.parent.mkdir()
     wait = f"exec sleep {seconds}" if seconds >= 60 else f"sleep {seconds}"  # a killed shell would leave a child
-    check = '[ "$3" = docker://registry/x ] || { echo no such image >&2; exit 1; }'
-    skopeo.write_text(f'#!/bin/sh\necho "$3" >> {asked}\n{wait}\n{check}\ncp -r {layout} "${{4#oci:}}"\n')
+    check = 'case "$3" in docker://registry/x | docker://registry/x@*) ;; *) echo no such image >&2; exit 1 ;; esac'
+    skopeo.write_text(f'#!/bin/sh\necho "$3" >> {asked}\n{wait}\n{BOTH}\n{check}\ncp -r {layout} "${{4#oci:}}"\n')
     skopeo.chmod(0o755)
     monkeypatch.setenv("PATH", f"{skopeo.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("OUTRIDER_HOME", str(folder / "home"))

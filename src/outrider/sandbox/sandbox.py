@@ -17,7 +17,7 @@ from outrider.concurrency.chores import Chores
 from outrider.concurrency.retries import RetryPolicy
 from outrider.counts import SandboxStarts
 from outrider.destinations import Phase
-from outrider.errors import InvalidField, RuntimeFailure, renamed_field
+from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable, renamed_field
 from outrider.plugins import BUILTINS, resolve
 from outrider.sandbox.gpu_locks import lock_gpus
 from outrider.sandbox.host_paths import HostPaths, names_paths
@@ -209,14 +209,17 @@ class Sandboxes:
         sandbox.
 
         Raises InvalidField if the runtime is no longer installed or a path in the spec is not allowed. The path was
-        allowed when the task was submitted, but its links may have changed, or differ on this machine.
+        allowed when the task was submitted, but its links may have changed, or differ on this machine. Raises
+        RuntimeUnavailable if this kind of sandbox cannot fulfil the spec on this machine.
         """
         kind: RuntimeKind = resolve("runtime", spec.sandbox_kind)
+        with renamed_field(RUNTIME, field), unavailable_here():
+            await asyncio.to_thread(_check, spec, kind)
         if names_paths(spec):
             with renamed_field(RUNTIME, field):
                 spec = await asyncio.to_thread(self.paths.resolved, spec)
         with renamed_field(RUNTIME, field):
-            spec, door = await self._with_door(spec, kind)
+            spec, door = await self._with_door(spec)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
         context = SandboxContext(
@@ -239,13 +242,12 @@ class Sandboxes:
             directory.rmdir()
             raise
 
-    async def _with_door(self, spec: RuntimeSpec, kind: RuntimeKind) -> tuple[RuntimeSpec, Door | None]:
+    async def _with_door(self, spec: RuntimeSpec) -> tuple[RuntimeSpec, Door | None]:
         """Return the spec with the environment variables for its network, and the network's proxy. Raises InvalidField
-        if the network is not allowed, or if this kind of sandbox cannot have one."""
+        if the network is not allowed."""
         network = spec.network
         if network is None:
             return spec, None
-        check_network(spec, kind)
         allowed = self._network.allowed(network)
         shared = await self.host.part(SharedNetwork.open)
         replay = None
@@ -269,14 +271,37 @@ class Sandboxes:
         return spec.model_copy(update={"env": env}), door
 
 
-def check_network(spec: RuntimeSpec, kind: RuntimeKind) -> None:
-    """Raise InvalidField if the spec has a network but this kind of sandbox cannot have one."""
+def check_kind(spec: RuntimeSpec, kind: RuntimeKind) -> None:
+    """Raise InvalidField if the spec has a network or GPUs but this kind of sandbox cannot have them."""
     if spec.network is not None and not getattr(kind, "filters_network", False):
         raise InvalidField(
             f"{spec.sandbox_kind!r} sandboxes cannot have a network of their own",
             field=f"{RUNTIME}.network",
             hint="use runtime kind 'namespace', 'docker', 'podman', 'gvisor' or 'apptainer'",
         )
+    if spec.resources.gpus and not getattr(kind, "gives_gpus", False):
+        raise InvalidField(
+            f"{spec.sandbox_kind!r} sandboxes cannot have GPUs of their own",
+            field=f"{RUNTIME}.resources.gpus",
+            hint="use runtime kind 'docker', 'podman', 'gvisor', 'apptainer' or 'namespace'",
+        )
+
+
+def _check(spec: RuntimeSpec, kind: RuntimeKind) -> None:
+    """Raise InvalidField if this kind of sandbox cannot fulfil the spec on this machine. Blocks briefly."""
+    check_kind(spec, kind)
+    kind.check_spec(spec)
+
+
+@contextmanager
+def unavailable_here() -> Iterator[None]:
+    """Within the block, an InvalidField is raised as RuntimeUnavailable, because the task has been accepted. The
+    service may have checked it with another default kind than this machine's, or on another machine."""
+    try:
+        yield
+    except InvalidField as error:
+        message = f"this machine cannot make the sandbox: {error.message}"
+        raise RuntimeUnavailable(message, field=error.field, hint=error.hint) from error
 
 
 async def prepare(

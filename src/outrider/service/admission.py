@@ -43,8 +43,9 @@ from outrider.sandbox.rootfs.store import checked_name, has_image
 from outrider.sandbox.rootfs.wanted import may_pull
 from outrider.sandbox.runtimes.base import RuntimeKind
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.sandbox.sandbox import check_network
+from outrider.sandbox.sandbox import check_kind
 from outrider.schemas import NodeStats
+from outrider.sessions.grading import check_carry
 from outrider.sessions.resources import ResourceAmount, required, session_needs, total_of
 from outrider.spec import (
     MAX_INLINE_FILE,
@@ -256,13 +257,7 @@ def check_group(
     runtime, *_ = kinds = [_runtime_kind(one.sandbox_kind, field=f"{field}.kind") for one, field in runtimes]
     for kind, (one, field) in zip(kinds, runtimes, strict=True):
         with renamed_field(RUNTIME, field):
-            check_network(one, kind)
-        if one.resources.gpus and not getattr(kind, "gives_gpus", False):
-            raise InvalidField(
-                f"{one.kind!r} sandboxes cannot have GPUs of their own",
-                field=f"{field}.resources.gpus",
-                hint="use runtime kind 'docker', 'podman', 'gvisor', 'apptainer' or 'namespace'",
-            )
+            check_kind(one, kind)
     harness = make_harness(task.harness)
     network = task.runtime.network
     check_reachable(task.harness.mcp_servers, [] if network is None else network.of(Phase.AGENT))
@@ -274,12 +269,7 @@ def check_group(
             if task.harness.agent is None and task.harness.elsewhere is None:
                 check_instruction(step.instruction)
             evaluators.append(make_evaluator(step.evaluator, endpoints))
-            if step.evaluator.carry == "all" and not getattr(runtime, "saves_layers", False):
-                raise InvalidField(
-                    f"{task.runtime.kind!r} sandboxes cannot carry all that was written",
-                    field="task.evaluator.carry",
-                    hint="name the paths that are graded, or use runtime kind 'namespace'",
-                )
+            check_carry(step, runtime)
     for one, field in runtimes:
         with renamed_field(RUNTIME, field):
             _check_paths(one, paths)

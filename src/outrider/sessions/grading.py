@@ -34,14 +34,30 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores
 from outrider.destinations import Phase
-from outrider.errors import LOG_TAIL, EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
+from outrider.errors import (
+    LOG_TAIL,
+    EvaluatorError,
+    HarnessError,
+    InvalidField,
+    OutriderError,
+    RuntimeFailure,
+    storable,
+)
 from outrider.evaluators.base import DecidesEarly, Evaluator, NothingKept, OffTheClock, Outcome
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
 from outrider.sandbox.network.door import Door
 from outrider.sandbox.network.record import NetworkRecord
 from outrider.sandbox.node_folder import remove_tree
-from outrider.sandbox.runtimes.base import NoShell, QueuesStarts, Runtime, SavesLayers, ShellKind, TellsCause
+from outrider.sandbox.runtimes.base import (
+    NoShell,
+    QueuesStarts,
+    Runtime,
+    RuntimeKind,
+    SavesLayers,
+    ShellKind,
+    TellsCause,
+)
 from outrider.sandbox.sandbox import Sandbox, Sandboxes, collect
 from outrider.sessions.artifacts import GradingLog
 from outrider.sessions.attempt import Attempt
@@ -52,7 +68,7 @@ from outrider.sessions.patches import PatchBases, apply_patch, carried_paths, is
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.timelines import Timelines
-from outrider.spec import RUNTIME, DiffSpec, Resources, RuntimeSpec
+from outrider.spec import RUNTIME, DiffSpec, Resources, RuntimeSpec, TaskSpec
 from outrider.store.artifacts import CARRIED, PATCH
 from outrider.timeline import EntryKind, Timeline
 from outrider.trajectory import Verdict
@@ -71,6 +87,16 @@ TRIES_BEFORE_BLAME = 2
 
 PROBE_SECONDS = 30.0
 """Time limit for running the command `true` in an untouched sandbox, as a test of the sandbox."""
+
+
+def check_carry(step: TaskSpec, kind: RuntimeKind) -> None:
+    """Raise InvalidField if a step carries all that was written, but this kind of sandbox cannot."""
+    if step.evaluator.carry == "all" and not getattr(kind, "saves_layers", False):
+        raise InvalidField(
+            f"{step.runtime.kind!r} sandboxes cannot carry all that was written",
+            field="task.evaluator.carry",
+            hint="name the paths that are graded, or use runtime kind 'namespace'",
+        )
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,7 +342,7 @@ class Grading:
     async def _take_out(self, runtime: Runtime) -> None:
         """Copy the graded files from the agent's sandbox to the host. Raises RuntimeFailure."""
         await self._make_folder()
-        if self._carry == "all":  # a task with "all" is admitted only if its runtime can save layers
+        if self._carry == "all":  # see `check_carry`
             await cast(SavesLayers, runtime).save_layer(self._archive)
             self._layer = self._archive
         else:

@@ -48,10 +48,10 @@ from outrider.harnesses.factory import make_harness, mcp_tool_names
 from outrider.harnesses.venv import FIELD as VENV
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
-from outrider.plugins import plugin_code
+from outrider.plugins import plugin_code, resolve
 from outrider.sandbox.network.record import NetworkRecord, record_file
-from outrider.sandbox.runtimes.base import QueuesStarts, Runtime
-from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
+from outrider.sandbox.runtimes.base import QueuesStarts, Runtime, RuntimeKind
+from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare, unavailable_here
 from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector, GradingLog, KeptFiles, make_folders
@@ -62,14 +62,14 @@ from outrider.sessions.calls.limits import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation, overdue_error
 from outrider.sessions.filters import EndedRun, filtered
-from outrider.sessions.grading import Grade, Grading, came_from_inside
+from outrider.sessions.grading import Grade, Grading, came_from_inside, check_carry
 from outrider.sessions.lanes import HeldSlot, Lanes
 from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, session_needs
 from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.timelines import Timelines, noting_stored
 from outrider.sessions.transcript import transcript
-from outrider.spec import Limits, SamplingSpec, runtimes_of, step_field, steps_of
+from outrider.spec import Limits, SamplingSpec, fields_of_step, runtimes_of, step_field, steps_of
 from outrider.store.artifacts import FOR_GRADERS
 from outrider.timeline import EntryKind, Timeline
 from outrider.tokens.samples import model_calls, policy_of
@@ -331,7 +331,12 @@ class Rollout:
 
     def _made(self) -> tuple[Harness, tuple[Path, ...], list[Evaluator]]:
         """Create the harness, and the evaluator of each step. Returns the harness, the host paths that its programs
-        need, and the evaluators. Raises InvalidField if the task names a host path that it may not use."""
+        need, and the evaluators. Raises InvalidField if the task names a host path that it may not use. Raises
+        RuntimeUnavailable if its evaluators need more than its kind of sandbox can do."""
+        kind: RuntimeKind = resolve("runtime", self._task.runtime.sandbox_kind)
+        for number, step in enumerate(self._steps):
+            with fields_of_step(number), unavailable_here():
+                check_carry(step, kind)
         harness = make_harness(self._task.harness)
         mounts = harness.mounts()
         if (venv := self._task.harness.venv) is not None:

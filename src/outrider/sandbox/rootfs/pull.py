@@ -114,11 +114,18 @@ async def _lock(record: BinaryIO) -> None:
             return
 
 
+def _without_tag(reference: str) -> str:
+    """Return the reference without its tag if it has a digest, because skopeo refuses references with both."""
+    name, at, digest = reference.partition("@")
+    folder, slash, last = name.rpartition("/")  # the host before it may have a port
+    return f"{folder}{slash}{last.partition(':')[0]}@{digest}" if at else reference
+
+
 async def _download(tool: str, reference: str, layout: Path) -> None:
     """Run skopeo, which downloads the image into the new folder `layout`. Raises BadImage if skopeo fails."""
     process = await asyncio.create_subprocess_exec(
         tool,
-        *("copy", "--quiet", f"docker://{reference}", f"oci:{layout}"),
+        *("copy", "--quiet", f"docker://{_without_tag(reference)}", f"oci:{layout}"),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

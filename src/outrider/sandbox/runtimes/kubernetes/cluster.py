@@ -113,24 +113,27 @@ class PodCluster:
         else:
             self._version = version
 
-    async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> None:
-        """Create a pod. The caller must then call `remove`, even if this method raises or is cancelled.
+    async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> float:
+        """Create a pod. The caller must then call `remove`, even if this method raises or is cancelled. Returns until
+        when the pod may wait for the cluster, on `time.monotonic`: the setting `queue_seconds` counts from the start's
+        turn.
 
         The method waits for its turn in the node's queue, for a slow or overloaded server, and for room in the
         namespace's quota. The session's time limits do not count these waits. A pod made `ahead` does not wait for
         quota. Raises RuntimeFailure, or RuntimeUnavailable if the server refuses the pod."""
         self._ours.add(name)
+        with clock.waiting():
+            await self.queue.turn()
         limit, failures = time.monotonic() + self.pods.queue_seconds, 0
         while True:
             try:
                 with clock.waiting():
-                    await self.queue.turn()
                     # A request that was sent is always awaited, because only the response shows whether there is a pod
                     # to remove.
                     await shielded(lambda: self.api.create_pod(self.namespace, body))
             except KubeApiError as error:
                 if error.status == 409 and error.reason == "AlreadyExists" and failures:
-                    return  # an earlier request created the pod, but its response was lost
+                    return limit  # an earlier request created the pod, but its response was lost
                 full = error.status == 403 and QUOTA in str(error)
                 if not (full or error.passing):
                     raise self._refusal(error) from error
@@ -142,13 +145,13 @@ class PodCluster:
                 failures += 1
                 with clock.waiting():
                     await asyncio.sleep(wait)
+                    await self.queue.turn()
             else:
-                return
+                return limit
 
-    async def running(self, name: str, clock: QueueClock, *, ahead: bool = False) -> Pod:
-        """Wait until the pod's container runs. The session's time limits do not count this wait. Raises
-        RuntimeUnavailable and RuntimeFailure with the cluster's own message."""
-        limit = time.monotonic() + self.pods.queue_seconds
+    async def running(self, name: str, clock: QueueClock, limit: float, *, ahead: bool = False) -> Pod:
+        """Wait until the pod's container runs, and give up at `limit`, which `create` has returned. The session's time
+        limits do not count this wait. Raises RuntimeUnavailable and RuntimeFailure with the cluster's own message."""
         trouble = None
         while True:
             changed = self._changed.next()

@@ -109,8 +109,8 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
     async with AsyncExitStack() as undo:
         # Registered before `create`, because a `create` that fails may have created the pod.
         undo.push_async_callback(undone, sandbox, lambda: cluster.remove(name, emptied=lambda: emptied))
-        await cluster.create(name, body, clock, ahead=context.ahead)
-        await cluster.running(name, clock, ahead=context.ahead)
+        limit = await cluster.create(name, body, clock, ahead=context.ahead)
+        await cluster.running(name, clock, limit, ahead=context.ahead)
         with connection() as (ours, theirs):
             with clock.waiting():
                 entered = await enter(cluster, name)
