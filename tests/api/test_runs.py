@@ -84,6 +84,28 @@ async def test_sessions_are_found_by_each_field(tmp_path: Path) -> None:
             await client.sessions(after="s-unknown-0")
 
 
+@pytest.mark.parametrize("kind", ["groups", "sessions"])
+async def test_both_lists_take_the_ids_of_groups(tmp_path: Path, kind: str) -> None:
+    async with a_client(tmp_path) as (client, _), aiohttp.ClientSession(client.url) as http:
+        solved = await done(client, n=2, run="a")
+        failed = await done(client, FAILS, run="a")
+        other = await done(client, run="b")
+
+        async def found(query: str) -> set[str]:
+            async with http.get(f"/v1/{kind}?{query}") as reply:
+                rows = (await reply.json())[kind]
+            return {row["id"] if kind == "groups" else row["group_id"] for row in rows}
+
+        assert await found("") == {solved, failed, other}
+        assert await found(f"group={failed}") == {failed}
+        assert await found(f"group={failed}&group={other}") == {failed, other}
+        assert await found(f"group={failed}&group={other}&label=run=a") == {failed}
+        assert await found(f"group={solved}&group={failed}&min_reward=0.5&state=done") == {solved}
+        assert await found(f"group={solved}&harness=nobody") == set()
+        assert await found("group=g-none") == set()
+        assert await found(f"group={solved}&group=g-none&limit=1") == {solved}
+
+
 async def test_pages_have_each_session_once_in_order(tmp_path: Path) -> None:
     async with a_client(tmp_path) as (client, _):
         await client.pause_queue()

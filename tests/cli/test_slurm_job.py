@@ -25,6 +25,7 @@ if [[ $3 == serve ]]; then
     event "service begins with $OUTRIDER_TOKEN"
     echo "a line of the service's log" >&2
     if [[ ${SERVICE_FAILS:-} ]]; then exit 1; fi
+    if [[ ${NEVER_READY:-} ]]; then while :; do sleep 0.05; done; fi
     echo "outrider is ready at http://0.0.0.0:8123"
 else
     trap 'event node ends; exit 0' TERM
@@ -81,12 +82,12 @@ async def job(tmp_path: Path, variables: Mapping[str, str] | None = None) -> Asy
     """A job with these variables in its environment."""
     programs, folder, events = tmp_path / "programs", tmp_path / 'it\'s "a" $(folder)', tmp_path / "events"
     for each in (programs, folder):
-        each.mkdir()
+        each.mkdir(exist_ok=True)
     for name, body in PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}")
         (programs / name).chmod(0o755)
     (folder / "token").write_text("secret\n")
-    events.touch()
+    events.write_text("")
     description = BatchJob(
         python=[str(programs / "python")], folder=folder, directory=tmp_path, nodes=2, serve=["a b"], join=["it's"]
     )
@@ -127,6 +128,33 @@ async def test_a_service_and_a_node_on_each_machine(tmp_path: Path) -> None:
         assert sorted(path.name for path in running.folder.iterdir()) == [
             *("node-one.log", "node-two.log", "service.log", "token")
         ]
+
+
+async def killed(tmp_path: Path) -> None:
+    """Job 7, up to its first node's loss."""
+    async with job(tmp_path) as running:
+        await running.until(*NODES)
+        os.killpg(running.process.pid, signal.SIGKILL)
+        await running.end()
+        assert (running.folder / "url").read_text() == "http://host:8123\n"
+
+
+async def test_a_job_that_was_killed_removes_its_address_when_it_comes_back(tmp_path: Path) -> None:
+    await killed(tmp_path)
+    async with job(tmp_path, {"NEVER_READY": "1"}) as running:
+        await running.until("service begins with secret")
+        assert not (running.folder / "url").exists()
+    async with job(tmp_path) as running:
+        await running.until(*NODES)
+        assert (running.folder / "url").read_text() == "http://host:8123\n"
+
+
+async def test_a_second_job_leaves_the_address_of_the_first(tmp_path: Path) -> None:
+    """As far as it knows, the first one is running: then its own service fails."""
+    await killed(tmp_path)
+    async with job(tmp_path, {"SLURM_JOB_ID": "8", "SERVICE_FAILS": "1"}) as running:
+        code, _ = await running.end()
+        assert (code, (running.folder / "url").read_text()) == (1, "http://host:8123\n")
 
 
 @pytest.mark.deep

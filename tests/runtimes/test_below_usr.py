@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.sandbox.runtimes.kernel.mounts import MountPoint, MountTable, parse
+from outrider.sandbox.runtimes.kernel.mounts import MountPoint, MountTable, parse, place_of
 from outrider.sandbox.runtimes.namespace.plan import Root, inner_of
 
 FORMS = ("plain", "stacked", "locked")
@@ -99,7 +99,7 @@ async def test_demo_completes(tmp_path: Path) -> None:
 
 LINES = """
 1 0 8:1 / / rw shared:1 - ext4 /dev/root rw
-2 1 8:2 / /usr rw master:1 propagate_from:2 - ext4 /dev/usr rw
+2 1 8:2 /os /usr rw master:1 propagate_from:2 - ext4 /dev/usr rw
 3 2 0:3 / /usr/local/with\\040blank rw - tmpfs none rw
 4 2 0:4 / /usr/net rw - autofs auto rw
 5 4 0:5 / /usr/net rw - nfs4 server:/ rw
@@ -109,12 +109,28 @@ LINES = """
 
 def test_the_mounts_of_a_machine() -> None:
     assert parse(LINES.strip().encode()) == (
-        MountPoint("/", "ext4"),
-        MountPoint("/usr", "ext4"),
-        MountPoint("/usr/local/with blank", "tmpfs"),
-        MountPoint("/usr/net", "nfs4"),
-        MountPoint("/usr/net/in", "autofs"),
+        MountPoint("/", "ext4", "8:1"),
+        MountPoint("/usr", "ext4", "8:2", "/os"),
+        MountPoint("/usr/local/with blank", "tmpfs", "0:3"),
+        MountPoint("/usr/net", "nfs4", "0:5"),
+        MountPoint("/usr/net/in", "autofs", "0:6"),
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("/", ("8:1", "/")),
+        ("/usr2/x", ("8:1", "/usr2/x")),
+        ("/usr", ("8:2", "/os")),
+        ("/usr/lib/x", ("8:2", "/os/lib/x")),
+        ("/usr/net/y", ("0:5", "/y")),
+        ("/usr/local/with blank", ("0:3", "/")),
+    ],
+)
+def test_where_a_path_is_in_its_file_system(path: str, place: tuple[str, str]) -> None:
+    assert place_of(path, parse(LINES.strip().encode())) == place
+    assert place_of(path, ()) is None
 
 
 def test_changes_of_the_mounts_are_seen() -> None:

@@ -108,12 +108,20 @@ def test_a_key_in_the_certificates_file_is_one(folder: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    ("mounted", "on"), [("state", "uploads/deep"), (".", "uploads"), ("outrider.toml", "uploads/x")]
+    ("mounted", "on", "found"),
+    [
+        *(("state", "uploads/deep", True), (".", "uploads", True), ("outrider.toml", "uploads/x", True)),
+        *(("state/artifacts", "uploads/deep", True), ("state/artifacts", "uploads", True)),
+        *(("state/artifacts/file", "uploads/x", True), ("/proc/sys", "uploads/deep", True)),
+        *(("state-old", "uploads/deep", False), ("keys/other", "uploads/x", False), ("uploads/deep", "empty", False)),
+    ],
 )
-def test_a_bind_mount_is_what_it_shows(folder: Path, mounted: str, on: str) -> None:
+def test_a_bind_mount_is_what_it_shows(folder: Path, mounted: str, on: str, found: bool) -> None:
     """Its path says nothing: it is compared by what it is, also where it is below the folder that is named."""
-    (folder / "uploads/x").touch()
-    (folder / "empty").mkdir()
+    for name in ("uploads/x", "state/artifacts/file", "keys/other"):
+        (folder / name).touch()
+    for name in ("empty", "state-old"):
+        (folder / name).mkdir()
     program = f"""
 import os, subprocess, sys
 from pathlib import Path
@@ -126,14 +134,44 @@ HostPaths.checked(config)
 subprocess.run(["mount", "--bind", folder / {mounted!r}, folder / {on!r}], check=True)
 try:
     HostPaths.checked(config)
+    print("accepted")
 except InvalidField as error:
     print(error.message)
 """
+    assert ("tasks could read it" if found else "accepted") in with_mounts(program)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("named", ["disk", "disk/data/artifacts", "disk/more", "uploads"])
+def test_the_data_folder_may_be_a_bind_mount_or_have_one(folder: Path, named: str) -> None:
+    for name in ("disk/data/artifacts", "disk/more", "disk/data/more"):
+        (folder / name).mkdir(parents=True)
+    program = f"""
+import os, subprocess, sys
+from pathlib import Path
+from outrider.config import Config
+from outrider.errors import InvalidField
+from outrider.sandbox.host_paths import HostPaths
+folder = Path({str(folder)!r})
+subprocess.run(["mount", "--bind", folder / "disk/data", folder / "state"], check=True)
+subprocess.run(["mount", "--bind", folder / "disk/more", folder / "state/more"], check=True)
+try:
+    HostPaths.checked(Config(data=folder / "state", files=folder / {named!r}))
+    print("accepted")
+except InvalidField as error:
+    print(error.message)
+"""
+    assert ("accepted" if named == "uploads" else "the data folder, ") in with_mounts(program)
+
+
+def with_mounts(program: str) -> str:
+    """What it prints: a program that mounts folders, in namespaces of its own."""
     words = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", program]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     if "unshare failed" in done.stderr:
         pytest.skip("no user namespaces here")
-    assert "tasks could read it" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize(("kind", "shown"), [("namespace", "/usr"), ("process-landlock", "/opt")])

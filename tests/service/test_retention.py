@@ -11,10 +11,12 @@ import pytest
 
 from outrider.config import RetentionConfig
 from outrider.errors import InvalidField, ServiceError
+from outrider.messages import image_from_bytes
 from outrider.schemas import ArtifactList
 from outrider.service.retention import MB, Retention
 from outrider.spec import GcSpec
 from outrider.store.artifacts import ArtifactStore
+from outrider.store.images import insert_images
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
 
@@ -85,6 +87,39 @@ async def test_the_oldest_go_until_the_rest_fits(tmp_path: Path) -> None:
         done = await collector.collect(GcSpec(size_mb=3))
         assert planned.groups == done.groups == 2
         assert await ids(store) == ["g2", "g3"]
+
+
+@pytest.mark.parametrize(
+    ("shown", "left"),
+    [
+        ({"a": "1", "b": "2", "c": "3", "d": "4"}, ["c", "d"]),
+        ({"a": "1", "b": "1", "c": "2", "d": "3"}, ["c", "d"]),  # as after a regrading: the first removal frees nothing
+        ({"a": "1", "b": "2", "c": "1", "d": "3"}, ["c", "d"]),
+        ({"a": "12", "b": "3", "c": "4", "d": "4"}, ["b", "c", "d"]),
+        ({"a": "", "b": "12", "c": "23", "d": "4"}, ["c", "d"]),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 100])
+async def test_images_that_go_with_a_group_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: dict[str, str], left: list[str], at_once: int
+) -> None:
+    """Each digit is an image of three MiB."""
+    for name in ("SESSIONS_AT_ONCE", "COUNTED_AT_ONCE"):
+        monkeypatch.setattr("outrider.service.retention." + name, at_once)
+    artifacts = ArtifactStore(tmp_path)
+    async with Past() as store:
+        for name, digits in shown.items():
+            await finish(store, artifacts, name)
+            images = [image_from_bytes("image/png", digit.encode() * 3 * MB) for digit in digits]
+            await store._db.write(lambda tx, name=name, images=images: insert_images(tx, f"{name}.0", images))  # type: ignore[misc]
+        collector = retention(store, artifacts)
+        room = len(set("".join(shown[name] for name in left))) * 3 + 1
+        planned = await collector.collect(GcSpec(size_mb=room, dry_run=True))
+        assert await ids(store) == list(shown)
+        done = await collector.collect(GcSpec(size_mb=room))
+        assert await ids(store) == left
+        assert (planned.groups, planned.bytes) == (done.groups, done.bytes)
+        assert done.bytes < MB  # without images
 
 
 async def test_what_is_wanted_is_kept_and_counted(tmp_path: Path) -> None:

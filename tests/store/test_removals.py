@@ -193,6 +193,24 @@ async def test_an_image_stays_as_long_as_somebody_shows_it(store: Store) -> None
     assert await store.image(DOG.digest) == DOG
 
 
+async def test_an_image_counts_with_the_last_group_that_uses_it(store: Store) -> None:
+    assert not await store.removals.has_images()
+    await finish(store, "a", n=2)
+    await finish(store, "b")
+    await submit(store, group_row("active", n=1))
+    await start(store, "active.0")
+    await store.add_turn("active.0", 1, showing(0, DOG))
+    assert await store.removals.has_images()
+    uses: dict[str, int] = {}
+    assert await store.removals.image_bytes("a", uses) == 0
+    assert uses == {CAT.digest: 1}
+    assert await store.removals.image_bytes("b", uses) == CAT.size
+    assert (await store.removals.image_bytes("a", {}), await store.removals.image_bytes("none", {})) == (0, 0)
+    await remove(store, "b")
+    assert await store.removals.image_bytes("a", {}) == CAT.size
+    assert await store.removals.image_bytes("active", {}) == DOG.size
+
+
 async def test_removals_run_beside_submissions_and_ends(store: Store) -> None:
     """Whoever is first, no row refers to what is gone, and the sums stay right."""
     for number in range(20):

@@ -37,7 +37,7 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
 
     job: the job's number. None if the command only wrote the script.
     url, token: the paths of the files with the service's address and token. The file `url` exists only while the
-        service runs.
+        service runs, or after a job that was killed until its next start.
     logs: a file name pattern that matches the log files.
     """
 

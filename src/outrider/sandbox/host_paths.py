@@ -5,7 +5,8 @@
 - Every sandbox of some kinds sees certain folders of the host (`runtimes/shown_folders.py`).
 
 The settings must not make the files and folders in `KEPT` readable as a whole. Folders are compared by device and inode
-as well as by name, because a link or a bind mount may lead to the same folder. Invariants: a path is mounted as it was
+as well as by name, because a link or a bind mount may lead to the same folder. Their places in their file systems are
+compared, too, because a bind mount may show a folder within a kept one. Invariants: a path is mounted as it was
 checked, with all links resolved; uploads are opened without following links (see
 sandbox/runtimes/tool_server/uploads.py).
 """
@@ -27,7 +28,7 @@ import msgspec
 
 from outrider.config import Config
 from outrider.errors import InvalidField, RuntimeFailure
-from outrider.sandbox.runtimes.kernel.mounts import MOUNTINFO, mounts_below, parse
+from outrider.sandbox.runtimes.kernel.mounts import MOUNTINFO, MountPoint, mounts_below, parse, place_of
 from outrider.sandbox.runtimes.shown_folders import SHOWN
 from outrider.sandbox.runtimes.tool_server.uploads import entries
 from outrider.spec import RuntimeSpec
@@ -67,10 +68,11 @@ one of them, or a folder that contains one. docs/security.md has the same table.
 
 class Located(NamedTuple):
     """The target of a path. `real` is the path with all links resolved. `ids` identify the file and then each folder
-    above it."""
+    above it. `place` is the device and the path in its file system, if they are known."""
 
     real: str
     ids: tuple[Id, ...]
+    place: tuple[str, str] | None = None
 
 
 class Named(NamedTuple):
@@ -84,6 +86,8 @@ class Named(NamedTuple):
 
 
 class Kept(NamedTuple):
+    """A file or folder to which a rule of `KEPT` applies. `at` is the resolved path, or a mount point below it."""
+
     path: Path
     rule: HostPathRule
     at: Located
@@ -105,7 +109,11 @@ def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None
 
 def _holds(outer: Located, inner: Located) -> bool:
     """Return whether `inner` is the same as `outer` or lies below it."""
-    return outer.ids[0] in inner.ids or Path(inner.real).is_relative_to(outer.real)
+    if outer.ids[0] in inner.ids or Path(inner.real).is_relative_to(outer.real):
+        return True
+    if outer.place is None or inner.place is None:
+        return False
+    return outer.place[0] == inner.place[0] and Path(inner.place[1]).is_relative_to(outer.place[1])
 
 
 def _refusal(one: Named, place: Kept, relation: str) -> InvalidField:
@@ -129,7 +137,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     `files`: the folder for uploads, or None.
     `allow`: files and folders that tasks may name.
-    `never`: ids of files that no upload may contain, not even as a hard link with another name.
+    `never`: ids of files that no upload may contain, not even as a hard link with another name: the files that are
+        kept, and those directly in a kept folder, at the time of the check.
     """
 
     files: Path | None = None
@@ -148,8 +157,9 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
     def checked(cls, config: Config) -> HostPaths:
         """Create a HostPaths from the settings. The data folder must exist. Raises InvalidField if the settings violate
         a rule of `KEPT`."""
-        kept = list(_kept(config))
-        if (error := refused(_named(config), kept)) is not None:
+        mounts = parse(MOUNTINFO.read_bytes())
+        kept = list(_kept(config, mounts))
+        if (error := refused(_named(config, mounts), kept)) is not None:
             raise error
         never = {id for place in kept if place.rule.shown for id in _files_in(place.at.real)}
         made = cls.of(config.files, config.sandboxes.allow)
@@ -192,7 +202,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
     def upload_now(self, name: str, *, field: str) -> Path:
         """Resolve the path of an upload step while the sandbox is prepared. The errors of `upload` become
         RuntimeFailure, because the service has already accepted the task, so the problem is on this machine. Also
-        raises RuntimeFailure for a hard link to a file that tasks must not read."""
+        raises RuntimeFailure for a hard link to a file in `never`."""
         try:
             real = self.upload(name, field=field)
         except InvalidField as error:
@@ -253,10 +263,14 @@ def names_paths(spec: RuntimeSpec) -> bool:
     return bool(spec.mounts) or spec.rootfs is not None or (spec.image is not None and os.path.isabs(spec.image))
 
 
-def locate(path: Path) -> Located:
-    """Resolve a path, and find its ids. Blocks."""
-    real = os.path.realpath(path)
-    return Located(real, tuple(_id(str(one)) for one in (Path(real), *Path(real).parents)))
+def locate(path: Path, mounts: Sequence[MountPoint]) -> tuple[Located, ...]:
+    """Resolve a path, and find its ids and its place. Then do so for the mount points below it. Blocks."""
+    found = []
+    for each in (str(path), *mounts_below(path, mounts)):
+        real = os.path.realpath(each)
+        ids = tuple(_id(str(one)) for one in (Path(real), *Path(real).parents))
+        found.append(Located(real, ids, place_of(real, mounts)))
+    return tuple(found)
 
 
 def _id(path: str) -> Id:
@@ -267,8 +281,9 @@ def _id(path: str) -> Id:
     return status.st_dev, status.st_ino
 
 
-def _kept(config: Config) -> Iterator[Kept]:
-    """Yield the entries of `KEPT` that exist on this machine."""
+def _kept(config: Config, mounts: Sequence[MountPoint]) -> Iterator[Kept]:
+    """Yield the entries of `KEPT` that exist on this machine, and the mounts below those in which nothing may become
+    readable."""
     key = config.tls.key or config.tls.certificate  # without a key file, the key is in the certificate's file
     homes = []
     with suppress(RuntimeError):  # the user has no home folder
@@ -285,18 +300,18 @@ def _kept(config: Config) -> Iterator[Kept]:
     ]
     for path, rule in places:
         if path is not None and os.path.lexists(path):
-            yield Kept(path, KEPT[rule], locate(path))
+            top, *below = locate(path, mounts)
+            yield from (Kept(path, KEPT[rule], at) for at in (top, *(below if KEPT[rule].below else ())))
 
 
-def _named(config: Config) -> Iterator[Named]:
+def _named(config: Config, mounts: Sequence[MountPoint]) -> Iterator[Named]:
     """Yield the files and folders that these settings make readable to tasks."""
     places = [(config.files, "files", False)] if config.files is not None else []
     places += [(path, "sandboxes.allow", False) for path in config.sandboxes.allow]
     kinds = [kind for kind in SHOWN if kind in config.sandboxes.runtimes]
     places += [(Path(path), kind, True) for kind in kinds for path in SHOWN[kind] if os.path.lexists(path)]
-    mounts = parse(MOUNTINFO.read_bytes())
     for path, setting, shown in places:
-        yield Named(path, setting, tuple(map(locate, (path, *map(Path, mounts_below(path, mounts))))), shown)
+        yield Named(path, setting, locate(path, mounts), shown)
 
 
 def _files_in(path: str) -> Iterator[Id]:

@@ -100,14 +100,16 @@ class Retention:
         async with self._turn:
             deadline = time.monotonic() + REQUEST_SECONDS
             before = -inf if spec.days is None else time.time() - spec.days * DAY
-            groups = sessions = size = 0
+            groups = sessions = size = freed = 0
             place, more = (-inf, 0), False
+            # A group's size does not count its images, which other groups may use, too.
+            uses: dict[str, int] | None = {} if spec.size_mb is not None and await removals.has_images() else None
             while not more:
-                # A dry run removes nothing, so the size of the groups that it has counted is subtracted here.
-                stored = 0 if spec.size_mb is None else await removals.size() - (size if spec.dry_run else 0)
+                # A dry run removes nothing, so what the groups that it has counted would free is subtracted here.
+                stored = 0 if spec.size_mb is None else await removals.size() - (freed if spec.dry_run else 0)
                 limit = COUNTED_AT_ONCE if spec.dry_run else SESSIONS_AT_ONCE
                 found = await removals.candidates(force=spec.force, after=place, limit=limit)
-                batch = _batch(found, before, stored - (spec.size_mb or 0) * MB, limit)
+                batch, frees = await self._batch(found, before, stored - (spec.size_mb or 0) * MB, limit, uses)
                 if not batch:
                     break
                 place = batch[-1].sort_key
@@ -120,6 +122,7 @@ class Retention:
                 groups += len(batch)
                 sessions += sum(one.sessions for one in batch)
                 size += sum(one.bytes for one in batch)
+                freed += frees
             if groups and not spec.dry_run:
                 while await removals.shrink():
                     pass
@@ -134,6 +137,25 @@ class Retention:
                 more=more,
                 dry_run=spec.dry_run,
             )
+
+    async def _batch(
+        self, candidates: list[Candidate], before: float, excess: float, sessions: int, uses: dict[str, int] | None
+    ) -> tuple[list[Candidate], int]:
+        """Return the groups to remove next, from the beginning of `candidates`, and the bytes that this frees. A group
+        is removed if it finished before the time `before`, or if removing the groups ahead of it frees less than
+        `excess` bytes. The batch ends at about `sessions` sessions. Images are counted only with `uses` (see
+        `Removals.image_bytes`)."""
+        batch: list[Candidate] = []
+        freed = 0
+        for candidate in candidates:
+            if (candidate.finished >= before and excess <= freed) or sessions <= 0:
+                break
+            batch.append(candidate)
+            sessions -= candidate.sessions
+            freed += candidate.bytes
+            if uses is not None:
+                freed += await self._store.removals.image_bytes(candidate.id, uses)
+        return batch, freed
 
     async def _resume(self) -> None:
         async with self._turn:
@@ -172,17 +194,3 @@ def removed_run(session_id: str) -> NotFound:
         f"the agent's run in session {session_id} was removed with its group",
         hint="submit the task again, and keep groups for longer: `retention` in the settings, `outrider gc`",
     )
-
-
-def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
-    """Return the groups to remove next, from the beginning of `candidates`. A group is removed if it finished before
-    the time `before`, or if removing the groups ahead of it frees less than `excess` bytes. The batch ends at about
-    `sessions` sessions."""
-    batch: list[Candidate] = []
-    for candidate in candidates:
-        if (candidate.finished >= before and excess <= 0) or sessions <= 0:
-            break
-        batch.append(candidate)
-        sessions -= candidate.sessions
-        excess -= candidate.bytes
-    return batch

@@ -101,7 +101,10 @@ if [[ ! -s $folder/token ]]; then
     say "there is no token in $folder/token: outrider slurm makes it when it writes the script"
     exit 1
 fi
-log=$folder/service.log ready=$folder/ready-$SLURM_JOB_ID
+log=$folder/service.log ready=$folder/ready-$SLURM_JOB_ID address_file=url-$SLURM_JOB_ID
+# `url` is a link to the file of the job that runs. So an earlier run of this job that was killed leaves no address, and
+# a job that fails because another one uses the data folder does not remove the address of that one.
+rm -f "$folder/$address_file"
 trap 'rm -f "$ready"' EXIT
 : >"$ready"
 OUTRIDER_TOKEN=$(<"$folder/token") "${serve[@]}" >"$ready" 2>>"$log" &
@@ -118,9 +121,10 @@ done
 if [[ ! $told ]]; then
     url=${url/'//0.0.0.0:'/"//$address:"}
     url=${url/'//[::]:'/"//$address:"}
-    echo "$url" >"$folder/url.new"
+    echo "$url" >"$folder/$address_file"
+    ln -sf "$address_file" "$folder/url.new"
     mv "$folder/url.new" "$folder/url"
-    trap 'rm -f "$ready" "$folder/url"' EXIT
+    trap 'rm -f "$ready" "$folder/url" "$folder/$address_file"' EXIT
     began=$SECONDS
     say "the service is ready at $url"
     # The end of one node does not end the others. The steps use all resources of the job, and may overlap.
@@ -157,7 +161,7 @@ fi
 
 say "stopping: sessions under way have $stop_seconds s to end"
 stop_service $((stop_seconds + 20))
-rm -f "$folder/url"
+rm -f "$folder/url" "$folder/$address_file"
 stop_nodes
 left=$("${unfinished[@]}" 2>>"$log") || left=unknown
 say "stopped; sessions that are left: $left"

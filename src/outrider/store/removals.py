@@ -37,7 +37,8 @@ REMOVABLE = "cursor IS NOT NULL AND NOT EXISTS (SELECT 1 FROM outbox WHERE outbo
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished group that may be removed. `bytes` counts its spec, turns, timelines, results and artifacts."""
+    """A finished group that may be removed. `bytes` counts its spec, turns, timelines, results and artifacts, but
+    no images."""
 
     id: str
     sessions: int
@@ -76,6 +77,36 @@ class Removals:
         sql = "SELECT bytes, (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM images) FROM totals"
         ((groups, images),) = await self._db.read(lambda tx: tx.fetch(sql))
         return int(groups) + int(images)
+
+    async def has_images(self) -> bool:
+        return bool(await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM images LIMIT 1")))
+
+    async def image_bytes(self, group_id: str, uses: dict[str, int]) -> int:
+        """Return the size in bytes of the images that are removed with a group, if the groups of all earlier calls with
+        the same `uses` are removed, too.
+
+        `uses` is empty at first. This method adds the images that sessions of other groups use, with the number of
+        these sessions."""
+        sql = """SELECT digest, own, (SELECT LENGTH(data) FROM images WHERE images.digest = used.digest) FROM
+            (SELECT digest, COUNT(*) AS own FROM sessions JOIN image_uses ON image_uses.session_id = sessions.id
+                WHERE sessions.group_id = ? GROUP BY digest) AS used"""
+
+        async def body(tx: Connection) -> list[tuple[str, int, int]]:
+            found = []
+            for digest, own, size in await tx.fetch(sql, (group_id,)):
+                if (known := uses.get(digest)) is None:
+                    ((known,),) = await tx.fetch("SELECT COUNT(*) FROM image_uses WHERE digest = ?", (digest,))
+                found.append((digest, size, known - own))
+            return found
+
+        freed = 0
+        for digest, size, others in await self._db.read(body):
+            if others > 0:
+                uses[digest] = others
+            else:
+                uses.pop(digest, None)
+                freed += size
+        return freed
 
     async def candidates(self, *, force: bool, after: tuple[float, int] = (-inf, 0), limit: int) -> list[Candidate]:
         """Return up to `limit` groups that may be removed, in the order in which they finished. For the next page, pass

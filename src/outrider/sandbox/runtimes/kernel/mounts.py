@@ -22,10 +22,13 @@ ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
 class MountPoint(msgspec.Struct, frozen=True):
-    """A mount point and the kind of its file system (such as `tmpfs`)."""
+    """A mount point and the kind of its file system (such as `tmpfs`). `device` identifies the file system, and `root`
+    is the path in it that the mount shows."""
 
     path: str
     kind: str
+    device: str = ""
+    root: str = "/"
 
 
 class MountTable:
@@ -52,13 +55,15 @@ class MountTable:
 
 
 def parse(mountinfo: bytes) -> tuple[MountPoint, ...]:
-    """Parse the text of mountinfo (see proc_pid_mountinfo(5)). The fifth field is the mount point. The kind of the file
-    system follows a field `-`. In a path, only blanks, tabs, newlines and backslashes are escaped."""
-    kinds = {}
+    """Parse the text of mountinfo (see proc_pid_mountinfo(5)). The third to fifth fields are the device, the root and
+    the mount point. The kind of the file system follows a field `-`. In a path, only blanks, tabs, newlines and
+    backslashes are escaped."""
+    found = {}
     for line in filter(None, mountinfo.split(b"\n")):
         fields = line.split(b" ")
-        kinds[_text(fields[4])] = _text(fields[fields.index(b"-", 6) + 1])
-    return tuple(MountPoint(path, kind) for path, kind in sorted(kinds.items()))
+        device, root, path = map(_text, fields[2:5])
+        found[path] = MountPoint(path, _text(fields[fields.index(b"-", 6) + 1]), device, root)
+    return tuple(found[path] for path in sorted(found))
 
 
 def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTINFO) -> list[tuple[Path, str]]:
@@ -81,6 +86,17 @@ def mounts_below(folder: Path, mounts: Iterable[MountPoint]) -> list[str]:
     below = [mount.path for mount in mounts if mount.path != top and mount.path.startswith(f"{top.rstrip('/')}/")]
     # Leave out a mount whose path no longer exists, because a later mount hides it.
     return [path for path in below if os.path.lexists(path)]
+
+
+def place_of(path: str, mounts: Iterable[MountPoint]) -> tuple[str, str] | None:
+    """Return the device and the path within its file system to which an absolute path without links leads. They are the
+    same for all mounts of this file system. `mounts` has outer mounts before inner ones. Returns None if no mount is
+    known."""
+    above = [mount for mount in mounts if f"{path}/".startswith(f"{mount.path.rstrip('/')}/")]
+    if not above:
+        return None
+    inside = os.path.join(above[-1].root, os.path.relpath(path, above[-1].path))
+    return above[-1].device, os.path.normpath(inside)
 
 
 def _text(field: bytes) -> str:
