@@ -20,7 +20,6 @@ from starlette.websockets import WebSocket
 from engines.contract import chunks_of, collect
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, SamplingParams
-from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.attached_worker import AttachedWorker
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import (
@@ -47,7 +46,6 @@ from outrider.errors import (
 from outrider.lab.fakes.engine_servers.app import serving
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.relay import FunctionEngine, Worker
-from outrider.spec import EngineSpec
 from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from outrider.wire.asgi_socket import AsgiSocket
 from outrider.wire.http_server import Receive, Scope, Send
@@ -842,6 +840,18 @@ async def test_a_worker_that_returns_with_an_undone_version_gets_no_work() -> No
             assert returns.started > begun
 
 
+async def test_a_trainer_that_goes_on_after_going_back_reaches_an_undone_number_again() -> None:
+    engine = relay()
+    async with relay_served(engine) as url, attached(url, Counter()) as worker:
+        await until(lambda: bool(engine._workers))
+        await engine.set_version(20)
+        await engine.set_version(12)
+        for version in (13, 20, 21):
+            worker.set_version(version)
+            await until(lambda: [each.version for each in engine._workers.values()] == [version])  # noqa: B023
+            await gathered(engine, request())
+
+
 # ---- workers that implement the protocol by hand
 
 
@@ -1283,20 +1293,6 @@ async def test_a_request_goes_to_no_worker_without_its_constraint() -> None:
             for number in range(20):
                 await gathered(engine, replace(constrained, request_id=f"r{number}", session_key=f"s{number}"))
             assert (able.started, unable.started) == (20, 0)
-
-
-async def test_the_pool_sees_the_constraints_of_the_workers_that_are_there() -> None:
-    async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(EnginePool())
-        await pool.add(EngineSpec(kind="relay", name="trainer"))
-        engine = pool.engine("trainer")
-        assert isinstance(engine, RelayEngine)
-        url = await stack.enter_async_context(relay_served(engine))
-        async with attached(url, FunctionEngine(Counter(), constraints=[ConstraintKind.REGEX])):
-            await until(lambda: pool.members["trainer"].constraints == {ConstraintKind.REGEX})
-            async with attached(url, Counter()):
-                await until(lambda: pool.members["trainer"].constraints == frozenset())
-            await until(lambda: pool.members["trainer"].constraints == {ConstraintKind.REGEX})
 
 
 @pytest.mark.parametrize(

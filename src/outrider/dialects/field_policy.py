@@ -54,7 +54,8 @@ _NO_SAMPLER = "no engine here has this sampler"
 _ONE_REPLY = "only 1 is supported: one model call is one turn"
 _BUDGET = "the length of thinking cannot be limited"
 _EFFORT = "`none` turns thinking off; any other has no effect, noted"
-_PARALLEL = "the number of calls can be limited only if a call is forced, or only listed tools may be called"
+_ONE_CALL = "the number of calls can be limited only if a call is forced"
+_PARALLEL = f"{_ONE_CALL}, or only listed tools may be called"
 _FORCED = "is kept by a grammar, or refused"
 _INCLUDE = (
     "`reasoning.encrypted_content` is honoured; `message.output_text.logprobs` is refused, because log-probabilities"
@@ -153,7 +154,7 @@ MESSAGES: Table = (
     *SERVER_EXTENSIONS,
     *_noted("thinking.budget_tokens", reason=_BUDGET),
     *_noted("output_config.effort", reason="no chat template here takes it"),
-    *_noted("tool_choice.disable_parallel_tool_use", reason=_PARALLEL, neutral=(False,)),
+    *_noted("tool_choice.disable_parallel_tool_use", reason=_ONE_CALL, neutral=(False,)),
     *_noted("mcp_servers", "container", reason="a hosted tool: nothing here reaches or runs it"),
     *_noted("context_management", reason="clients shorten their own history", neutral=({"edits": []},)),
     *SAMPLERS,

@@ -222,14 +222,8 @@ class EngineRecord:
         """True if the engine is an `Engine`, False if it is a `ChatEngine`."""
         self.version = self.health.version
         self.awaits_workers = isinstance(self.engine, AwaitsWorkers) and self.engine.awaits_workers
-        # An isinstance check on a protocol takes 30 microseconds, and every call would make two.
-        self._constraining = self.engine if isinstance(self.engine, TakesConstraints) else None
         self.idle.set()
-
-    @property
-    def constraints(self) -> frozenset[ConstraintKind]:
-        """The kinds of constraints that the engine supports. Those of a relay change with its workers."""
-        return frozenset() if self._constraining is None else self._constraining.constraints
+        self.read_constraints()
 
     @property
     def serves(self) -> bool:
@@ -249,6 +243,12 @@ class EngineRecord:
     def load(self) -> Load:
         load = self.in_flight + self.assigned_tokens / TOKENS_PER_REQUEST + self.load_elsewhere
         return self.suspect is not None, load, self.sessions
+
+    def read_constraints(self) -> None:
+        """Cache the engine's constraints: an isinstance check on a protocol takes 30 microseconds, and every call would
+        make two. Call this again whenever an engine that was unavailable serves again: the constraints of a relay are
+        unknown until its first worker attaches."""
+        self.constraints = self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset()
 
     def enter(self) -> None:
         """Count a generation that begins."""

@@ -201,11 +201,9 @@ class EnginePool:
         return None if member is None or member.removed else member.engine
 
     def probe_now(self, name: str) -> None:
-        """Probe a failed engine at once. Call this if there are signs that the engine is back, or if a worker has
-        attached to it, with which the engine's constraints may have changed."""
+        """Probe a failed engine at once. Call this if there are signs that the engine is back."""
         if (member := self.members.get(name)) is not None:
             member.probe_now.set()
-            self.changes.publish(None)
 
     def drain(self, name: str) -> EngineStatus:
         """Assign no new sessions to the engine, or to any engine of a list. Sessions that are already assigned stay. A

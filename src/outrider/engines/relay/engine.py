@@ -252,9 +252,12 @@ class RelayEngine:
         """Serve a connection of a worker. When it ends, decide whether the worker may return."""
 
         def handle(message: ToService) -> None:
+            was_current = self._is_current(worker.version)
             worker.handle(message)
-            if isinstance(message, Version):  # the worker may get work now, if its version was too old before
-                news()
+            if isinstance(message, Version):
+                if was_current:  # its trainer has gone on after going back, and has reached the number again
+                    self._undone.discard(message.version)
+                news()  # the worker may get work now, if its version was too old before
 
         worker.connect(link, hello)
         end: Disconnected | None = None
