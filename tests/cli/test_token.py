@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from outrider.client.client import AsyncClient
+from outrider.service.data_folder import RUNS
 from support.postgresql import PostgresqlServer
 from support.service import running_service
 
@@ -92,10 +93,22 @@ def test_a_token_is_made_in_the_store_of_the_settings(
         ran = cli.run(*ADMIN, *words)
         assert (ran.code, "127.0.0.1:1" in ran.err) == (1, True), "it is PostgreSQL that is asked"
     config.unlink()
+    (data / RUNS).touch()  # as every service does
     ran = cli.run(*ADMIN, "--data", data)
     assert (ran.code, ran.out) == (2, "")
     assert f"it has used {data}, but there is no outrider.sqlite3" in ran.err
-    assert [path.name for path in data.iterdir()] == ["lock"]
+    assert {path.name for path in data.iterdir()} == {"lock", RUNS}
+
+
+@pytest.mark.parametrize("text", ["store = 'postgresql://127.0.0.1:1/x'", "broken ="])
+def test_settings_of_another_folder_do_not_matter(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "lock").touch()  # of a service that could not start
+    monkeypatch.chdir(tmp_path)
+    Path("outrider.toml").write_text(text)  # of the data folder `.outrider`, or of nobody
+    assert cli.run(*ADMIN, "--data", "data").code == 0
 
 
 def test_a_token_in_the_data_folder_says_so(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

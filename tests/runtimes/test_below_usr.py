@@ -124,11 +124,11 @@ def test_the_mounts_of_a_machine() -> None:
         ("/usr2/x", ("8:1", "/usr2/x")),
         ("/usr", ("8:2", "/os")),
         ("/usr/lib/x", ("8:2", "/os/lib/x")),
-        ("/usr/net/y", ("0:5", "/y")),
+        ("/usr/net/y", None),  # NFS shows the root / whatever is mounted
         ("/usr/local/with blank", ("0:3", "/")),
     ],
 )
-def test_where_a_path_is_in_its_file_system(path: str, place: tuple[str, str]) -> None:
+def test_where_a_path_is_in_its_file_system(path: str, place: tuple[str, str] | None) -> None:
     assert place_of(path, parse(LINES.strip().encode())) == place
     assert place_of(path, ()) is None
 

@@ -4,6 +4,7 @@ of a stopped service."""
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from outrider.cli.options import command
 from outrider.cli.tables import token_table
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, OutriderError
 from outrider.schemas import NewToken, Role, TokenList
 
 if TYPE_CHECKING:
@@ -102,14 +103,13 @@ def _check_no_other_store(data: Path, config: Path | None) -> None:
     """Raise InvalidField if a service whose settings name no store seems to have one all the same. It would not know a
     token that is created in the SQLite file of its data folder."""
     # Imported here, because the other commands do not need the libraries of the service.
-    from outrider.config import read_settings_file
-    from outrider.service.data_folder import DATABASE, LOCK
+    from outrider.service.data_folder import DATABASE, RUNS
 
     if (data / DATABASE).exists():
         return
-    if (data / LOCK).exists():
+    if (data / RUNS).exists():  # made by every service, whatever its store
         sign = f"it has used {data}, but there is no {DATABASE}"
-    elif config is None and CONFIG.is_file() and read_settings_file(CONFIG).get("store"):
+    elif config is None and _names_a_store(data):
         sign = f"{CONFIG} names one"
     else:
         return
@@ -118,6 +118,18 @@ def _check_no_other_store(data: Path, config: Path | None) -> None:
         field="store",
         hint="name it with --config FILE, --store URL or OUTRIDER_STORE; if it has none, start the service once before",
     )
+
+
+def _names_a_store(data: Path) -> bool:
+    """Return True if the settings file of the current folder names a store, and is that of this data folder."""
+    from outrider.config import Config, read_settings_file
+
+    try:
+        settings = read_settings_file(CONFIG)
+    except (OSError, OutriderError):  # it may have nothing to do with this data folder
+        return False
+    folder = settings.get("data", Config.model_fields["data"].default)
+    return bool(settings.get("store")) and os.path.realpath(str(folder)) == os.path.realpath(data)
 
 
 async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:

@@ -282,8 +282,7 @@ def _id(path: str) -> Id:
 
 
 def _kept(config: Config, mounts: Sequence[MountPoint]) -> Iterator[Kept]:
-    """Yield the entries of `KEPT` that exist on this machine, and the mounts below those in which nothing may become
-    readable."""
+    """Yield the entries of `KEPT` that exist on this machine, and the mounts below the service's own ones."""
     key = config.tls.key or config.tls.certificate  # without a key file, the key is in the certificate's file
     homes = []
     with suppress(RuntimeError):  # the user has no home folder
@@ -301,7 +300,8 @@ def _kept(config: Config, mounts: Sequence[MountPoint]) -> Iterator[Kept]:
     for path, rule in places:
         if path is not None and os.path.lexists(path):
             top, *below = locate(path, mounts)
-            yield from (Kept(path, KEPT[rule], at) for at in (top, *(below if KEPT[rule].below else ())))
+            own = KEPT[rule].below and KEPT[rule].shown
+            yield from (Kept(path, KEPT[rule], at) for at in (top, *(below if own else ())))
 
 
 def _named(config: Config, mounts: Sequence[MountPoint]) -> Iterator[Named]:
@@ -315,11 +315,12 @@ def _named(config: Config, mounts: Sequence[MountPoint]) -> Iterator[Named]:
 
 
 def _files_in(path: str) -> Iterator[Id]:
-    """Yield the id of a file. For a folder, yield the ids of the files directly in it."""
+    """Yield the id of a file. For a folder, yield the ids of the files directly in it. Nothing is uploaded from a
+    folder that this user may not list."""
     if not os.path.isdir(path):
         yield _id(path)
         return
-    with os.scandir(path) as found:
+    with suppress(PermissionError), os.scandir(path) as found:
         for entry in found:
             if entry.is_file(follow_symlinks=False):
                 yield _id(entry.path)

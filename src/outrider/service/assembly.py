@@ -22,7 +22,7 @@ from outrider.nodes.processes import MACHINE, NodeProcesses
 from outrider.nodes.remote_node import ServiceParts
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.service.data_folder import open_store
+from outrider.service.data_folder import RUNS, open_store
 from outrider.service.engine_paces import remember_paces, remembered_paces
 from outrider.service.model_backends import open_models
 from outrider.service.retry_store import retry_store
@@ -59,7 +59,7 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
     async with AsyncExitStack() as stack:
         failures = Failures()
         store = await stack.enter_async_context(open_store(config, failures))
-        index = await stack.enter_async_context(RunIndex(store, config.data / "runs.sqlite3"))
+        index = await stack.enter_async_context(RunIndex(store, config.data / RUNS))
         paths = await asyncio.to_thread(HostPaths.checked, config)
         artifacts = ArtifactStore(config.data / "artifacts")
         kept = await store.policy()

@@ -20,8 +20,8 @@ from outrider.store.task_key import KEY_FILE, KeyFile, given_key
 
 DATABASE = "outrider.sqlite3"
 """Name of the database file in the data folder."""
-LOCK = "lock"
-"""Name of the file that is locked while the database is open. It stays in the data folder."""
+RUNS = "runs.sqlite3"
+"""Name of the file of the index of runs (`store/run_index/`), which every service makes, whatever its store."""
 
 
 @asynccontextmanager
@@ -31,7 +31,7 @@ async def open_store(config: Config, failures: Failures | None = None) -> AsyncI
     try:
         config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         # A lock instead of a file with a process id, because the kernel releases a lock even if the process is killed.
-        lock = os.open(config.data / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise InvalidField(
             f"{config.data} cannot be used as the data folder: {error.strerror}",

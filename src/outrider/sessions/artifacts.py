@@ -231,7 +231,7 @@ class ArtifactCollection:
 
     async def keep(self, path: str) -> None:
         """Store the bytes of a file, unless an earlier step has stored the same file. If this is impossible, list the
-        file as left out with the reason."""
+        file as left out with the reason, and no longer list an earlier step's file of this path, which is outdated."""
         earlier = self.kept.artifacts.get(path)
         bytes_left = self.limits.total_bytes - self.kept.stored_bytes
         limit = min(self.limits.file_bytes, bytes_left if earlier is None else max(bytes_left, earlier.size))
@@ -246,8 +246,11 @@ class ArtifactCollection:
         except UnicodeEncodeError:
             self.leave_out(path, "its name is not UTF-8")
             return
-        except (RuntimeFailure, OSError) as error:
+        except FileNotFoundError as error:
             self.leave_out(path, f"{error}{full}")
+            return
+        except (RuntimeFailure, OSError) as error:
+            self._outdated(path, f"{error}{full}")
             return
         if (
             earlier is not None
@@ -260,15 +263,19 @@ class ArtifactCollection:
             self.leave_out(path, f"{most} files are kept in all")
             return
         if len(data) > bytes_left:
-            self.leave_out(path, f"{path} is larger than {bytes_left} bytes{full}")
+            self._outdated(path, f"{path} is larger than {bytes_left} bytes{full}")
             return
         self.kept.stored_bytes += len(data)  # even if it fails, because the service may have stored the file
         try:
             digest = await self.store.keep(self.session_id, self.attempt, data)
         except (OSError, ServiceError) as error:
-            self.leave_out(path, f"the service cannot store it: {error}")
+            self._outdated(path, f"the service cannot store it: {error}")
             return
         self.kept.artifacts[path] = Artifact(path=path, size=len(data), sha256=digest)
+
+    def _outdated(self, path: str, reason: str) -> None:
+        self.kept.artifacts.pop(path, None)
+        self.leave_out(path, reason)
 
     def leave_out(self, path: str, reason: str) -> None:
         self._left_out.append(LeftOut(path=storable(path), reason=storable(reason)))

@@ -333,10 +333,11 @@ class Rollout:
         """Create the harness, and the evaluator of each step. Returns the harness, the host paths that its programs
         need, and the evaluators. Raises InvalidField if the task names a host path that it may not use. Raises
         RuntimeUnavailable if its evaluators need more than its kind of sandbox can do."""
-        kind: RuntimeKind = resolve("runtime", self._task.runtime.sandbox_kind)
         for number, step in enumerate(self._steps):
-            with fields_of_step(number), unavailable_here():
-                check_carry(step, kind)
+            if step.evaluator.carry == "all":
+                kind: RuntimeKind = resolve("runtime", self._task.runtime.sandbox_kind)
+                with fields_of_step(number), unavailable_here():
+                    check_carry(step, kind)
         harness = make_harness(self._task.harness)
         mounts = harness.mounts()
         if (venv := self._task.harness.venv) is not None:

@@ -49,6 +49,12 @@ stop_service() {
     ends "$service" 10 || true
 }
 
+# Removes this job's address, and `url` unless it already leads to that of another job.
+remove_address() {
+    rm -f "$folder/$address_file"
+    if [[ $(readlink "$folder/url") == "$address_file" ]]; then rm -f "$folder/url"; fi
+}
+
 # Sends TERM to all steps of the job. A TERM to srun itself would kill the nodes.
 stop_nodes() {
     if [[ ! $nodes ]] || ! running "$nodes"; then return 0; fi
@@ -124,7 +130,7 @@ if [[ ! $told ]]; then
     echo "$url" >"$folder/$address_file"
     ln -sf "$address_file" "$folder/url.new"
     mv "$folder/url.new" "$folder/url"
-    trap 'rm -f "$ready" "$folder/url" "$folder/$address_file"' EXIT
+    trap 'rm -f "$ready"; remove_address' EXIT
     began=$SECONDS
     say "the service is ready at $url"
     # The end of one node does not end the others. The steps use all resources of the job, and may overlap.
@@ -161,7 +167,7 @@ fi
 
 say "stopping: sessions under way have $stop_seconds s to end"
 stop_service $((stop_seconds + 20))
-rm -f "$folder/url" "$folder/$address_file"
+remove_address
 stop_nodes
 left=$("${unfinished[@]}" 2>>"$log") || left=unknown
 say "stopped; sessions that are left: $left"

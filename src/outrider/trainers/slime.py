@@ -37,6 +37,7 @@ from pydantic import NonNegativeInt
 from outrider.client.client import AsyncClient, Client, patiently
 from outrider.client.sampling import Batch, Choice, DynamicSampler, rewards_of
 from outrider.errors import EngineError, InvalidField, OutriderError, ServiceError
+from outrider.lifecycle import StopReason
 from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL
 from outrider.tokens.rendering.image_grids import Grid
@@ -181,11 +182,11 @@ async def custom_generate(
         # In an evaluation, "abort" also raises the error, because slime's evaluation needs a reward for each sample.
         if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
             raise trajectory.error
-        failed = _removed(args, settings, sample, trajectory, evaluation=evaluation)
         if settings.on_failure == "abort":
-            failed = copy.deepcopy(sample)
-            failed.status = type(sample).Status.ABORTED
-        return failed
+            aborted = copy.deepcopy(sample)
+            aborted.status = type(sample).Status.ABORTED
+            return aborted
+        return _removed(args, settings, sample, trajectory, evaluation=evaluation)
     filled = _filled(args, settings, sample, trajectory, pixels, evaluation=evaluation)
     return filled[0] if evaluation or len(filled) == 1 else filled
 
@@ -663,9 +664,13 @@ def _reward(
     """Return the reward for slime. If slime has a reward key, return a dictionary of the reward and all metrics
     instead. slime looks the key up in it. Raises InvalidField if the dictionary does not have the key, and
     EvaluatorError if the verdict lacks a metric of the setting `metrics`."""
-    chosen = chosen_metrics(trajectory, settings)
     if not (key := _reward_key(args, evaluation=evaluation)):
+        # No metric is used. The check is for training only: the verdict that an agent gets for breaking its sandbox has
+        # no metrics of the evaluator, and an evaluation set may have another evaluator.
+        if not evaluation and trajectory.result.stop_reason is not StopReason.AGENT_EXCESS:
+            chosen_metrics(trajectory, settings)
         return reward
+    chosen = chosen_metrics(trajectory, settings)
     assert trajectory.result.verdict is not None
     named = {"reward": reward, **trajectory.result.verdict.metrics, **chosen}
     if key not in named:

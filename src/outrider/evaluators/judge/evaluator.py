@@ -149,8 +149,10 @@ class Judge:
         options, grader = self._options, self._grader
         if grader is None:
             assert options.frozen is not None
+            # The default is meant for servers of others. An engine of this service may have to be waited for.
+            limit = options.call_seconds if "call_seconds" in options.model_fields_set else None
             try:
-                async with asyncio.timeout(options.call_seconds):
+                async with asyncio.timeout(limit) as clock:
                     return await self._outcome.call_frozen(
                         options.frozen,
                         messages,
@@ -159,8 +161,9 @@ class Judge:
                         seed=seed,
                     )
             except TimeoutError as error:
-                late = f"did not answer within {options.call_seconds:g} s"
-                raise EvaluatorError(f"the judge {options.frozen!r} {late}") from error
+                if not clock.expired():
+                    raise
+                raise EvaluatorError(f"the judge {options.frozen!r} did not answer within {limit:g} s") from error
             except ContextOverflow as error:
                 raise TooLong(f"the judge {options.frozen!r} failed: {error.message}") from error
             # Raise EvaluatorError even for an EngineError, after which the whole session would run again and the

@@ -58,7 +58,7 @@ class JudgeOptions(Spec):
     votes: how often each question is asked.
     combine: `majority` needs more than half of the votes, `mean` takes their mean.
     tries: maximum attempts of one vote to get a reply with all grades.
-    call_seconds: time limit of one call.
+    call_seconds: time limit of one call. The default does not hold for a frozen model.
     answer_chars: maximum length of an answer. A longer one gets reward 0 without a call.
     """
 

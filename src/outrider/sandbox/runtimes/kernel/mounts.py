@@ -91,9 +91,9 @@ def mounts_below(folder: Path, mounts: Iterable[MountPoint]) -> list[str]:
 def place_of(path: str, mounts: Iterable[MountPoint]) -> tuple[str, str] | None:
     """Return the device and the path within its file system to which an absolute path without links leads. They are the
     same for all mounts of this file system. `mounts` has outer mounts before inner ones. Returns None if no mount is
-    known."""
+    known, and for NFS: all mounts of a server's file system have one device, and the root `/` whatever they show."""
     above = [mount for mount in mounts if f"{path}/".startswith(f"{mount.path.rstrip('/')}/")]
-    if not above:
+    if not above or above[-1].kind in ("nfs", "nfs4"):
         return None
     inside = os.path.join(above[-1].root, os.path.relpath(path, above[-1].path))
     return above[-1].device, os.path.normpath(inside)

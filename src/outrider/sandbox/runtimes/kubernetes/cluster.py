@@ -146,6 +146,8 @@ class PodCluster:
                 with clock.waiting():
                     await asyncio.sleep(wait)
                     await self.queue.turn()
+                if time.monotonic() > limit:  # a pod that is made now would be given up at once
+                    raise RuntimeFailure(f"the cluster at {self.server} does not create a pod: {error}") from error
             else:
                 return limit
 
