@@ -818,40 +818,6 @@ async def test_a_worker_of_an_older_version_gets_no_work_until_it_says_that_it_h
             await gathered(engine, request())
 
 
-async def test_a_worker_that_returns_with_an_undone_version_gets_no_work() -> None:
-    engine = relay()
-    stays, returns = Counter(), Counter()
-    async with relay_served(engine) as url, attached(url, stays):
-        async with attached(url, returns):
-            await until(lambda: len(engine._workers) == 2)
-            await engine.set_version(100)
-            await engine.set_version(101)
-        await until(lambda: len(engine._workers) == 1)
-        await engine.set_version(12)
-        begun = returns.started
-        async with attached(url, FunctionEngine(returns, version=101)):
-            await until(lambda: len(engine._workers) == 2)
-            for _ in range(20):
-                await gathered(engine, request())
-            assert (returns.started, (await engine.health()).version) == (begun, 12)
-            await engine.set_version(13)
-            for _ in range(20):
-                await gathered(engine, request())
-            assert returns.started > begun
-
-
-async def test_a_trainer_that_goes_on_after_going_back_reaches_an_undone_number_again() -> None:
-    engine = relay()
-    async with relay_served(engine) as url, attached(url, Counter()) as worker:
-        await until(lambda: bool(engine._workers))
-        await engine.set_version(20)
-        await engine.set_version(12)
-        for version in (13, 20, 21):
-            worker.set_version(version)
-            await until(lambda: [each.version for each in engine._workers.values()] == [version])  # noqa: B023
-            await gathered(engine, request())
-
-
 # ---- workers that implement the protocol by hand
 
 

@@ -70,8 +70,6 @@ class RelayEngine:
         self._paused: PauseMode | None = None
         self._version = 0
         """The version set on the engine."""
-        self._undone: set[int] = set()
-        """Versions that were undone by setting a lower one. A worker that still has such a version gets no work."""
         self._weights: str | None = None
         """The location from which workers can load the weights of `_version`; None if there is none."""
         # Start at a random number, because a worker may still have generations of an earlier service, whose numbers
@@ -146,8 +144,8 @@ class RelayEngine:
             good.append(answer)
         if not good:
             return next((answer for answer in answers if not answer.ok), self._unhealthy())
-        # A worker whose version is older than the engine's, or was undone, gets no work, so its version does not count.
-        fresh = [answer for answer in good if self._is_current(answer.version)] or good
+        # A worker whose version is older than the engine's gets no work, so its version does not count.
+        fresh = [answer for answer in good if answer.version >= self._version] or good
         return EngineHealth(
             ok=True,
             detail=f"{len(good)} of {len(workers)} workers",
@@ -170,15 +168,8 @@ class RelayEngine:
 
     async def set_version(self, version: int) -> None:
         if version != self._version:
-            self._go_to(version, None)
+            self._version, self._weights = version, None
         _raise_first(await self._each(lambda worker: worker.set_version(version)))
-
-    def _go_to(self, version: int, weights: str | None) -> None:
-        higher = {worker.version for worker in self._workers.values() if worker.version > version}
-        if version < self._version:
-            self._undone |= higher | {self._version}
-        self._undone.discard(version)
-        self._version, self._weights = version, weights
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load weights on every worker. A worker without a connection gets the order when it reconnects. A worker that
@@ -190,9 +181,9 @@ class RelayEngine:
         failures = await self._each(lambda worker: worker.update_weights(weights, version))
         if not any(worker.gone is None and worker not in failures for worker in asked):
             raise next(iter(failures.values()), self._nobody())
-        self._go_to(version, weights)
+        self._version, self._weights = version, weights
         for worker in list(self._workers.values()):
-            if worker in failures or not self._is_current(worker.version):
+            if worker in failures or worker.version < version:
                 reason = failures[worker].message if worker in failures else f"it has to load version {version}"
                 worker.cut_off(Close.SILENT, reason)
                 self._drop(worker, reason)
@@ -252,12 +243,9 @@ class RelayEngine:
         """Serve a connection of a worker. When it ends, decide whether the worker may return."""
 
         def handle(message: ToService) -> None:
-            was_current = self._is_current(worker.version)
             worker.handle(message)
-            if isinstance(message, Version):
-                if was_current:  # its trainer has gone on after going back, and has reached the number again
-                    self._undone.discard(message.version)
-                news()  # the worker may get work now, if its version was too old before
+            if isinstance(message, Version):  # the worker may get work now, if its version was too old before
+                news()
 
         worker.connect(link, hello)
         end: Disconnected | None = None
@@ -314,7 +302,7 @@ class RelayEngine:
             if paused != (wanted := self._paused):
                 await (worker.resume() if wanted is None else worker.pause(wanted))
                 paused = wanted
-            elif self._weights is not None and worker.hello.loads and not self._is_current(worker.version):
+            elif self._weights is not None and worker.hello.loads and worker.version < self._version:
                 await worker.update_weights(self._weights, self._version)
             else:
                 return
@@ -373,7 +361,7 @@ class RelayEngine:
             worker
             for worker in self._workers.values()
             if worker not in tried
-            and self._is_current(worker.version)
+            and worker.version >= self._version
             # A worker without this kind of constraint may have attached after the request was accepted.
             and (constraint is None or constraint.kind in worker.hello.constraints)
         ]
@@ -407,12 +395,8 @@ class RelayEngine:
                 group.create_task(one(worker))
         return failures
 
-    def _is_current(self, version: int) -> bool:
-        """Return True if a worker with weights of this version may serve."""
-        return version >= self._version and version not in self._undone
-
     def _nobody(self, constraint: Constraint | None = None) -> EngineUnavailable:
-        if constraint is not None and any(self._is_current(worker.version) for worker in self._workers.values()):
+        if constraint is not None and any(worker.version >= self._version for worker in self._workers.values()):
             return EngineUnavailable(f"relay {self.name!r}: no worker that is left supports {constraint.kind}")
         if self._workers:
             return EngineUnavailable(f"relay {self.name!r}: no worker has policy version {self._version} yet")
