@@ -231,7 +231,7 @@ class ArtifactCollection:
 
     async def keep(self, path: str) -> None:
         """Store the bytes of a file, unless an earlier step has stored the same file. If this is impossible, list the
-        file as left out with the reason. An earlier step's file of this path may then be outdated, and is not listed."""
+        file as left out with the reason. An earlier step's file of this path may then be outdated: it is not listed."""
         earlier = self.kept.artifacts.get(path)
         bytes_left = self.limits.total_bytes - self.kept.stored_bytes
         limit = min(self.limits.file_bytes, bytes_left if earlier is None else max(bytes_left, earlier.size))
