@@ -413,11 +413,15 @@ async def test_a_reply_streams_and_a_disconnect_arrives(server: FakeE2B, world: 
 
 async def test_clients_beyond_the_bound_are_closed_and_the_rest_is_served(server: FakeE2B, world: World) -> None:
     program = (
-        "import socket, urllib.request\n"
+        "import socket, time, urllib.request\n"
         "many = [socket.create_connection(('127.0.0.1', 61080)) for _ in range(400)]\n"
         "[s.close() for s in many]\n"
-        "import time; time.sleep(0.5)\n"
-        "print(urllib.request.urlopen('http://127.0.0.1:61080/', b'x', timeout=20).read())\n"
+        "for _ in range(200):\n"
+        "    try:\n"
+        "        print(urllib.request.urlopen('http://127.0.0.1:61080/', b'x', timeout=20).read())\n"
+        "        break\n"
+        "    except OSError:\n"
+        "        time.sleep(0.1)  # until the tunnel has seen that the many are closed\n"
     )
     async with world.gateway(echo):
         sandbox = await begun(world)
