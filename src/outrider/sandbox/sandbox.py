@@ -33,7 +33,7 @@ from outrider.sandbox.rootfs.wanted import ImagePulls
 from outrider.sandbox.runtimes.base import Runtime, RuntimeKind, SandboxContext
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_URL
-from outrider.spec import RUNTIME, Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
+from outrider.spec import RUNTIME, Collect, PrepareStep, Run, RuntimeSpec, TaskSpec, Upload, Write
 
 PREPARE_PAUSES = RetryPolicy(first=1.0, longest=30.0)
 """Seconds that a prepare step waits between two attempts if it sets no pause itself."""
@@ -284,6 +284,16 @@ def check_kind(spec: RuntimeSpec, kind: RuntimeKind) -> None:
             f"{spec.sandbox_kind!r} sandboxes cannot have GPUs of their own",
             field=f"{RUNTIME}.resources.gpus",
             hint="use runtime kind 'docker', 'podman', 'gvisor', 'apptainer' or 'namespace'",
+        )
+
+
+def check_carry(step: TaskSpec, kind: RuntimeKind) -> None:
+    """Raise InvalidField if a step carries all that was written, but this kind of sandbox cannot."""
+    if step.evaluator.carry == "all" and not getattr(kind, "saves_layers", False):
+        raise InvalidField(
+            f"{step.runtime.kind!r} sandboxes cannot carry all that was written",
+            field="task.evaluator.carry",
+            hint="name the paths that are graded, or use runtime kind 'namespace'",
         )
 
 

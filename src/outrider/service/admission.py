@@ -43,9 +43,8 @@ from outrider.sandbox.rootfs.store import checked_name, has_image
 from outrider.sandbox.rootfs.wanted import may_pull
 from outrider.sandbox.runtimes.base import RuntimeKind
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.sandbox.sandbox import check_kind
+from outrider.sandbox.sandbox import check_carry, check_kind
 from outrider.schemas import NodeStats
-from outrider.sessions.grading import check_carry
 from outrider.sessions.resources import ResourceAmount, required, session_needs, total_of
 from outrider.spec import (
     MAX_INLINE_FILE,

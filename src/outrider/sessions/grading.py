@@ -38,7 +38,6 @@ from outrider.errors import (
     LOG_TAIL,
     EvaluatorError,
     HarnessError,
-    InvalidField,
     OutriderError,
     RuntimeFailure,
     storable,
@@ -53,7 +52,6 @@ from outrider.sandbox.runtimes.base import (
     NoShell,
     QueuesStarts,
     Runtime,
-    RuntimeKind,
     SavesLayers,
     ShellKind,
     TellsCause,
@@ -68,7 +66,7 @@ from outrider.sessions.patches import PatchBases, apply_patch, carried_paths, is
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.timelines import Timelines
-from outrider.spec import RUNTIME, DiffSpec, Resources, RuntimeSpec, TaskSpec
+from outrider.spec import RUNTIME, DiffSpec, Resources, RuntimeSpec
 from outrider.store.artifacts import CARRIED, PATCH
 from outrider.timeline import EntryKind, Timeline
 from outrider.trajectory import Verdict
@@ -87,16 +85,6 @@ TRIES_BEFORE_BLAME = 2
 
 PROBE_SECONDS = 30.0
 """Time limit for running the command `true` in an untouched sandbox, as a test of the sandbox."""
-
-
-def check_carry(step: TaskSpec, kind: RuntimeKind) -> None:
-    """Raise InvalidField if a step carries all that was written, but this kind of sandbox cannot."""
-    if step.evaluator.carry == "all" and not getattr(kind, "saves_layers", False):
-        raise InvalidField(
-            f"{step.runtime.kind!r} sandboxes cannot carry all that was written",
-            field="task.evaluator.carry",
-            hint="name the paths that are graded, or use runtime kind 'namespace'",
-        )
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,7 +51,7 @@ from outrider.messages import Message
 from outrider.plugins import plugin_code, resolve
 from outrider.sandbox.network.record import NetworkRecord, record_file
 from outrider.sandbox.runtimes.base import QueuesStarts, Runtime, RuntimeKind
-from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare, unavailable_here
+from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, check_carry, collect, prepare, unavailable_here
 from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector, GradingLog, KeptFiles, make_folders
@@ -62,7 +62,7 @@ from outrider.sessions.calls.limits import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation, overdue_error
 from outrider.sessions.filters import EndedRun, filtered
-from outrider.sessions.grading import Grade, Grading, came_from_inside, check_carry
+from outrider.sessions.grading import Grade, Grading, came_from_inside
 from outrider.sessions.lanes import HeldSlot, Lanes
 from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, session_needs
