@@ -78,7 +78,7 @@ class Section(BaseModel):
 
 class Setting(NamedTuple):
     """A setting as the command line shows it. `option` is the flag with its value, such as "--port PORT". `default` is
-    the text to show for a default that explains nothing by itself, such as None."""
+    a text that is shown in place of the default, for example in place of None."""
 
     option: str | None = None
     default: str | None = None

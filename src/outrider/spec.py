@@ -35,6 +35,7 @@ from outrider.schemas import MAX_INLINE_FILE as MAX_INLINE_FILE
 from outrider.schemas import PolicyPause as PolicyPause
 from outrider.schemas import Role as Role
 
+MAX_PRIORITY = 1000
 MAX_TEXT = 1 << 20
 MEBIBYTE = 1 << 20
 """The unit, in bytes, of fields whose names end in `_mb`."""
@@ -741,7 +742,7 @@ class GroupSpec(Spec):
     task: TaskSpec
     n: Annotated[int, Field(ge=1, le=MAX_GROUP)] = 1
     min_usable: Annotated[int, Field(ge=1)] | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     expires_seconds: Seconds | None = None
     idempotency_key: Name | None = None
     callback_url: CallbackUrl | None = None
@@ -859,7 +860,7 @@ class RegradeSpec(Spec):
 
     evaluator: EvaluatorSpec | None = None
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     idempotency_key: Name | None = None
     callback_url: CallbackUrl | None = None
 

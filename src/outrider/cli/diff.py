@@ -81,8 +81,8 @@ def _shown(found: RunDiff) -> Iterator[RenderableType]:
 
 
 def _some(found: RunDiff) -> list[Flip]:
-    """Return at most FLIPS_SHOWN flips. Those that only run `a` solved come first: at most half of FLIPS_SHOWN. The
-    rest are those that only run `b` solved."""
+    """Return at most FLIPS_SHOWN flips. First come flips to a failure (only run `a` has solved the task), up to half of
+    FLIPS_SHOWN. Flips to a success (only run `b` has solved it) follow."""
     lost = [flip for flip in found.flips if flip.a_reward >= found.passed]
     gained = [flip for flip in found.flips if flip.a_reward < found.passed]
     return [*lost[: FLIPS_SHOWN // 2], *gained[: FLIPS_SHOWN - min(len(lost), FLIPS_SHOWN // 2)]]

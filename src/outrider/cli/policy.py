@@ -15,7 +15,7 @@ from outrider.schemas import PolicyStatus
 
 
 class Mode(StrEnum):
-    """What a pause does with generations in flight: it lets them finish, or aborts them, to be continued later."""
+    """How a pause treats generations in flight. `finish` waits for them. `abort` stops them; they continue later."""
 
     FINISH = "finish"
     ABORT = "abort"

@@ -65,7 +65,7 @@ def create(
     """Make a token, and print it. It cannot be printed again.
 
     With --data, --store or --config, the token is made for a stopped service.
-    Give those that the service gets.
+    Pass the same values as to `outrider serve`.
 
     Examples:
 
@@ -107,7 +107,7 @@ def _check_no_other_store(data: Path, config: Path | None) -> None:
 
     if (data / DATABASE).exists():
         return
-    if (data / RUNS).exists():  # made within seconds by a service, whatever its store
+    if (data / RUNS).exists():  # a service with any store makes this file
         sign = f"it has used {data}, but there is no {DATABASE}"
     elif config is None and _names_a_store(data):
         sign = f"{CONFIG} names one"

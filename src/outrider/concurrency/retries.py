@@ -11,8 +11,8 @@ import random
 import msgspec
 
 MAX_DOUBLINGS = 32
-"""The maximum number of doublings of `first`. After so many, the wait has long reached `longest`. Without a maximum,
-the factor would at some point be too large for a float."""
+"""The maximum number of doublings of `first`. It is large enough to reach `longest`, and prevents the factor from
+overflowing a float."""
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):

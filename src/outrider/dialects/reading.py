@@ -56,7 +56,7 @@ MAX_TOKENS = 1 << 24
 """The highest limit of output tokens. Higher limits are lowered to this number, because clients send huge numbers to
 say "no limit". No model's context is this long."""
 NOTHING: tuple[Any, ...] = (None, "", [], {})
-"""The values that request nothing, whatever their field. A field with such a value is never added to the notes."""
+"""Values that request nothing. A field with one of these values is never added to the notes."""
 JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
 
 

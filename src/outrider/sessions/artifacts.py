@@ -234,6 +234,7 @@ class ArtifactCollection:
         file as left out with the reason. An earlier step's file of this path may then be outdated: it is not listed."""
         earlier = self.kept.artifacts.get(path)
         bytes_left = self.limits.total_bytes - self.kept.stored_bytes
+        # A file as large as the earlier one is read even if there is no room for it, because it may be unchanged.
         limit = min(self.limits.file_bytes, bytes_left if earlier is None else max(bytes_left, earlier.size))
         full = f" ({self.limits.total_bytes} bytes are kept in all)" if bytes_left < self.limits.file_bytes else ""
         try:
@@ -246,11 +247,11 @@ class ArtifactCollection:
         except UnicodeEncodeError:
             self.leave_out(path, "its name is not UTF-8")
             return
-        except FileNotFoundError as error:
+        except FileNotFoundError as error:  # an earlier step's file of this path stays listed
             self.leave_out(path, f"{error}{full}")
             return
         except (RuntimeFailure, OSError) as error:
-            self._outdated(path, f"{error}{full}")
+            self._leave_out_newer(path, f"{error}{full}")
             return
         if (
             earlier is not None
@@ -263,17 +264,17 @@ class ArtifactCollection:
             self.leave_out(path, f"{most} files are kept in all")
             return
         if len(data) > bytes_left:
-            self._outdated(path, f"{path} is larger than {bytes_left} bytes{full}")
+            self._leave_out_newer(path, f"{path} is larger than {bytes_left} bytes{full}")
             return
         self.kept.stored_bytes += len(data)  # even if it fails, because the service may have stored the file
         try:
             digest = await self.store.keep(self.session_id, self.attempt, data)
         except (OSError, ServiceError) as error:
-            self._outdated(path, f"the service cannot store it: {error}")
+            self._leave_out_newer(path, f"the service cannot store it: {error}")
             return
         self.kept.artifacts[path] = Artifact(path=path, size=len(data), sha256=digest)
 
-    def _outdated(self, path: str, reason: str) -> None:
+    def _leave_out_newer(self, path: str, reason: str) -> None:
         self.kept.artifacts.pop(path, None)
         self.leave_out(path, reason)
 

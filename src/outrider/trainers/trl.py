@@ -57,6 +57,7 @@ from outrider.client.sampling import (
 from outrider.environment import install_command
 from outrider.errors import InvalidField, ServiceError
 from outrider.schemas import GroupView, SessionView
+from outrider.spec import MAX_PRIORITY
 from outrider.tokens.rendering.image_grids import Grid
 from outrider.trainers.pictures import image_in_grid, readable_end
 from outrider.trainers.shared_settings import BridgeSettings
@@ -77,8 +78,6 @@ UNUSED_FILE = "outrider_unused_rows.pt"
 between two steps that share a batch."""
 ASYNC_HOOKS = ("rollout_worker", "weight_transfer")
 """The arguments of AsyncGRPOTrainer that take a `RolloutWorker` and a `ServiceWeights`."""
-HIGHEST_PRIORITY = 1000
-"""The highest priority of a group that the service accepts."""
 PROMPT_COLUMN = "prompt"
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 REWARD_COLUMN = "outrider_reward"
@@ -408,7 +407,7 @@ class Rollouts:
         def marked(number: int) -> dict[str, Any]:
             return evaluation_task(tasks(number) if callable(tasks) else tasks[number % len(tasks)])
 
-        priority = min(self._settings["priority"] + 1, HIGHEST_PRIORITY)
+        priority = min(self._settings["priority"] + 1, MAX_PRIORITY)
         sampler = DynamicSampler(
             self._client.asynchronous, marked, n=n, target=target, refill="static", priority=priority, state=state
         )

@@ -2,8 +2,8 @@
 
 A run's id is its group's id, so clients find their runs again after a disconnect or a restart. A run may send its
 model calls to a session that a client created through verl's session proxy (`verl.py`). The run's turns then belong to
-that session (`verl_runs.py`).
-Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
+that session (`verl_runs.py`). Invariants: a run is stored before its id is returned; a run without a verdict has no
+rewards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a leading pool does for the pools that follow it. If several processes have pools, the service's pool leads and
+"""The leading pool's side of pools in several processes. If several processes have pools, the service's pool leads and
 the other pools follow.
 
 The leading pool manages the list of engines, probes the engines and changes their weights. The following pools
