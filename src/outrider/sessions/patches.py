@@ -36,14 +36,19 @@ UNCHANGED_SECONDS = 60.0
 MAX_BASES = 1024
 """Maximum number of repositories that a `PatchBases` remembers."""
 # XDG_CONFIG_HOME turns off the user's files `git/ignore` and `git/attributes`. GIT_CONFIG_GLOBAL does not affect them.
-GIT = """set -e
+BEGIN = """set -e
 cd -- {repository}
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 XDG_CONFIG_HOME=/dev/null LC_ALL=C
-export GIT_INDEX_FILE="$PWD/.git/outrider-index"
+"""
+"""The beginning of every script: git reads no settings of the agent."""
+GIT = (
+    BEGIN
+    + """export GIT_INDEX_FILE="$PWD/.git/outrider-index"
 git() {{
     command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.autocrlf=false "$@"
 }}
 """
+)
 # The base of the patch is the state of the folder, not HEAD. HEAD lacks changes that the sandbox's preparation made but
 # did not commit. With HEAD as the base, these would count as the agent's.
 BASE = """test -d .git || {{ echo 'it has no folder .git' >&2; exit 3; }}
@@ -76,10 +81,9 @@ APPLY = """git apply --whitespace=nowarn .git/outrider-patch
 # The script uses a separate git repository for the comparison, because settings and excluded paths in the agent's
 # `.git` could hide a change. The objects are shared with the agent's repository: `git add` reads every file, but writes
 # only objects that do not exist yet.
-UNCHANGED = """set -e
-cd -- {repository}
-export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 XDG_CONFIG_HOME=/dev/null LC_ALL=C
-export GIT_DIR={place} GIT_WORK_TREE="$PWD"
+UNCHANGED = (
+    BEGIN
+    + """export GIT_DIR={place} GIT_WORK_TREE="$PWD"
 trap 'rm -rf -- {place}' EXIT
 git() {{
     command git -c safe.directory='*' -c core.fsmonitor=false -c core.autocrlf=false "$@"
@@ -90,6 +94,7 @@ git read-tree {base}
 git add -A .
 git diff --cached --quiet --no-ext-diff --no-renames {base} -- . {excluded}
 """
+)
 TIDY = """rm -f .git/outrider-patch .git/outrider-paths .git/outrider-index
 """
 
