@@ -20,6 +20,7 @@ from starlette.websockets import WebSocket
 from engines.contract import chunks_of, collect
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, SamplingParams
+from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.attached_worker import AttachedWorker
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import (
@@ -1230,17 +1231,37 @@ async def test_a_removed_engine_tells_its_workers_so() -> None:
             await running
 
 
-async def test_constraints_are_those_that_every_worker_can_keep() -> None:
+async def test_constraints_are_those_of_the_workers_that_are_attached() -> None:
     engine = relay()
-    both = FunctionEngine(Counter(), constraints=[ConstraintKind.REGEX, ConstraintKind.GRAMMAR])
-    one = FunctionEngine(Counter(), constraints=[ConstraintKind.REGEX])
+    regex = FunctionEngine(Counter(), constraints=[ConstraintKind.REGEX])
+    none = FunctionEngine(Counter())
     assert engine.constraints == frozenset()
-    async with relay_served(engine) as url, attached(url, both):
-        await until(lambda: len(engine._workers) == 1)
-        assert engine.constraints == {ConstraintKind.REGEX, ConstraintKind.GRAMMAR}
-        async with attached(url, one):
+    async with relay_served(engine) as url:
+        async with attached(url, none):
+            await until(lambda: len(engine._workers) == 1)
+            assert engine.constraints == frozenset()
+            async with attached(url, regex):
+                await until(lambda: len(engine._workers) == 2)
+                assert engine.constraints == {ConstraintKind.REGEX}
+            await until(lambda: len(engine._workers) == 1)
+            assert engine.constraints == frozenset()
+        async with attached(url, regex):
+            await until(lambda: engine.constraints == {ConstraintKind.REGEX})
+        await until(lambda: not engine._workers)
+        # a call now fails because the worker is missing; it is not refused as wrong
+        assert engine.constraints == {ConstraintKind.REGEX}
+
+
+async def test_a_pool_knows_the_constraints_of_a_worker_that_has_replaced_another() -> None:
+    engine = relay()
+    regex = FunctionEngine(Counter(), constraints=[ConstraintKind.REGEX])
+    async with EnginePool() as pool, relay_served(engine) as url, attached(url, FunctionEngine(Counter())):
+        await until(lambda: bool(engine._workers))
+        await pool.add_engine(engine)
+        assert not pool.members[engine.name].constraints
+        async with attached(url, regex):
             await until(lambda: len(engine._workers) == 2)
-            assert engine.constraints == {ConstraintKind.REGEX}
+            assert pool.members[engine.name].constraints == {ConstraintKind.REGEX}
 
 
 async def test_a_request_goes_to_no_worker_without_its_constraint() -> None:

@@ -225,7 +225,6 @@ def apply_state(pool: EnginePool, state: EngineState, known: EngineState | None 
     # back to an older version.
     gone_back = known is not None and state.version < known.version
     member.version = state.version if gone_back else max(member.version, state.version)
-    member.read_constraints()
     if state.pace is not None and not member.pace.known:
         member.pace.take_over(state.pace)
     if state.ok and not member.ok:

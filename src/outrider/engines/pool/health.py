@@ -120,7 +120,6 @@ class HealthChecks:
     def mark_found(self, member: EngineRecord) -> None:
         """Record that the engine serves again."""
         member.ok, member.behind, member.detail, member.silent = True, False, "", None
-        member.read_constraints()
         self._placement.welcome(member)
         self._changes.publish(None)
 

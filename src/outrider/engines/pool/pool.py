@@ -201,9 +201,11 @@ class EnginePool:
         return None if member is None or member.removed else member.engine
 
     def probe_now(self, name: str) -> None:
-        """Probe a failed engine at once. Call this if there are signs that the engine is back."""
+        """Probe a failed engine at once. Call this if there are signs that the engine is back, or when a worker of a
+        relay can get work."""
         if (member := self.members.get(name)) is not None:
             member.probe_now.set()
+            self.changes.publish(None)  # a relay's new worker may support other constraints
 
     def drain(self, name: str) -> EngineStatus:
         """Assign no new sessions to the engine, or to any engine of a list. Sessions that are already assigned stay. A

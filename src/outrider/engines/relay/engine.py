@@ -76,6 +76,7 @@ class RelayEngine:
         # must not be used again.
         self._numbers = itertools.count(secrets.randbits(48))
         self._closed = False
+        self._constraints: frozenset[ConstraintKind] = frozenset()
         self._context: int | None = None
         """The length of the model's context, as the first of the attached workers has reported it."""
         self._refused = ""
@@ -84,8 +85,10 @@ class RelayEngine:
 
     @property
     def constraints(self) -> frozenset[ConstraintKind]:
-        kinds = [frozenset(worker.hello.constraints) for worker in self._workers.values()]
-        return frozenset.intersection(*kinds) if kinds else frozenset()
+        """The kinds that at least one worker supports: a request goes only to workers that support its constraint.
+        While no worker is attached, these are the kinds of the last one, so that a request fails because the workers
+        are missing, and is not refused as if it were wrong."""
+        return self._constraints
 
     @property
     def loads_weights(self) -> bool:
@@ -289,6 +292,7 @@ class RelayEngine:
             return
         self.logprob_kind = worker.logprob_kind
         self._workers[worker.hello.instance] = worker
+        self._note_constraints()
         self._refused = ""
         self._context = self._context or worker.hello.context_tokens
         log.info("relay %s: worker %s attached", self.name, worker.name)
@@ -329,7 +333,9 @@ class RelayEngine:
     def _drop(self, worker: AttachedWorker, reason: str) -> None:
         if self._workers.get(worker.hello.instance) is worker:  # another object may represent this worker by now
             del self._workers[worker.hello.instance]
-            if not self._workers:
+            if self._workers:
+                self._note_constraints()
+            else:
                 self._context = None
         log.info("relay %s: worker %s is gone: %s", self.name, worker.name, reason)
         worker.give_up(reason)
@@ -394,6 +400,9 @@ class RelayEngine:
             for worker in list(self._workers.values()):
                 group.create_task(one(worker))
         return failures
+
+    def _note_constraints(self) -> None:
+        self._constraints = frozenset(kind for worker in self._workers.values() for kind in worker.hello.constraints)
 
     def _nobody(self, constraint: Constraint | None = None) -> EngineUnavailable:
         if constraint is not None and any(worker.version >= self._version for worker in self._workers.values()):
