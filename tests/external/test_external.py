@@ -155,6 +155,34 @@ async def test_a_failed_engine_is_no_reward(tmp_path: Path) -> None:
         assert (result["verdict"], result["error"]["boundary"]) == (None, "engine")
 
 
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_call_given_up_while_the_service_stands_still_is_no_reward(tmp_path: Path, reset: bool) -> None:
+    """The session starts over after the stall, or does not: then the agent's report is not believed."""
+    slow = {"reply": say("It is in a file."), "stall": 2}
+    async with elsewhere(tmp_path, replies=[say("Ask."), slow, say("Ask."), slow]) as world:
+        opened = await world.owner.open()
+
+        async def hang_up() -> None:
+            agent = world.agent(opened)
+            await agent.ask("Hello?")
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await agent.ask("Where is it?")
+
+        await hang_up()
+        world.service.external._watchdog.note(2.5)
+        if reset:
+            assert (await world.owner.call("POST", f"/sessions/{opened['session']['id']}/reset")).status_code == 200
+            await hang_up()
+        await world.owner.complete(opened, reward=1)
+        result = await world.owner.result(opened)
+        if reset:
+            assert result["verdict"]["reward"] == 1
+        else:
+            assert (result["verdict"], result["error"]["code"]) == (None, "service_error")
+            assert "stood still for 2.5 s" in result["error"]["message"]
+
+
 async def test_a_session_is_cancelled(tmp_path: Path) -> None:
     async with elsewhere(tmp_path, replies=REPLIES) as world:
         opened = await world.owner.open()

@@ -93,7 +93,8 @@ async def test_nothing_is_lost_or_made_up(tmp_path: Path, seed: int) -> None:
                 assert {result["verdict"]["reward"]} == rewards
             elif result["stop_reason"] != "cancelled":
                 error = result["error"]
-                slow = "s longer than usual" in error["message"]  # a busy machine is to blame, not the agent
+                # a busy machine is to blame, not the agent
+                slow = "s longer than usual" in error["message"] or "stood still" in error["message"]
                 assert error["code"] in ("agent_failed", "engine_silent") or slow, error
             for row in group["samples"] or []:
                 assert len(row["ids"]) == len(row["loss_mask"]) == len(row["logprobs"])

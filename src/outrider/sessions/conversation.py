@@ -737,6 +737,14 @@ def overdue_error(overdue: float, what: str) -> OutriderError:
     )
 
 
+def stall_error(longest: float) -> ServiceError:
+    """Return the error for a run that ended badly after the service had stalled for `longest` seconds."""
+    return ServiceError(
+        f"the service stood still for {longest:.1f} s while the agent ran, and the agent then ended badly",
+        hint="see the service's log for the cause, and whether the service's machine is overloaded",
+    )
+
+
 async def _raise(error: OutriderError) -> None:
     raise error
 

@@ -21,7 +21,7 @@ import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Broadcast, wait_for_event
-from outrider.concurrency.watchdog import Watchdog
+from outrider.concurrency.watchdog import Watchdog, Witness
 from outrider.counts import NodeCounts
 from outrider.engines.pool.waits import Overdue
 from outrider.errors import (
@@ -55,7 +55,7 @@ from outrider.sessions.attempt import (
 from outrider.sessions.blame import HARMFUL_SECONDS, Cause, End, Facts, Stage, decide
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.clock import Budget, Stopwatch
-from outrider.sessions.conversation import Conversation, FailedCall, RunEnded, overdue_error
+from outrider.sessions.conversation import Conversation, FailedCall, RunEnded, overdue_error, stall_error
 from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.models import SessionModels
 from outrider.sessions.remote_runs import archive_of
@@ -236,14 +236,15 @@ class ExternalSessions:
 
     async def _run(self, attempt: Attempt) -> SessionResult:
         session, store = attempt.session, self._store
-        live = _LiveSession(attempt, store, self._backend, self._frozen, self._stalled_seconds)
-        if session.attempt > 1:
-            if continues_turns(session, attempt.task):
-                await live.resume()
-            else:
-                await store.drop_earlier_turns(session.id, session.attempt)
-        with self.timelines.keeping(live.timeline):
-            return await self._run_live(live)
+        with self._watchdog.witness() as stalls:
+            live = _LiveSession(attempt, store, self._backend, self._frozen, self._stalled_seconds, stalls)
+            if session.attempt > 1:
+                if continues_turns(session, attempt.task):
+                    await live.resume()
+                else:
+                    await store.drop_earlier_turns(session.id, session.attempt)
+            with self.timelines.keeping(live.timeline):
+                return await self._run_live(live)
 
     async def _run_live(self, live: _LiveSession) -> SessionResult:
         session, store = live.attempt.session, self._store
@@ -352,6 +353,7 @@ class _LiveSession:
         backend: ModelBackend,
         frozen: Sequence[FrozenModel],
         stalled_seconds: Callable[[], float],
+        stalls: Witness,
     ) -> None:
         self.attempt = attempt
         self.calls = 0
@@ -360,6 +362,7 @@ class _LiveSession:
         self._backend = backend
         self._frozen = frozen
         self._stalled_seconds = stalled_seconds
+        self._stalls = stalls
         self._failure: OutriderError | None = None
         self._resetting = asyncio.Lock()
         session = attempt.session
@@ -370,6 +373,7 @@ class _LiveSession:
     def _new_models(self) -> None:
         session, task = self.attempt.session, self.attempt.task
         self._overdue = Overdue()
+        self._stalls.longest = 0.0  # earlier stalls harmed only the calls before a reset
 
         def conversation(backend: ModelBackend, frozen: FrozenModel | None) -> Conversation:
             model = None if frozen is None else backend.model
@@ -471,6 +475,7 @@ class _LiveSession:
             end=End.RETURNED,
             unrecorded=models.broken is not None,
             engine_failed=failure is not None,
+            stalled=self._stalls.longest >= HARMFUL_SECONDS,
             overdue=self._overdue.in_run() >= HARMFUL_SECONDS,
             in_vain=in_vain is not None,
             hung_up=models.hung_up,
@@ -482,6 +487,7 @@ class _LiveSession:
         errors = {
             Cause.UNRECORDED: models.broken,
             Cause.ENGINE: failure,
+            Cause.STALL: stall_error(self._stalls.longest),
             Cause.OVERDUE: overdue_error(self._overdue.in_run(), self._overdue.what),
             Cause.IN_VAIN: in_vain,
             Cause.NO_CALL: AgentFailed(

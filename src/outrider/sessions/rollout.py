@@ -36,7 +36,6 @@ from outrider.errors import (
     HarnessError,
     OutriderError,
     RuntimeFailure,
-    ServiceError,
     record_of,
     storable,
 )
@@ -60,7 +59,7 @@ from outrider.sessions.blame import HARMFUL_SECONDS, Blame, Cause, End, Facts, S
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
-from outrider.sessions.conversation import Conversation, overdue_error
+from outrider.sessions.conversation import Conversation, overdue_error, stall_error
 from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.grading import Grade, Grading, came_from_inside
 from outrider.sessions.lanes import HeldSlot, Lanes
@@ -496,10 +495,7 @@ class Rollout:
             Cause.RAISED: error,
             Cause.UNRECORDED: models.broken,
             Cause.ENGINE: failure,
-            Cause.STALL: ServiceError(
-                f"the service stood still for {longest:.1f} s while the agent ran, and the agent then ended badly",
-                hint="see the service's log for the cause, and whether the service's machine is overloaded",
-            ),
+            Cause.STALL: stall_error(longest),
             Cause.OVERDUE: overdue_error(self._overdue.in_run(), self._overdue.what),
             Cause.IN_VAIN: in_vain,
             Cause.OWN_TIMEOUT: timed_out_by_itself(),
