@@ -34,7 +34,7 @@ async def settles(gate: PolicyGate) -> bool:
 
 
 def report(gate: PolicyGate, *, behind: int = 0, in_flight: int = 0, whole: int = 0) -> GateReport:
-    return GateReport(closings=gate.closings - behind, in_flight=in_flight, whole=whole)
+    return GateReport(mode_changes=gate.mode_changes - behind, in_flight=in_flight, whole=whole)
 
 
 @pytest.mark.parametrize(("mode", "field"), [("finish", "in_flight"), ("abort", "whole")])
@@ -106,8 +106,8 @@ async def test_what_cannot_be_of_a_gate_is_refused() -> None:
     gate.close("finish")
     assert await settles(gate), "nobody has expected it"
     gate.expect("a")
-    for wrong in (report(gate, behind=-1), GateReport(closings=1, in_flight=1, whole=2)):
-        with pytest.raises(ValueError, match="a gate that was closed"):
+    for wrong in (report(gate, behind=-1), GateReport(mode_changes=1, in_flight=1, whole=2)):
+        with pytest.raises(ValueError, match="a gate after"):
             gate.report("a", wrong)
     gate.report("a", report(gate, in_flight=3))
     with pytest.raises(ValueError, match="behind a closed gate"):
@@ -117,7 +117,7 @@ async def test_what_cannot_be_of_a_gate_is_refused() -> None:
 
 async def test_changes_are_told_and_counted() -> None:
     seen: list[tuple[str | None, int]] = []
-    gate = PolicyGate(lambda: seen.append((gate.mode, gate.closings)))
+    gate = PolicyGate(lambda: seen.append((gate.mode, gate.mode_changes)))
     gate.close("finish")
     gate.close("finish")
     gate.open()
@@ -159,9 +159,11 @@ async def test_a_request_that_the_server_keeps_through_a_pause_is_given_up(
             versions=old,
         )
 
-        def say(closings: int, paused: Literal["abort"] | None, version: int) -> None:
+        def say(mode_changes: int, paused: Literal["abort"] | None, version: int) -> None:
             known = msgspec.structs.replace(state, version=version, versions=old.with_version(version))
-            follower.follow(PoolState(closings=closings, paused=paused, policy_version=version, engines=(known,)))
+            follower.follow(
+                PoolState(mode_changes=mode_changes, paused=paused, policy_version=version, engines=(known,))
+            )
 
         async def asked() -> Any:
             request = GenerateRequest(

@@ -315,11 +315,11 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
         "call 0 came after 0",
     ),
     "a gate of the future": (
-        lambda told: [Gate(model=None, report=GateReport(closings=9, in_flight=0, whole=0))],
-        "a gate that was closed 9 times",
+        lambda told: [Gate(model=None, report=GateReport(mode_changes=9, in_flight=0, whole=0))],
+        "a gate after 9 changes of mode",
     ),
     "a gate of no model": (
-        lambda told: [Gate(model="other", report=GateReport(closings=0, in_flight=0, whole=0))],
+        lambda told: [Gate(model="other", report=GateReport(mode_changes=0, in_flight=0, whole=0))],
         "a model that the service does not have",
     ),
     "a doubt of no model": (lambda told: [CheckEngine(model="other", engine="e")], "a model that"),
@@ -590,7 +590,7 @@ async def test_a_false_gate_does_not_stall_a_pause(start: Starts) -> None:
             pausing = tasks.create_task(policy.pause("finish"))
             while policy.gate.mode is None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            report = GateReport(closings=policy.gate.closings, in_flight=10**9, whole=0)
+            report = GateReport(mode_changes=policy.gate.mode_changes, in_flight=10**9, whole=0)
             await node.say(Gate(model=None, report=report))
             await pausing
         end = await node.ended()
@@ -684,7 +684,7 @@ def honest_words(told: Told) -> list[dict[str, Any]]:
         ),
         report(),
         Ready(),
-        Gate(model=None, report=GateReport(closings=0, in_flight=0, whole=0)),
+        Gate(model=None, report=GateReport(mode_changes=0, in_flight=0, whole=0)),
         CheckEngine(model=None, engine="e"),
         CallRequest(0, SetState(*told.ids, SessionState.READY)),
         CallRequest(0, KeepArtifact(*told.ids, b"x")),

@@ -1,12 +1,12 @@
-"""Control routes for engines and for the status of the service."""
+"""Control routes for engines."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from outrider.api.control_router import Caller, ControlRouter, Created, Serving, body
+from outrider.api.control_router import ControlRouter, Created, Serving, body
 from outrider.errors import Conflict, EngineMisbehaved, EngineUnavailable
-from outrider.schemas import EngineList, EngineStatus, ServiceStatus
+from outrider.schemas import EngineList, EngineStatus
 from outrider.spec import EngineSpec
 
 ROUTES = ControlRouter()
@@ -38,9 +38,3 @@ async def remove(service: Serving, name: str) -> EngineList:
     """Detach an engine. Running generations get 30 seconds to end. The engine's sessions move to another engine."""
     await service.pool_of(name).remove(name)
     return EngineList(engines=service.engines())
-
-
-@ROUTES.get("/status", "read", ServiceStatus)
-async def status(service: Serving, caller: Caller) -> ServiceStatus:
-    """Report sessions by state, nodes with their lanes, and engines with their load."""
-    return await service.status(caller)

@@ -30,6 +30,7 @@ from outrider.api import (
     relay,
     runs,
     sessions,
+    status,
     tokens,
 )
 from outrider.api.access import OPEN_PATHS, AccessControl, check_address
@@ -54,7 +55,7 @@ from outrider.wire.file_descriptors import raise_limit, shares
 from outrider.wire.http_server import TIMEOUTS, Receive, Scope, Send, noting_refusals
 from outrider.wire.tls import presenting
 
-PARTS = (groups, sessions, runs, files, diagnosis, delivery, engines, nodes, policy, relay, tokens, metrics)
+PARTS = (groups, sessions, runs, files, diagnosis, delivery, engines, nodes, policy, relay, tokens, status, metrics)
 ROUTERS = (*(part.ROUTES for part in PARTS), metrics.METRICS)
 ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in router.roles.items()}
 """The role that each control route requires, by method and path. Only admins and tokens of the same tenant may get an

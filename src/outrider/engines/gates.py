@@ -74,11 +74,11 @@ class PauseGate:
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a follower's gate, as the follower reports it to the leader (the process whose gate it follows).
 
-    `closings`: the value of the leader's `closings` that the follower has applied last.
+    `mode_changes`: the value of the leader's `mode_changes` that the follower has applied last.
     `in_flight`: how many of its generations are in flight.
     `whole`: how many of these run to their end in every pause, because no engine could continue them."""
 
-    closings: Annotated[int, msgspec.Meta(ge=0)]
+    mode_changes: Annotated[int, msgspec.Meta(ge=0)]
     in_flight: Annotated[int, msgspec.Meta(ge=0)]
     whole: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -92,16 +92,16 @@ class _Follower:
         self.lost = lost
         self.report: GateReport | None = None
 
-    def unsettled(self, closings: int, which: Literal["in_flight", "whole"]) -> bool:
+    def unsettled(self, mode_changes: int, which: Literal["in_flight", "whole"]) -> bool:
         report = self.report
-        return report is None or report.closings != closings or bool(getattr(report, which))
+        return report is None or report.mode_changes != mode_changes or bool(getattr(report, which))
 
 
 class PolicyGate:
     """Holds back generations while the policy is paused, and counts the generations in flight.
 
     - `mode`: the mode of the pause, or None while the gate is open.
-    - `closings`: the number of changes of `mode`.
+    - `mode_changes`: the number of changes of `mode`.
     - `cuts`: the number of pauses with mode "abort", which cut generations off.
     - `whole`: the number of generations in flight that run to their end in any mode, because no engine could continue
       them.
@@ -121,8 +121,8 @@ class PolicyGate:
         self.cuts = 0
         self.in_flight = 0
         self.whole = 0
-        self.closings = 0
-        self._order_all = changed
+        self.mode_changes = 0
+        self._announce = changed
         self._followers: dict[str, _Follower] = {}
         self._changed = asyncio.Event()
         self._closed_at = 0.0
@@ -164,7 +164,7 @@ class PolicyGate:
                     clock.reschedule(self._closed_at)
         if self.mode not in (mode, "abort"):
             self.mode = mode
-            self.closings += 1
+            self.mode_changes += 1
             for follower in self._followers.values():
                 follower.since = asyncio.get_running_loop().time()
         self._notify()
@@ -173,7 +173,7 @@ class PolicyGate:
         if self.mode is not None:
             self._closed_for = self.paused_seconds()
             self.mode = None
-            self.closings += 1
+            self.mode_changes += 1
             self._notify()
 
     async def settled(self) -> None:
@@ -192,14 +192,18 @@ class PolicyGate:
 
     def report(self, follower: str, report: GateReport) -> None:
         """Record the state of a follower's gate. Ignores a report of an unknown follower. Raises ValueError for an
-        impossible report: its `closings` exceed those of this gate, `whole` exceeds `in_flight`, or generations have
-        begun while the gate is closed."""
+        impossible report: its `mode_changes` exceed those of this gate, `whole` exceeds `in_flight`, or generations
+        have begun while the gate is closed."""
         if (known := self._followers.get(follower)) is None:
             return
         before = known.report
-        if report.closings > self.closings or report.whole > report.in_flight:
-            raise ValueError(f"a gate that was closed {report.closings} times, with {report.in_flight} in flight")
-        settling = self.mode is not None and before is not None and before.closings == report.closings == self.closings
+        if report.mode_changes > self.mode_changes or report.whole > report.in_flight:
+            raise ValueError(f"a gate after {report.mode_changes} changes of mode, with {report.in_flight} in flight")
+        settling = (
+            self.mode is not None
+            and before is not None
+            and before.mode_changes == report.mode_changes == self.mode_changes
+        )
         if settling and before and (report.in_flight > before.in_flight or report.whole > before.whole):
             raise ValueError("generations that begin behind a closed gate")
         known.report = report
@@ -214,7 +218,7 @@ class PolicyGate:
         """Return True while a pause must wait: for generations in flight, here or in a follower, or for a follower that
         has not reported the gate's latest closing. `which` is the count of generations to look at."""
         return bool(getattr(self, which)) or any(
-            follower.unsettled(self.closings, which) for follower in self._followers.values()
+            follower.unsettled(self.mode_changes, which) for follower in self._followers.values()
         )
 
     def _lose_overdue(self, which: Literal["in_flight", "whole"]) -> float | None:
@@ -222,9 +226,9 @@ class PolicyGate:
         pause waits for no follower."""
         now, waits = asyncio.get_running_loop().time(), []
         for name, follower in list(self._followers.items()):
-            if not follower.unsettled(self.closings, which):
+            if not follower.unsettled(self.mode_changes, which):
                 continue
-            answered = follower.report is not None and follower.report.closings == self.closings
+            answered = follower.report is not None and follower.report.mode_changes == self.mode_changes
             seconds = self.settle_seconds if answered else self.answer_seconds
             if (left := follower.since + seconds - now) > 0:
                 waits.append(left)
@@ -242,7 +246,7 @@ class PolicyGate:
 
     def _notify(self) -> None:
         self._wake()
-        self._order_all()
+        self._announce()
 
     def _wake(self) -> None:
         self._changed.set()

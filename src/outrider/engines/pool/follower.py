@@ -58,13 +58,13 @@ class FollowedPolicy(Policy):
         super().__init__(members, lost=lost, found=found, changed=self._report)
         self._leader = leader
         self._engines: dict[str, EngineState] = {}
-        self._closings = 0
-        """The leader's `closings` in the last state passed to `follow`."""
+        self._mode_changes = 0
+        """The leader's `mode_changes` in the last state passed to `follow`."""
         self._cut = 0
-        """The leader's `closings` at the latest pause that has cut off generations in this process."""
+        """The leader's `mode_changes` at the latest pause that has cut off generations in this process."""
 
     def follow(self, state: PoolState) -> None:
-        self._closings = state.closings
+        self._mode_changes = state.mode_changes
         self._engines = {engine.name: engine for engine in state.engines}
         self._known = None if state.policy_version is None else KnownPolicy(state.policy_version)
         if state.paused is None:
@@ -78,12 +78,14 @@ class FollowedPolicy(Policy):
     def _report(self) -> None:
         # Count the pause in `gate.cuts` before reporting it. The count shows that a pause has cut the generations off,
         # and the leader may order the engines to abort them as soon as it has the report.
-        if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
-            self._cut = self._closings
+        if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._mode_changes:
+            self._cut = self._mode_changes
             self.gate.cuts += 1
             for engine in self._holding():
                 engine.hold_back()
-        self._leader.settled(GateReport(closings=self._closings, in_flight=self.gate.in_flight, whole=self.gate.whole))
+        self._leader.settled(
+            GateReport(mode_changes=self._mode_changes, in_flight=self.gate.in_flight, whole=self.gate.whole)
+        )
 
     def _holding(self) -> list[HoldsBack]:
         return [member.engine for member in self._members.values() if isinstance(member.engine, HoldsBack)]

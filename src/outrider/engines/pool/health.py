@@ -182,7 +182,7 @@ class HealthChecks:
         pause of the policy does not wait for this check: it ends the check, which then returns None. Raises EngineError
         if the engine fails the check."""
         gate = self.policy.gate
-        closings, engine = gate.closings, member.engine
+        mode_changes, engine = gate.mode_changes, member.engine
         if gate.mode is not None:
             return None
         try:
@@ -195,7 +195,7 @@ class HealthChecks:
                             await self._read_small_reply(engine, request, whole=False)
                     return health
         except TimeoutError:
-            if gate.mode is not None or gate.closings != closings:
+            if gate.mode is not None or gate.mode_changes != mode_changes:
                 return None
             raise EngineUnavailable(f"engine {engine.name!r} did not give one token within {seconds:.0f} s") from None
         except EngineError:

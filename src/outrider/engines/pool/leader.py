@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for annotations only: this module makes no pools
 def pool_state(pool: EnginePool) -> PoolState:
     gate, members = pool.policy.gate, pool.members.values()
     return PoolState(
-        closings=gate.closings,
+        mode_changes=gate.mode_changes,
         paused=gate.mode,
         policy_version=pool.policy.known_version,
         engines=tuple(state_of(member) for member in members if not member.removed),

@@ -152,13 +152,13 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the leading pool, as sent to followers.
 
-    `closings`: the number of changes of the leader's gate.
+    `mode_changes`: how often the mode of the leader's gate has changed.
     `paused`: the gate's current mode.
     `policy_version`: None until a trainer has set a version.
     `leaving`: the names of the engines that are being removed, each with the seconds after which its generations are
     cut off."""
 
-    closings: int
+    mode_changes: int
     paused: PolicyPause | None
     policy_version: int | None
     engines: tuple[EngineState, ...]
