@@ -6,9 +6,9 @@
 
 The settings must not make the files and folders in `KEPT` readable as a whole. Folders are compared by device and inode
 as well as by name, because a link or a bind mount may lead to the same folder. Their places in their file systems are
-compared, too, because a bind mount may show a folder within a kept one. Invariants: a path is mounted as it was
-checked, with all links resolved; uploads are opened without following links (see
-sandbox/runtimes/tool_server/uploads.py).
+compared, too, because a bind mount may show a folder within a kept one. Invariants: a root folder and a mount are
+mounted as they were checked, with all links resolved (a virtual environment is mounted by its name); uploads are opened
+without following links (see sandbox/runtimes/tool_server/uploads.py).
 """
 
 from __future__ import annotations
