@@ -60,6 +60,11 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # what is imported and collected stays: to look through it again and again takes seconds
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the longest row of tests/real that one worker runs begin early."""
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in WITH_MODELS)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
@@ -104,9 +109,9 @@ def postgresql() -> Iterator[PostgresqlServer]:
 
 
 class RealPrograms(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """For two workers. Tests of container engines, Slurm and sandboxes run one after the other, because what they look
-    for on the machine afterwards must not be another's; so do those of the one vLLM. Each other file is its own, so
-    that the worker that is done first takes the next one."""
+    """Tests of container engines, Slurm and sandboxes run one after the other, because what they look for on the machine
+    afterwards must not be another's; so do those of the one vLLM. Each other file is its own, so that the worker that is
+    done first takes the next one."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
