@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from cli.world import PROGRAM, REPLIES, Cli
+from outrider.api.finished_runs import serving_run
 from outrider.cli.session_file import Recorded, Recording, html_file
 from outrider.client.client import AsyncClient
 from outrider.client.sample_files import SampleFormat, sample_file
@@ -143,6 +144,54 @@ async def test_a_run_is_not_changed_and_not_opened_twice(run: Run) -> None:
         turns = json.loads(await stored.turns(f"{run.group.replace('g-', 's-')}-0", tokens=True))["turns"]
         assert turns[0]["tokens"]["output_pieces"] is None
         assert turns[0]["tokens"]["output_ids"]
+
+
+LISTS = (
+    "groups?harness=tools", "groups?harness=command", "sessions?harness=command",
+    "groups?group={first}", "sessions?group={first}&group={second}", "sessions?group={second}",
+    "groups?until={later}", "groups?since={later}", "sessions?until={later}", "sessions?until=9e9",
+    "groups?text=LOST", "sessions?text=LOST", "groups?error={code}", "sessions?error={code}",
+    "groups?error={code}&stop_reason=completed", "groups?stop_reason=error", "groups?min_reward=0.5",
+    "groups?state=active", "sessions?state=running&state=done", "groups?label=name%3Dhi",
+    "groups?label=name", "groups?state=running", "sessions?stop_reason=bored", "groups?limit=0", "sessions?until=soon",
+)  # fmt: skip
+
+
+async def test_lists_are_filtered_as_the_service_filters_them(tmp_path: Path) -> None:
+    program = {"command": ["sh", "-c", "echo all is lost; exit 3"], "nonzero_exit": "error"}
+    failing = {"instruction": "Fail.", "harness": program, "runtime": {"kind": "process"}, "max_attempts": 1}
+    failing["evaluator"] = {"run": "true"}
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
+        (first,) = await client.wait([(await client.submit({"task": TASK, "n": 2})).id])
+        (second,) = await client.wait([(await client.submit({"task": failing, "n": 2})).id])
+        assert second.sessions[0].result
+        assert second.sessions[0].result.error
+        code = second.sessions[0].result.error.code
+        lists = [each.format(first=first.id, second=second.id, later=second.created, code=code) for each in LISTS]
+        async with aiohttp.ClientSession() as http:
+            shown = {path: await get(http, f"{url}/v1/{path}") for path in lists}
+    assert [len(shown[f"{kind}?error={code}"][1][kind]) for kind in ("groups", "sessions")] == [1, 2]
+    async with (
+        open_run(tmp_path / "data", None) as stored,
+        serving_run(stored, 0) as url,
+        aiohttp.ClientSession() as http,
+    ):
+        for path in lists:
+            assert await get(http, f"{url}/v1/{path}") == shown[path], path
+
+
+async def test_a_file_of_samples_refuses_filters_for_data_that_it_lacks(run: Run) -> None:
+    async with (
+        open_run(run.samples, None) as rows,
+        serving_run(rows, 0) as url,
+        aiohttp.ClientSession() as http,
+    ):
+        for name, value in (("harness", "tools"), ("error", "x"), ("text", "x"), ("since", "1"), ("until", "1")):
+            for kind in ("groups", "sessions"):
+                status, error = await get(http, f"{url}/v1/{kind}?{name}={value}")
+                assert (status, error["field"]) == (422, name)
+        assert len((await get(http, f"{url}/v1/sessions?group={run.group}"))[1]["sessions"]) == 2
+        assert (await get(http, f"{url}/v1/sessions?group=g-1"))[1]["sessions"] == []
 
 
 async def test_what_is_no_run_is_refused_with_a_hint(cli: Cli, tmp_path: Path) -> None:

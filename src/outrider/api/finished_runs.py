@@ -6,34 +6,39 @@ Invariant: no route changes anything. There is no token, so requests that name a
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import FileResponse, Response
-from starlette.routing import Route
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse
 
 from outrider.api.access import check_local
-from outrider.api.control_replies import error_reply, json_reply, long_reply, not_served
+from outrider.api.control_replies import bad_query, error_reply, json_reply, long_reply, not_served, outrider_error
 from outrider.api.files import DOWNLOAD, SAFE, UNKNOWN, image_type
 from outrider.api.gateway_server import HttpServer, listener_at, running, url_of
 from outrider.api.page import PATHS, page_routes
-from outrider.errors import InvalidField, NotFound, OutriderError
+from outrider.api.session_filter import Wanted
+from outrider.errors import NotFound, OutriderError
+from outrider.lifecycle import GroupState, SessionState
 from outrider.schemas import GroupList, GroupSummary, SessionList, SessionView
 from outrider.service.finished_runs import GROUPS_AT_ONCE, FinishedRun
+from outrider.service.runs import check_filter
+from outrider.spec import MAX_CURSOR
 from outrider.store.artifacts import FOR_GRADERS, LOGGED
+from outrider.store.run_index.lists import SessionFilter
+from outrider.store.run_index.rows_of_runs import searched_text
 from outrider.wire.file_descriptors import raise_limit, shares
 from outrider.wire.http_server import Receive, Scope, Send
 
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
-MOST_ROWS = 1000
 MOST_GROUPS = 2000
 """Maximum number of groups that one request reads."""
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 @asynccontextmanager
@@ -49,22 +54,30 @@ async def serving_run(run: FinishedRun, port: int) -> AsyncIterator[str]:
 def run_app(run: FinishedRun) -> Callable[[Scope, Receive, Send], Any]:
     """Return the ASGI application that serves the page for a finished run."""
     routes = _Routes(run)
-    app = Starlette(
-        routes=[
-            *page_routes(),
-            Route("/v1/groups", routes.groups),
-            Route("/v1/groups/{group}", routes.group),
-            Route("/v1/sessions", routes.sessions),
-            Route("/v1/sessions/{session}", routes.session),
-            Route("/v1/sessions/{session}/turns", routes.turns),
-            Route("/v1/sessions/{session}/samples", routes.samples),
-            Route("/v1/sessions/{session}/timeline", routes.timeline),
-            Route("/v1/sessions/{session}/artifacts", routes.artifacts),
-            Route("/v1/sessions/{session}/artifacts/{path:any_path}", routes.artifact),
-            Route("/v1/images/{digest}", routes.image),
-        ],
-        exception_handlers={OutriderError: _refused, 404: _unknown, 405: _unknown, Exception: _refused},
+    app = FastAPI(
+        routes=list(page_routes()),
+        openapi_url=None,
+        exception_handlers={
+            OutriderError: outrider_error,
+            RequestValidationError: bad_query,
+            404: _unknown,
+            405: _unknown,
+            Exception: outrider_error,
+        },
     )
+    for path, handler in (
+        ("/groups", routes.groups),
+        ("/groups/{group}", routes.group),
+        ("/sessions", routes.sessions),
+        ("/sessions/{session}", routes.session),
+        ("/sessions/{session}/turns", routes.turns),
+        ("/sessions/{session}/samples", routes.samples),
+        ("/sessions/{session}/timeline", routes.timeline),
+        ("/sessions/{session}/artifacts", routes.artifacts),
+        ("/sessions/{session}/artifacts/{path:any_path}", routes.artifact),
+        ("/images/{digest}", routes.image),
+    ):
+        app.add_api_route(f"/v1{path}", handler, response_model=None)
 
     async def local(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PATHS:
@@ -78,10 +91,6 @@ def run_app(run: FinishedRun) -> Callable[[Scope, Receive, Send], Any]:
     return local
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    return error_reply(error)
-
-
 async def _unknown(request: Request, error: Exception) -> Response:
     return error_reply(not_served(request))
 
@@ -90,120 +99,113 @@ class _Routes:
     def __init__(self, run: FinishedRun) -> None:
         self._run = run
 
-    async def groups(self, request: Request) -> Response:
-        async def fitting(group: GroupSummary) -> list[GroupSummary]:
-            return [group] if _fits_group(group, request) else []
+    async def groups(self, wanted: Wanted, after: str | None = None, limit: Limit = 20) -> Response:
+        check_filter(wanted, GroupState)
+        of_session = SessionFilter(stop_reason=wanted.stop_reason, error=wanted.error, text=wanted.text)
 
-        found, after = await self._page(request, fitting, limit=20)
+        async def fitting(group: GroupSummary) -> list[GroupSummary]:
+            if not _fits_state_and_reward(group.state, group.mean_reward, wanted):
+                return []
+            if not of_session.empty:
+                sessions = (await self._run.group(group.id)).sessions
+                return [group] if any(_fits_session(each, of_session) for each in sessions) else []
+            return [group]
+
+        found, after = await self._page(wanted, fitting, after=after, limit=limit)
         return json_reply(GroupList(groups=tuple(found), after=after))
 
-    async def group(self, request: Request) -> Response:
-        return json_reply(await self._run.group(request.path_params["group"]))
+    async def group(self, group: str) -> Response:
+        return json_reply(await self._run.group(group))
 
-    async def sessions(self, request: Request) -> Response:
+    async def sessions(self, wanted: Wanted, after: str | None = None, limit: Limit = 100) -> Response:
+        check_filter(wanted, SessionState)
+
         async def fitting(group: GroupSummary) -> list[SessionView]:
-            if not _has_labels(group.labels, request.query_params) or group.created < _number(request, "since", 0.0):
-                return []
-            return [each for each in (await self._run.group(group.id)).sessions if _fits_session(each, request)]
+            return [each for each in (await self._run.group(group.id)).sessions if _fits_session(each, wanted)]
 
-        found, after = await self._page(request, fitting, limit=100)
+        found, after = await self._page(wanted, fitting, after=after, limit=limit)
         return json_reply(SessionList(sessions=tuple(found), after=after))
 
     async def _page(
-        self, request: Request, fitting: Callable[[GroupSummary], Awaitable[list[T]]], *, limit: int
+        self,
+        wanted: SessionFilter,
+        fitting: Callable[[GroupSummary], Awaitable[list[T]]],
+        *,
+        after: str | None,
+        limit: int,
     ) -> tuple[list[T], str | None]:
         """Return one page of a list, and `after` for the next page (None on the last page). `fitting` returns the
-        entries of one group. The page starts after the group in the request's `after`. It ends with the group that
-        reaches the request's `limit`."""
-        most, after = _number(request, "limit", limit), request.query_params.get("after")
+        entries of one group that matches the fields of the filter about groups. The page starts after the group
+        `after`. It ends with the group that reaches `limit`."""
+        self._run.check_filter(wanted)
         found: list[T] = []
         for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):
-            some = await self._run.groups(after)
+            some = await self._run.groups(after, harness=wanted.harness)
             for group in some:
                 after = group.id
-                found += await fitting(group)
-                if len(found) >= most:
+                if _fits_group(group, wanted):
+                    found += await fitting(group)
+                if len(found) >= limit:
                     return found, after
             if len(some) < GROUPS_AT_ONCE:
                 return found, None
         return found, after
 
-    async def session(self, request: Request) -> Response:
-        return json_reply(await self._run.session(request.path_params["session"]))
+    async def session(self, session: str) -> Response:
+        return json_reply(await self._run.session(session))
 
-    async def turns(self, request: Request) -> Response:
-        tokens = request.query_params.get("tokens") == "true"
-        return long_reply([await self._run.turns(request.path_params["session"], tokens=tokens)])
+    async def turns(self, session: str, tokens: bool = False) -> Response:
+        return long_reply([await self._run.turns(session, tokens=tokens)])
 
-    async def samples(self, request: Request) -> Response:
-        return long_reply([await self._run.samples(request.path_params["session"])])
+    async def samples(self, session: str) -> Response:
+        return long_reply([await self._run.samples(session)])
 
-    async def timeline(self, request: Request) -> Response:
-        attempt = int(_number(request, "attempt", 0)) or None
-        return json_reply(await self._run.timeline(request.path_params["session"], attempt))
+    async def timeline(
+        self, session: str, attempt: Annotated[int | None, Query(ge=1, le=MAX_CURSOR)] = None
+    ) -> Response:
+        return json_reply(await self._run.timeline(session, attempt))
 
-    async def artifacts(self, request: Request) -> Response:
-        return json_reply(await self._run.artifacts(request.path_params["session"]))
+    async def artifacts(self, session: str) -> Response:
+        return json_reply(await self._run.artifacts(session))
 
-    async def artifact(self, request: Request) -> Response:
-        path = request.path_params["path"]
+    async def artifact(self, session: str, path: str) -> Response:
         name = path if path in (*FOR_GRADERS, *LOGGED) else f"/{path}"
-        file = await self._run.artifact(request.path_params["session"], name)
+        file = await self._run.artifact(session, name)
         return FileResponse(file, media_type=UNKNOWN, headers=DOWNLOAD)
 
-    async def image(self, request: Request) -> Response:
-        found = await self._run.image(request.path_params["digest"])
+    async def image(self, digest: str) -> Response:
+        found = await self._run.image(digest)
         if not found.data:
             raise NotFound("this image was sent by its address: there are no bytes")
         return Response(found.data, media_type=image_type(found), headers=SAFE)
 
 
-def _number(request: Request, name: str, default: float) -> float:
-    """Return a query parameter as a number. If it is missing, return `default`. Raises InvalidField."""
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise InvalidField(f"{text!r} is not a number", field=name)
-    return min(value, MOST_ROWS) if name == "limit" else value
+def _fits_group(group: GroupSummary, wanted: SessionFilter) -> bool:
+    """Return True if the fields of the filter that are about a group as such match."""
+    return (
+        (not wanted.groups or group.id in wanted.groups)
+        and all(group.labels.get(name) == value for name, value in wanted.labels.items())
+        and (wanted.since is None or group.created >= wanted.since)
+        and (wanted.until is None or group.created < wanted.until)
+    )
 
 
-def _has_labels(labels: Mapping[str, str], query: Any) -> bool:
-    wanted = [each.partition("=") for each in query.getlist("label")]
-    return all(labels.get(name) == value for name, _, value in wanted)
+def _fits_session(session: SessionView, wanted: SessionFilter) -> bool:
+    """Return True if the fields of the filter that are about a session match."""
+    result = session.result
+    error, verdict = (result.error, result.verdict) if result else (None, None)
+    return (
+        _fits_state_and_reward(session.state, verdict.reward if verdict else None, wanted)
+        and (wanted.stop_reason is None or (result is not None and result.stop_reason == wanted.stop_reason))
+        and (wanted.error is None or (error is not None and error.code == wanted.error))
+        and (wanted.text is None or (result is not None and wanted.text.lower() in searched_text(result)))
+    )
 
 
-def _fits_reward(reward: float | None, request: Request) -> bool:
-    low = _number(request, "min_reward", -math.inf)
-    high = _number(request, "max_reward", math.inf)
+def _fits_state_and_reward(state: SessionState | GroupState, reward: float | None, wanted: SessionFilter) -> bool:
+    if wanted.states and state.value not in wanted.states:
+        return False
+    low, high = wanted.min_reward, wanted.max_reward
     if reward is None:
-        return low == -math.inf and high == math.inf
-    return low <= reward <= high
-
-
-def _fits_group(group: GroupSummary, request: Request) -> bool:
-    query = request.query_params
-    return (
-        query.get("state") in (None, group.state.value)
-        and _has_labels(group.labels, query)
-        and group.created >= _number(request, "since", 0.0)
-        and _fits_reward(group.mean_reward, request)
-    )
-
-
-def _fits_session(session: SessionView, request: Request) -> bool:
-    query, result = request.query_params, session.result
-    error = session.last_error if result is None else result.error or session.last_error
-    verdict = None if result is None else result.verdict
-    texts = [error.message if error else "", error.log_tail or "" if error else "", (result and result.answer) or ""]
-    return (
-        query.get("state") in (None, session.state.value)
-        and query.get("stop_reason") in (None, result.stop_reason.value if result else "")
-        and query.get("error") in (None, error.code if error else "")
-        and (query.get("text") or "").lower() in "\n".join(texts).lower()
-        and _fits_reward(verdict.reward if verdict else None, request)
-    )
+        return low is None and high is None
+    return (low is None or reward >= low) and (high is None or reward <= high)

@@ -35,6 +35,7 @@ from outrider.schemas import (
 from outrider.service.data_folder import DATABASE, open_store
 from outrider.service.views import ViewReader, group_summary
 from outrider.store.artifacts import ArtifactStore
+from outrider.store.run_index.lists import SessionFilter
 from outrider.store.store import Store
 from outrider.store.task_key import KEY_BYTES, KEY_FILE
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -47,8 +48,13 @@ class FinishedRun(Protocol):
     """A finished run that can be viewed. Every method raises NotFound for an unknown id, and for data that the run does
     not contain, such as timelines in a file of samples."""
 
-    async def groups(self, after: str | None) -> Sequence[GroupSummary]:
-        """Return up to GROUPS_AT_ONCE groups, newest first. `after` is the last group of the previous page."""
+    def check_filter(self, wanted: SessionFilter) -> None:
+        """Raise InvalidField if a filter is about data that the run does not contain."""
+        ...
+
+    async def groups(self, after: str | None, *, harness: str | None = None) -> Sequence[GroupSummary]:
+        """Return up to GROUPS_AT_ONCE groups of all harnesses or of one, newest first. `after` is the last group of
+        the previous page."""
         ...
 
     async def group(self, group_id: str) -> GroupView: ...
@@ -98,8 +104,12 @@ class StoredRun:
         self._artifacts = artifacts
         self._reader = ViewReader(store, tokenizer, OffloadThread())
 
-    async def groups(self, after: str | None) -> Sequence[GroupSummary]:
-        return [group_summary(row) for row in await self._store.groups_before(after, limit=GROUPS_AT_ONCE)]
+    def check_filter(self, wanted: SessionFilter) -> None:
+        pass
+
+    async def groups(self, after: str | None, *, harness: str | None = None) -> Sequence[GroupSummary]:
+        rows = await self._store.groups_before(after, limit=GROUPS_AT_ONCE, harness=harness)
+        return [group_summary(row) for row in rows]
 
     async def group(self, group_id: str) -> GroupView:
         return await self._reader.group(group_id)
@@ -204,7 +214,14 @@ class SampleFileRun:
             self._groups.setdefault(line.group_id, []).append(line.session_id)
         known.add(line, place)
 
-    async def groups(self, after: str | None) -> Sequence[GroupSummary]:
+    def check_filter(self, wanted: SessionFilter) -> None:
+        for field in ("harness", "error", "text", "since", "until"):
+            if getattr(wanted, field) is not None:
+                raise InvalidField(
+                    f"a file of samples cannot be filtered by {field!r}: it has no such data", field=field
+                )
+
+    async def groups(self, after: str | None, *, harness: str | None = None) -> Sequence[GroupSummary]:
         names = list(reversed(self._groups))
         start = names.index(after) + 1 if after in self._groups else 0
         return [self._summary(name) for name in names[start : start + GROUPS_AT_ONCE]]

@@ -67,7 +67,7 @@ class Runs:
     async def sessions(self, wanted: SessionFilter, *, after: str | None, limit: int, caller: Principal) -> SessionList:
         """Return a page of sessions, beginning with those of the newest group. Raises NotFound if `after` is an unknown
         id, and InvalidField for an unknown state or stop reason."""
-        _check(wanted, SessionState)
+        check_filter(wanted, SessionState)
         await self._index.catch_up()
         find = partial(lists.find_sessions, wanted=wanted, tenant=caller.sees, after=after, limit=limit)
         ids = await self._index.read(find)
@@ -77,7 +77,7 @@ class Runs:
 
     async def groups(self, wanted: SessionFilter, *, after: str | None, limit: int, caller: Principal) -> GroupList:
         """Return a page of groups, newest first. Raises the errors of `sessions`."""
-        _check(wanted, GroupState)
+        check_filter(wanted, GroupState)
         if after is None and wanted == SessionFilter(states=wanted.states[:1]):
             # The store itself has an index for this list, so the reply need not wait until the index of runs is built.
             state = GroupState(wanted.states[0]) if wanted.states else None
@@ -205,7 +205,7 @@ class Runs:
             until=asked.until,
             text=asked.text,
         )
-        _check(wanted, SessionState)
+        check_filter(wanted, SessionState)
         if wanted.empty != asked.all:
             raise InvalidField(
                 "no field of the filter is given" if wanted.empty else "`all` is given beside a filter",
@@ -255,7 +255,7 @@ def _again(spec: StoredGroupSpec, group_id: str, n: int) -> GroupSpec:
     )
 
 
-def _check(wanted: SessionFilter, states: type[SessionState] | type[GroupState]) -> None:
+def check_filter(wanted: SessionFilter, states: type[SessionState] | type[GroupState]) -> None:
     """Raise InvalidField if a filter has an unknown state or stop reason."""
     kind = "group" if states is GroupState else "session"
     for name in wanted.states:

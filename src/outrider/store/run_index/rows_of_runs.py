@@ -18,7 +18,7 @@ from outrider.store.rows import GroupRow, SessionRow
 from outrider.store.run_index.tables import GROUP_TABLES, SECONDS, SESSION_TABLES
 from outrider.store.run_reader import Retry
 from outrider.tokens.branches.classify import lineages
-from outrider.trajectory import Turn
+from outrider.trajectory import SessionResult, Turn
 
 FROZEN = "frozen"
 """Value of the column `kind` for turns of frozen models, which are not trained."""
@@ -123,16 +123,21 @@ def write_session(db: sqlite3.Connection, session: SessionRow) -> bool:
     db.executemany(sql, [(no, name, value) for name, value in rewards])
     if result.error is not None:
         _write_error(db, no, result.attempt, True, session.updated, result.error)
+    if text := searched_text(result):
+        sql = "INSERT OR REPLACE INTO kept_texts (session_no, text) VALUES (?, ?)"
+        db.execute(sql, (no, storable_text(text)))
+    db.execute("INSERT INTO unread_turns (session_no) VALUES (?)", (no,))
+    return True
+
+
+def searched_text(result: SessionResult) -> str:
+    """Return the text of a session in which a text search looks, in lower case."""
     texts = [(result.answer or "")[-SEARCHED_ANSWER:]]
     for log_tail in (result.harness_exit and result.harness_exit.log_tail, result.error and result.error.log_tail):
         texts.append((log_tail or "")[-SEARCHED_OUTPUT:])
     if result.error is not None:
         texts.append(result.error.message[:SEARCHED_ERROR])
-    if text := "\n".join(filter(None, texts)):
-        sql = "INSERT OR REPLACE INTO kept_texts (session_no, text) VALUES (?, ?)"
-        db.execute(sql, (no, storable_text(text.lower())))
-    db.execute("INSERT INTO unread_turns (session_no) VALUES (?)", (no,))
-    return True
+    return "\n".join(filter(None, texts)).lower()
 
 
 def write_retries(db: sqlite3.Connection, retries: Iterable[Retry]) -> None:
