@@ -260,6 +260,9 @@ async def test_the_audit_log_says_who_did_what(tmp_path: Path) -> None:
             async with AsyncClient(url, token=text) as alice:
                 group = await alice.submit({"task": TASK})
                 await alice.status()
+                for _ in range(2):  # only the first creates the consumer
+                    await alice.results(consumer="trainer")
+                await alice.results()
                 with pytest.raises(Forbidden):
                     await alice.pause_policy()
                 await alice.cancel(group.id)
@@ -270,6 +273,7 @@ async def test_the_audit_log_says_who_did_what(tmp_path: Path) -> None:
         assert [(line["who"], line["call"], line["status"], line.get("ids")) for line in lines] == [
             ("operator", "POST /v1/tokens", 201, {"name": "alice"}),
             ("alice", "POST /v1/groups", 201, {"group_id": group.id}),
+            ("alice", "GET /v1/results", 200, {"consumer": "trainer"}),
             ("alice", "POST /v1/policy/pause", 403, None),
             ("alice", "DELETE /v1/groups/{group_id}", 200, {"group_id": group.id}),
         ]

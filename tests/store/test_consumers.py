@@ -26,14 +26,15 @@ async def position(store: Store, name: str) -> tuple[int, int]:
 
 async def test_each_consumer_has_a_position_of_its_own(store: Store) -> None:
     await finished(store, *"abc")
-    assert (await store.consumers.enter("trainer"), await store.consumers.enter("logger", at=2)) == (0, 2)
+    assert await store.consumers.enter("trainer") == (0, True)
+    assert await store.consumers.enter("logger", at=2) == (2, True)
     assert [(each.tenant, each.created, each.seen) for each in await store.consumers.listed()] == [(None, NOW, NOW)] * 2
     await store.consumers.acknowledge("trainer", 1)
     assert [(each.name, each.cursor, each.lag) for each in await store.consumers.listed()] == [
         ("logger", 2, 1),
         ("trainer", 1, 2),
     ]
-    assert await store.consumers.enter("trainer", at=3) == 1  # it is known: it begins nowhere
+    assert await store.consumers.enter("trainer", at=3) == (1, False)  # it is known: it begins nowhere
 
 
 async def test_a_position_moves_back_only_when_asked_to(store: Store) -> None:
@@ -75,12 +76,12 @@ async def test_a_removed_consumer_is_forgotten_with_its_position(store: Store) -
     await finished(store, "a")
     await store.consumers.enter("trainer", at=1)
     await store.consumers.remove("trainer")
-    assert await store.consumers.enter("trainer") == 0
+    assert (await store.consumers.enter("trainer")).position == 0
 
 
 async def test_there_is_a_bound_on_consumers(store: Store) -> None:
     await asyncio.gather(*(store.consumers.enter(f"c{number}") for number in range(MAX_CONSUMERS)))
     with pytest.raises(Conflict, match="consumers already"):
         await store.consumers.enter("one more")
-    assert await store.consumers.enter("c0") == 0
-    assert await store.consumers.enter("one more", tenant="another") == 0
+    assert (await store.consumers.enter("c0")).position == 0
+    assert (await store.consumers.enter("one more", tenant="another")).position == 0

@@ -117,8 +117,8 @@ async def test_a_consumer_keeps_what_it_sees_and_no_more(store: Store) -> None:
     for id, tenant in (("a1", "a"), ("b1", "b"), ("a2", "a")):
         await finish(store, id, tenant)
         await store.discard_delivery(id)
-    assert await store.consumers.enter("trainer", tenant="a") == 0
-    assert await store.consumers.enter("trainer", at=2, tenant="b") == 2
+    assert (await store.consumers.enter("trainer", tenant="a")).position == 0
+    assert (await store.consumers.enter("trainer", at=2, tenant="b")).position == 2
     assert [(each.tenant, each.cursor, each.lag) for each in await store.consumers.listed()] == [
         ("a", 0, 2),
         ("b", 2, 0),
@@ -158,8 +158,8 @@ async def test_the_bound_on_consumers_is_each_tenants() -> None:
             await store.consumers.enter(f"c{number}", tenant="a")
         with pytest.raises(Conflict, match="consumers already"):
             await store.consumers.enter("more", tenant="a")
-        assert await store.consumers.enter("more", tenant="b") == 0
-        assert await store.consumers.enter("more") == 0
+        assert (await store.consumers.enter("more", tenant="b")).position == 0
+        assert (await store.consumers.enter("more")).position == 0
 
 
 async def test_totals_and_cursors_stay_when_groups_are_removed(store: Store) -> None:

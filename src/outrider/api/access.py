@@ -2,7 +2,8 @@
 The model gateway checks its own keys.
 
 Invariant: every control route except OPEN_PATHS refuses a caller without the required role. If a call may change data,
-its audit log entry is written before the reply is sent. Calls without a valid token are refused and not logged.
+or is a GET that has created something, its audit log entry is written before the reply is sent. Calls without a valid
+token are refused and not logged.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class AccessControl:
 
 
 class _Reply:
-    """Sends a reply. If the call may change data, its audit log entry is written first."""
+    """Sends a reply. If the call may change data, or has created something, its audit log entry is written first."""
 
     def __init__(self, scope: Scope, send: Send, audit: AuditLog) -> None:
         self._scope = scope
@@ -139,7 +140,8 @@ class _Reply:
     async def __call__(self, message: Message) -> None:
         if not self._begun:
             self._begun = True
-            if self._scope.get("method") not in ("GET", "HEAD", "OPTIONS") and self._scope["path"] not in UNAUDITED:
+            changes = self._scope.get("method") not in ("GET", "HEAD", "OPTIONS") or self._scope[CREATED]
+            if changes and self._scope["path"] not in UNAUDITED:
                 await self._audit.add(_entry(self._scope, message.get("status", 101)))
         await self._send(message)
 

@@ -144,6 +144,7 @@ async def regrade(
 async def results(
     service: Serving,
     caller: Caller,
+    created: Created,
     after: Annotated[
         int | None, Query(ge=0, le=MAX_CURSOR, description="default: 0, or the position of the `consumer`")
     ] = None,
@@ -167,8 +168,10 @@ async def results(
                 hint="read with `after`, and keep the last cursor yourself; or take a token with the role 'submit'",
                 field="consumer",
             )
-        position = await service.store.consumers.enter(consumer, at=start, tenant=caller.sees)
+        position, new = await service.store.consumers.enter(consumer, at=start, tenant=caller.sees)
         start = position if after is None else after
+        if new:
+            created(consumer=consumer)
     columns = columns and samples
     page = await service.results(after=start, wait=wait, limit=limit, samples=samples, columns=columns, caller=caller)
     return _in_form(page.pieces(), columns=columns)

@@ -8,6 +8,7 @@ consumer name. Invariants: no position is greater than the newest cursor; a posi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from outrider.errors import Conflict, NotFound
 from outrider.schemas import ConsumerView
@@ -21,6 +22,13 @@ OF_ADMINS = ""
 """Value of the column `tenant` for the admins' consumers. No tenant has an empty name."""
 
 
+class Entered(NamedTuple):
+    """The position of a consumer that reads results. `new` is True if this request created the consumer."""
+
+    position: int
+    new: bool
+
+
 class Consumers:
     """Reads and writes the consumers in the store's database. Methods raise ServiceError when the database fails.
 
@@ -31,7 +39,7 @@ class Consumers:
         self._db = database
         self._clock = clock
 
-    async def enter(self, name: str, *, at: int = 0, tenant: str | None = None) -> int:
+    async def enter(self, name: str, *, at: int = 0, tenant: str | None = None) -> Entered:
         """Return the consumer's position, and record the time of this request. An unknown consumer is created at
         position `at`.
 
@@ -40,9 +48,10 @@ class Consumers:
         """
         owner = tenant or OF_ADMINS
 
-        async def body(tx: Connection) -> int:
+        async def body(tx: Connection) -> Entered:
             now = self._clock()
-            if not await tx.execute("UPDATE consumers SET seen = ? WHERE tenant = ? AND name = ?", (now, owner, name)):
+            known = "UPDATE consumers SET seen = ? WHERE tenant = ? AND name = ?"
+            if new := not await tx.execute(known, (now, owner, name)):
                 if (await tx.fetch("SELECT COUNT(*) FROM consumers WHERE tenant = ?", (owner,)))[0][0] >= MAX_CONSUMERS:
                     raise Conflict(
                         f"there are {MAX_CONSUMERS} consumers already",
@@ -53,7 +62,7 @@ class Consumers:
                 sql = "INSERT INTO consumers (tenant, name, cursor, created, seen) VALUES (?, ?, ?, ?, ?)"
                 await tx.execute(sql, (owner, name, at, now, now))
             ((position,),) = await tx.fetch("SELECT cursor FROM consumers WHERE tenant = ? AND name = ?", (owner, name))
-            return int(position)
+            return Entered(position, new)
 
         return await self._db.write(body)
 
