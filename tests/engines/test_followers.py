@@ -11,7 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.engines.base import EngineHealth, GenerateRequest, KnownVersions, SamplingParams
+from outrider.concurrency.chores import Failures
+from outrider.config import Config, ModelConfig
+from outrider.engines.base import EngineHealth, EngineOptions, GenerateRequest, KnownVersions, SamplingParams
 from outrider.engines.gates import GateReport, PolicyGate
 from outrider.engines.pool.follower import FollowedPolicy, PoolFollower
 from outrider.engines.pool.placement import EngineState, PoolState
@@ -19,6 +21,8 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.lab.fakes.engine_servers.app import engine_app, serving
 from outrider.lab.fakes.engine_servers.asgi import ServeSettings
 from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.service.model_backends import open_models
 from outrider.spec import EngineSpec
 from outrider.trajectory import LogprobKind, TokenMode
 from support.stamping import StampingEngine
@@ -128,6 +132,18 @@ async def test_changes_are_told_and_counted() -> None:
 class SilentLeader:
     def settled(self, report: GateReport) -> None: ...
     def engine_failed(self, engine: str) -> None: ...
+
+
+async def test_failures_of_following_pools_are_recorded_with_those_of_the_process(tokenizer_folder: Path) -> None:
+    async def work() -> None:
+        raise TypeError("a bug in an engine")
+
+    config, failures = Config(model=ModelConfig(tokenizer=str(tokenizer_folder), renderer="qwen3")), Failures()
+    async with open_models(config, leader=lambda _: SilentLeader(), failures=failures) as models:
+        pool = models.policy.pool
+        await pool.add_engine(ScriptedEngine(EngineOptions(name="a")))
+        await pool.health.run(pool.members["a"], "check", work())
+        assert [each.name for each in failures.failing()] == ["check a"]
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])

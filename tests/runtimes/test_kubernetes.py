@@ -18,7 +18,6 @@ import pytest
 from aiohttp import ClientSession, web
 
 from outrider.cli.image import pod_images
-from outrider.concurrency.chores import Failures
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import PodsConfig
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
@@ -61,7 +60,7 @@ async def cluster(world: World) -> AsyncIterator[FakeApiServer]:
         yield server
         for runtime in world.made:
             await runtime.stop()
-        await world.host.sweep(Failures())
+        await world.host.sweep()
         assert server.pods == {}
 
 
@@ -233,7 +232,9 @@ async def test_each_right_is_needed_and_named(
         assert "cannot delete" in caplog.text
     elif denied == "watch pods":  # the states of pods are asked for every few seconds
         await sandbox.start()
-        assert "cannot watch" in caplog.text
+        [failing] = world.host.failures.failing()
+        assert failing.name == "watch pods"
+        assert "cannot watch" in failing.error
     elif denied == "get pods":
         await sandbox.start()
         part = await world.host.part(cluster_part())
@@ -596,9 +597,8 @@ async def test_orphans_are_found_by_label(world: World, cluster: FakeApiServer, 
     pod = json.loads(json.dumps(mine))
     pod["metadata"] |= {"name": "orphan", "uid": "u2", "labels": {**mine["metadata"]["labels"], "outrider.node": wrong}}
     cluster.pods["rl", "orphan"] = pod
-    failures = Failures()
-    swept = await world.host.sweep(failures)
-    assert failures.failing() == ()
+    swept = await world.host.sweep()
+    assert world.host.failures.failing() == ()
     assert (("rl", "orphan") in cluster.pods) is (other != "dead")
     assert swept.get("PodCluster", 0) == (1 if other == "dead" else 0)
     cluster.pods.pop(("rl", "orphan"), None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.concurrency.chores import Chores, Failures
+from outrider.concurrency.chores import Chores
 from outrider.sandbox.node_folder import NodeFolder, sweep
 from outrider.sandbox.runtimes.node_host import Host
 from support.node_folders import dead_folder, temporary
@@ -61,9 +61,8 @@ async def test_folders_and_what_parts_know_of_are_ended_and_told(
         for name in ("outrider-one", "outrider-two"):
             dead_folder(temporary, name)
         with caplog.at_level(logging.INFO, "outrider.node"):
-            failures = Failures()
-            assert (await sweep(host, failures)).items() >= {"NodeFolder": 2, "Part": 3}.items()
-            again = await sweep(host, failures)
+            assert (await sweep(host)).items() >= {"NodeFolder": 2, "Part": 3}.items()
+            again = await sweep(host)
             assert not again.keys() & {"NodeFolder", "Part"}  # other tests may leave control groups
     assert os.listdir(temporary) == [folder.path.name]
     told = caplog.records[0].message
@@ -77,16 +76,15 @@ async def test_a_part_that_fails_keeps_no_other_from_its_turn(
 ) -> None:
     async with Host(temporary) as host:
         await shared(host, Part(fails, lambda: 1), Stuck(), Part(lambda: 2))
-        failures = Failures()
-        assert await host.sweep(failures, seconds=0.01) == {"Part": 2}
+        assert await host.sweep(seconds=0.01) == {"Part": 2}
         assert "sweep of Stuck: failed, and is tried again: TimeoutError" in caplog.text
-        assert [each.name for each in failures.failing()] == ["sweep of Stuck"]  # the second part has succeeded
-        assert await host.sweep(failures, seconds=0.01) == {"Part": 1}
+        assert [each.name for each in host.failures.failing()] == ["sweep of Stuck"]  # the second part has succeeded
+        assert await host.sweep(seconds=0.01) == {"Part": 1}
 
 
 async def test_sweeps_go_on(temporary: Path) -> None:
-    async with asyncio.timeout(20), Host(temporary) as host, Chores(Failures()) as chores:
+    async with asyncio.timeout(20), Host(temporary) as host, Chores(host.failures) as chores:
         part = Part(lambda: 1, fails, lambda: 2)
         await shared(host, part)
-        chores.begin("sweeps", partial(sweep, host, chores.failures))
+        chores.begin("sweeps", partial(sweep, host))
         await part.swept.wait()

@@ -66,6 +66,13 @@ async def test_a_node_begins_with_a_sweep_whatever_it_is_to_run(temporary: Path)
         assert not (temporary / "outrider-one").exists()
 
 
+async def test_a_node_reports_failures_of_what_its_sandboxes_share(temporary: Path) -> None:
+    async with a_node(temporary) as node:
+        node.host.failures.note("watch pods", OSError("no route to the cluster"))
+        [failing] = node.stats().failing
+        assert (failing.name, failing.node) == ("watch pods", "node")
+
+
 async def test_a_node_sweeps_for_as_long_as_it_lives(temporary: Path) -> None:
     def sweeping() -> bool:
         return any(task.get_name() == "sweeps" for task in asyncio.all_tasks())

@@ -192,7 +192,7 @@ async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[An
     paths = await asyncio.to_thread(HostPaths.checked, config)
     failures = Failures()
     async with AsyncExitStack() as stack:
-        models = await stack.enter_async_context(open_models(config, leader=service.leader))
+        models = await stack.enter_async_context(open_models(config, leader=service.leader, failures=failures))
         followers = {
             model: await stack.enter_async_context(PoolFollower(pool, service.forwarded(model), failures))
             for model, pool in models.pools.items()

@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from outrider.concurrency.chores import Failures
 from outrider.environment import environment
 from outrider.errors import ServiceError
 from outrider.sandbox.runtimes.guest.filesystem.tree_writer import empty_folder
@@ -188,7 +187,7 @@ def remove_tree(path: Path) -> None:
         log.warning("%s is not removed in full (%d faults): %s", path, len(faults), faults[0])
 
 
-async def sweep(host: Host, failures: Failures) -> dict[str, int]:
+async def sweep(host: Host) -> dict[str, int]:
     """Remove what killed nodes have left: folders, processes, control groups, and whatever the parts of `host` find.
     Call this every SWEEP_EVERY_SECONDS.
 
@@ -196,8 +195,8 @@ async def sweep(host: Host, failures: Failures) -> dict[str, int]:
     not end the node's sessions.
     """
     own = {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}
-    ended = await swept([(kind, partial(asyncio.to_thread, part)) for kind, part in own.items()], failures)
-    ended |= await host.sweep(failures)
+    ended = await swept([(kind, partial(asyncio.to_thread, part)) for kind, part in own.items()], host.failures)
+    ended |= await host.sweep()
     if ended:
         listed = ", ".join(f"{kind} {number}" for kind, number in ended.items())
         log.info("%s removed what dead nodes had left: %s", host.name, listed)

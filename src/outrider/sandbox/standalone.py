@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from pathlib import Path
 
 from outrider.concurrency.cancellation import opened_in_thread, shielded
-from outrider.concurrency.chores import Chores, Failures
+from outrider.concurrency.chores import Chores
 from outrider.destinations import Phase
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.network.rules import NetworkRules
@@ -43,7 +43,7 @@ async def open_sandbox(
     async with (
         opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder,
         Host(folder.path) as host,
-        Chores(Failures()) as background,
+        Chores(host.failures) as background,
     ):
         socket = folder.path / "gateway.sock"
         if gateway is None:

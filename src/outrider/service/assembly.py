@@ -69,7 +69,9 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
 
         known = None if kept is None else KnownPolicy(kept.version, kept.weights)
         paces = await remembered_paces(store)
-        models = await stack.enter_async_context(open_models(config, known=known, keep=keep, paces=paces))
+        models = await stack.enter_async_context(
+            open_models(config, known=known, keep=keep, paces=paces, failures=failures)
+        )
         await stack.enter_async_context(remember_paces(store, models.pools.values(), paces, failures))
         resources = NodeResources(capacity_of(config.sandboxes))
         node: LocalNode | None = None
@@ -96,7 +98,7 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
             nodes = (await stack.enter_async_context(processes)).nodes
         joined = JoinedNodes(config, parts, publisher, own={each.name for each in nodes})
         await stack.enter_async_context(joined)
-        host = node.host if node is not None else await stack.enter_async_context(Host(config.data))
+        host = node.host if node is not None else await stack.enter_async_context(Host(config.data, failures=failures))
         service = Service(
             config,
             store=store,

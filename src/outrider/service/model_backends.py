@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from outrider.concurrency.cancellation import OffloadThread
+from outrider.concurrency.chores import Failures
 from outrider.config import Config
 from outrider.engines.pool.follower import FollowedPolicy, Leader
 from outrider.engines.pool.policy import KnownPolicy
@@ -52,13 +53,15 @@ async def open_models(
     keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
     paces: Mapping[str, RememberedPace] = {},
     leader: Callable[[str | None], Leader] | None = None,
+    failures: Failures | None = None,
 ) -> AsyncIterator[Models]:
     """Open the models that the settings name, with engine pools that are still empty. Raises InvalidField for a wrong
     setting of a model.
 
     known, paces: the policy's version and the engines' usual speeds, as an earlier service process stored them.
     keep: stores a new version.
-    leader: if given, each pool follows the pool of the same model in another process."""
+    leader: if given, each pool follows the pool of the same model in another process.
+    failures: records failures of the pools' background work."""
     if config.model.tokenizer is None:
         # A misspelt engine kind is reported before the missing tokenizer, because the intended engine may provide a
         # tokenizer.
@@ -94,6 +97,7 @@ async def open_models(
                 paces=paces,
                 near=config.near,
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
+                failures=failures,
             )
             await stack.enter_async_context(pool)
             # Documents have a separate process, because reading one takes longer than decoding an image, and no image

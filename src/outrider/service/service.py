@@ -523,7 +523,6 @@ class Service:
         """Return the background work of the service and its nodes that fails now. The longest failing comes first."""
         failing = chain(
             self.failures.failing(),
-            *(pool.failures.failing() for pool in (self.pool, *self._frozen.values())),
             *(node.failing for node in self.scheduler.places.stats()),
         )
         return tuple(sorted(failing, key=lambda each: each.since))

@@ -106,14 +106,17 @@ class LocalNode:
         async with AsyncExitStack() as held:
             self._folder = await held.enter_async_context(opened_in_thread(NodeFolder.make, NodeFolder.remove))
             settings = self._config.sandboxes
-            shared = Host(self._folder.path, starts_per_second=settings.starts_per_second, pods=settings.kubernetes)
+            shared = Host(
+                self._folder.path,
+                starts_per_second=settings.starts_per_second,
+                pods=settings.kubernetes,
+                failures=self.failures,
+            )
             host = await held.enter_async_context(shared)
-            await sweep(host, self.failures)
+            await sweep(host)
             await held.enter_async_context(self._background)
             watchdog = await held.enter_async_context(Watchdog())
-            self._background.begin(
-                "sweeps", partial(sweep, host, self.failures), every=SWEEP_EVERY_SECONDS, at_once=False
-            )
+            self._background.begin("sweeps", partial(sweep, host), every=SWEEP_EVERY_SECONDS, at_once=False)
             self._background.until_done("sandboxes elsewhere", partial(join_services, host))
             sandboxes = Sandboxes(
                 host=host,

@@ -71,6 +71,7 @@ class EnginePool:
     - `paces`: what an earlier pool has measured, by engine name (see `paces()`).
     - `near`: engines that sessions of this process get first (see `Placement`).
     - `follows`: creates the policy if this pool follows a pool of another process (`follower.py`).
+    - `failures`: records failures of the pool's background work.
 
     Pools of other processes may follow this pool (`leader.py`). `changes` announces that the state for these followers
     may have changed.
@@ -95,9 +96,9 @@ class EnginePool:
         paces: Mapping[str, RememberedPace] = {},
         follows: MakesPolicy | None = None,
         near: Sequence[str] = (),
+        failures: Failures | None = None,
     ) -> None:
         self.changes = Feed[None]()
-        self.failures = Failures()
         self.vocabulary = vocabulary
         self.members: dict[str, EngineRecord] = {}
         self.placement = Placement(near)
@@ -108,7 +109,7 @@ class EnginePool:
         self._listings: dict[str, Listing] = {}
         self._claimed = set() if claimed is None else claimed
         """Names of all engines and lists, including those that are still joining."""
-        self._tasks = Chores(self.failures)
+        self._tasks = Chores(failures or Failures())
         self.health = HealthChecks(
             self.members,
             self.placement,

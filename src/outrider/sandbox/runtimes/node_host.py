@@ -37,10 +37,19 @@ class Host:
     - `folder` is the node's private folder.
     - `name` is unique to this node for all time. It contains its process id and start time, which `lives` checks.
     - `starts_per_second` is the setting `sandboxes.starts_per_second`.
-    - `pods` are the settings `sandboxes.kubernetes`."""
+    - `pods` are the settings `sandboxes.kubernetes`.
+    - `failures` records the failures of the parts' background work."""
 
-    def __init__(self, folder: Path, *, starts_per_second: float = 5.0, pods: PodsConfig | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        starts_per_second: float = 5.0,
+        pods: PodsConfig | None = None,
+        failures: Failures | None = None,
+    ) -> None:
         self.folder = folder
+        self.failures = failures or Failures()
         self.pods = pods or PodsConfig()
         self.starts_per_second = starts_per_second
         end = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else secrets.token_hex(4)
@@ -69,11 +78,11 @@ class Host:
                     self._parts[kind] = await self._stack.enter_async_context(kind(self))
         return cast(P, self._parts[kind])
 
-    async def sweep(self, failures: Failures, *, seconds: float = SWEEP_SECONDS) -> dict[str, int]:
+    async def sweep(self, *, seconds: float = SWEEP_SECONDS) -> dict[str, int]:
         """Remove what dead nodes left behind: call `sweep()` of every part that has this method. Each call may take
         `seconds`. Returns how many things were removed, by the name of the part's class."""
         parts = [(type(part).__name__, part.sweep) for part in self._parts.values() if hasattr(part, "sweep")]
-        return await swept(parts, failures, seconds=seconds)
+        return await swept(parts, self.failures, seconds=seconds)
 
 
 async def swept(

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from outrider.concurrency.chores import Chores, Failures
+from outrider.concurrency.chores import Chores
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.base import Availability, SandboxContext
 from outrider.sandbox.runtimes.e2b.api import LIST, E2BSettings
@@ -113,7 +113,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
     program = await asyncio.to_thread(remote_delivery)
     start = Start()
     async with AsyncExitStack() as undo:
-        chores = await undo.enter_async_context(Chores(Failures()))
+        chores = await undo.enter_async_context(Chores(context.host.failures))
         undo.callback(chores.cancel)
         undo.push_async_callback(undone, name, partial(service.remove, start))
         made = await service.create(start, spec.image or TEMPLATE, labels_of(context), queued, ahead=context.ahead)

@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any, Self
 
 from outrider.concurrency.cancellation import shielded
-from outrider.concurrency.chores import Chores, Failures
+from outrider.concurrency.chores import Chores
 from outrider.concurrency.events import Broadcast
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
@@ -59,7 +59,7 @@ class PodCluster:
         self.pods = host.pods
         self.node = node_label(host)
         self.queue = StartQueue(host.starts_per_second)
-        self.chores = Chores(Failures())
+        self.chores = Chores(host.failures)
         self._ours: set[str] = set()
         self._seen: dict[str, Pod] = {}
         """The newest states of this node's pods, by name."""
