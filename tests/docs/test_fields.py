@@ -293,6 +293,9 @@ def test_evaluators_has_every_kind() -> None:
     (table,) = page("docs/evaluators.md").tables("Kind")
     listed_kinds = {kind for cell in table.column("Kind") for kind in re.findall(r"`([^`]+)`", cell)}
     assert listed_kinds - {"package.module:Class"} == set(names("evaluator"))
+    (fields,) = page("docs/tasks.md").tables("Field")
+    [row] = [row for row in fields.rows if code(row[0]) == "task.evaluator.kind"]
+    assert set(re.findall(r"`([^`]+)`", row[2])) == listed_kinds
 
 
 def test_each_evaluators_page_has_its_options() -> None:
