@@ -349,6 +349,23 @@ def test_options_of_the_command_line_come_before_the_rows(tmp_path: Path) -> Non
     assert example.task["evaluator"]["options"]["test_command"].splitlines()[-1] == f"run {TEST}"
 
 
+async def test_options_of_the_command_line_come_before_those_of_a_file(cli: Cli, tmp_path: Path) -> None:
+    file = task_file(tmp_path, "swebench", {**VERIFIED, "repo": "shop/shop"}, [{"run": GIT}]).rename(
+        tmp_path / "set.toml"
+    )
+    refused = await cli("task", "import", file, "--out", tmp_path / "out.jsonl")
+    assert "give --test-command" in refused.err
+    assert "[rows] test_command" in refused.err
+    options: dict[str, Any] = {"image": "shop:v2", "test_command": "run {tests}"}
+    for source, limit in ((file, None), (tmp_path, 1)):
+        [example] = examples_in(str(source), limit=limit, **options)
+        assert example.task["runtime"]["image"] == "shop:v2"
+        assert example.task["evaluator"]["options"]["test_command"].splitlines()[-1] == f"run {TEST}"
+    file = task_file(tmp_path, "swebench", VERIFIED, [{"run": GIT}], test_command="own {tests}")
+    [example] = examples_in(str(file), limit=None, image=None)
+    assert example.task["evaluator"]["options"]["test_command"].splitlines()[-1] == f"own {TEST}"
+
+
 def test_two_rows_with_the_same_id_are_named(tmp_path: Path) -> None:
     source = f"swe-gym:{written(tmp_path, SWE_GYM, SWE_GYM)}"
     with pytest.raises(InvalidField, match=r"'instance_id' of row 1 of .* is 'getmoto__moto-7365', as in row 0"):

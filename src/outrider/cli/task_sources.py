@@ -128,18 +128,18 @@ def _examples_in(
     if rows and not path.exists() and Path(rows).exists():
         return adapted_examples(kind, Path(rows), given)  # raises InvalidField, which lists the known kinds
     if not path.is_dir():
-        return examples_in_file(path)[:limit]
+        return examples_in_file(path, given)[:limit]
     files = sorted(path.glob("*.toml"))
     if files and path / TASK_TOML not in files:
-        return [example for file in files for example in examples_in_file(file)][:limit]
+        return [example for file in files for example in examples_in_file(file, given)][:limit]
     if not any(path.rglob(TASK_TOML)):
         raise InvalidField(f"{path} has neither Harbor tasks nor TOML files", field="source")
     return harbor_examples(path, limit=limit, image=given.image, offline=offline, network=network)
 
 
-def examples_in_file(path: Path) -> list[Example]:
+def examples_in_file(path: Path, given: Additions) -> list[Example]:
     """Return the tasks in a file. A JSON Lines file has many tasks. A TOML file has one task or a template, which gives
-    a task for each row."""
+    a task for each row. `given` is for the rows of a data set."""
     if not path.exists():
         raise InvalidField(f"cannot read {path}: there is no such file", field="source", hint=SOURCES)
     if path.name.endswith(TASK_LINES):
@@ -147,13 +147,14 @@ def examples_in_file(path: Path) -> list[Example]:
     table = load_table(path)
     if ROWS not in table:
         return [load_example(path)]
-    return filled_examples(path, table)
+    return filled_examples(path, table, given)
 
 
-def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
+def filled_examples(path: Path, table: dict[str, Any], given: Additions) -> list[Example]:
     """Return one example for each row of the file that `table["rows"]` names. The row's values fill the template and
     the solution in its table `gold`. If `rows` names a kind, the kind's adapter makes the tasks, and fields of the TOML
-    file override the adapter's fields."""
+    file override the adapter's fields. `given.image` and `given.test_command`, if not None, override those of `rows`.
+    """
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:
@@ -167,7 +168,12 @@ def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
             hint=f"`file` in [rows] of {path} is relative to the folder of that file",
         )
     if rows_table.kind is not None:
-        given = Additions(image=rows_table.image, test_command=rows_table.test_command, folder=source.parent, own=table)
+        given = Additions(
+            image=rows_table.image if given.image is None else given.image,
+            test_command=rows_table.test_command if given.test_command is None else given.test_command,
+            folder=source.parent,
+            own=table,
+        )
         examples = adapted_examples(rows_table.kind, source, given)
     else:
         rows = list(read_rows(source))
@@ -223,7 +229,7 @@ def write_tasks(examples: Sequence[Example], path: Path) -> None:
 def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
     """Return a group of `n` sessions of the first task in a file. Raises InvalidField, which names the wrong field, and
     TooLarge if files are too big to send with the task."""
-    examples = examples_in_file(path)
+    examples = examples_in_file(path, Additions())
     if not examples:
         raise InvalidField(f"{path} has no task", field="task")
     return validate_group({"task": examples[0].task, "n": n, "priority": priority})

@@ -29,6 +29,8 @@ from outrider.tasks.row_values import value_at
 from outrider.tasks.swebench import (
     ACTIVATE,
     COMMANDS,
+    OR_IN_FILE,
+    PYTEST,
     TESTS,
     image_of,
     options_of,
@@ -118,7 +120,7 @@ def swe_rebench(columns: Columns, given: Additions) -> Draft:
     options = {**options_of(columns), "log_parser": columns.text("install_config.log_parser")}
     own = None
     if given.test_command is None:
-        remedy = f'give --test-command, such as "pytest -rA {TESTS}"'
+        remedy = f'give --test-command, such as "{PYTEST}", {OR_IN_FILE}'
         own = f"{columns.text('install_config.test_cmd', remedy=remedy)} {TESTS}"
     options |= run_by_command(columns, given, own=own)
     return swe_draft(
@@ -193,7 +195,8 @@ def script_of(columns: Columns, path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError):
-        remedy = "put the rows beside run_scripts of a clone of scaleapi/SWE-bench_Pro-os, or give --test-command"
+        clone = "put the rows beside run_scripts of a clone of scaleapi/SWE-bench_Pro-os"
+        remedy = f"{clone}, or give --test-command, {OR_IN_FILE}"
         columns.fault("run_scripts", f"has no {path.name} for this row", remedy)
         return ""
 

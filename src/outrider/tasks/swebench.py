@@ -52,6 +52,8 @@ export LANG=C.UTF-8 LC_ALL=C.UTF-8
 """Lines that precede a test command. In images built by swebench's harness, they activate the conda environment that
 has the repository's Python."""
 PYTEST = f"pytest -rA {TESTS}"
+OR_IN_FILE = "or [rows] test_command in a TOML file"
+"""End of a remedy that begins with the option `--test-command`."""
 COMMANDS = {
     **dict.fromkeys(
         (
@@ -177,7 +179,7 @@ def run_by_command(
     if given.test_command is None and (as_it_is := columns.optional_text("test_command")) is not None:
         return {"test_patch": patch, "test_command": filled_command(as_it_is, changed)}
     if command is None:
-        columns.missing("test_command", f'give --test-command, such as "python -m pytest -rA {TESTS}"')
+        columns.missing("test_command", f'give --test-command, such as "python -m {PYTEST}", {OR_IN_FILE}')
         return {"test_patch": patch}
     hidden = {"pytest": False} if command.startswith(HIDDEN_PYTEST) else {}
     return {"test_patch": patch, "test_command": ACTIVATE + filled_command(command, changed), **hidden}
