@@ -366,6 +366,40 @@ async def test_options_of_the_command_line_come_before_those_of_a_file(cli: Cli,
     assert example.task["evaluator"]["options"]["test_command"].splitlines()[-1] == f"own {TEST}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "row", "command", "line"),
+    [
+        ("swe-smith", SWE_SMITH, "run {tests}", f"run {TEST}"),
+        ("swebench-pro", PRO, "run {tests}", f"run {TEST} tests/test_more.py"),
+        ("r2e-gym", R2E, "run ${HOME} {a,b}", "run ${HOME} {a,b}"),
+        ("swe-gym", SWE_GYM, "run {modules}", "run test_prices"),
+    ],
+)
+def test_the_placeholders_of_a_command_are_replaced(
+    tmp_path: Path, kind: str, row: dict[str, Any], command: str, line: str
+) -> None:
+    example = example_of(kind, tmp_path, row, test_command=command)
+    assert example.task["evaluator"]["options"]["test_command"].splitlines()[-1] == line
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "name", "known"),
+    [
+        ("swe-smith", SWE_SMITH, "{modules}", "they know {tests}"),
+        ("swebench-pro", PRO, "{modules}", "they know {tests}"),
+        ("r2e-gym", R2E, "{tests}", "they know none"),
+        ("r2e-gym", R2E, "{modules}", "they know none"),
+    ],
+)
+def test_a_placeholder_that_a_set_does_not_know_is_refused(
+    tmp_path: Path, kind: str, row: dict[str, Any], name: str, known: str
+) -> None:
+    with pytest.raises(InvalidField, match=f"{kind} do not know the placeholder {name}") as refused:
+        example_of(kind, tmp_path, row, test_command=f"pytest -rA {name}", faults=True)
+    assert refused.value.field == "test_command"
+    assert known in (refused.value.hint or "")
+
+
 def test_two_rows_with_the_same_id_are_named(tmp_path: Path) -> None:
     source = f"swe-gym:{written(tmp_path, SWE_GYM, SWE_GYM)}"
     with pytest.raises(InvalidField, match=r"'instance_id' of row 1 of .* is 'getmoto__moto-7365', as in row 0"):

@@ -15,12 +15,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from outrider.errors import InvalidField
 from outrider.evaluators.checks.expected_statuses import COLOUR, STATUSES
 from outrider.evaluators.swebench.options import is_test
 from outrider.tasks.dataset_rows import Additions, Columns, Draft
@@ -29,6 +30,7 @@ from outrider.tasks.row_values import value_at
 from outrider.tasks.swebench import (
     ACTIVATE,
     COMMANDS,
+    MODULES,
     OR_IN_FILE,
     PYTEST,
     TESTS,
@@ -134,7 +136,7 @@ def swe_smith(columns: Columns, given: Additions) -> Draft:
     name = columns.text("instance_id")
     bug = columns.patch("patch")
     fail_to_pass = columns.tests("FAIL_TO_PASS", needed=True)
-    tests = shlex.join(sorted({test.partition("::")[0] for test in fail_to_pass}))
+    tests = sorted({test.partition("::")[0] for test in fail_to_pass})
     command = given.test_command or f"{SMITH_COMMAND} {TESTS}"
     options = {
         "instance_id": name,
@@ -142,7 +144,7 @@ def swe_smith(columns: Columns, given: Additions) -> Draft:
         "fail_to_pass": fail_to_pass,
         "pass_to_pass": columns.tests("PASS_TO_PASS"),
         "test_patch": "",
-        "test_command": ACTIVATE + command.replace(TESTS, tests),
+        "test_command": ACTIVATE + filled_in(command, "swe-smith", tests),
     }
     prepare = ({"write": bug, "to": BUG}, {"run": BREAK})
     gold = Gold(files=({"write": bug, "to": BUG},), run=f"{APPLY} --reverse {BUG} && rm {BUG}")
@@ -170,7 +172,7 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     before = (columns.optional_text("before_repo_set_cmd") or "").strip().rpartition("\n")[2]
     options: dict[str, Any] = {"instance_id": name, "log_parser": PARSER, "test_patch": patch}
     if given.test_command is not None:
-        command = given.test_command.replace(TESTS, shlex.join(selected))
+        command = filled_in(given.test_command, "swebench-pro", selected)
         options |= {**lists, "test_command": f"{before}\n{command}".lstrip()}
     else:
         texts = {file: script_of(columns, given.folder / "run_scripts" / name / file) for file in PRO_SCRIPTS}
@@ -188,6 +190,18 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
         if (text := columns.optional_text(title)) is not None:
             parts.append(f"{title.capitalize()}:\n{text.strip()}")
     return swe_draft(columns, options, image=image, statement="\n\n".join(parts), workdir="/app", carry={"diff": "."})
+
+
+def filled_in(command: str, kind: str, tests: Sequence[str] | None = None) -> str:
+    """Return a test command with `{tests}` replaced by `tests`. Raises InvalidField for `{modules}`, whose output no
+    parser of these data sets reads, and for `{tests}` if `tests` is None."""
+    for name in (MODULES,) if tests is not None else (TESTS, MODULES):
+        if name in command:
+            hint = f"they know {TESTS}" if tests is not None else f"they know none: the tests are in {R2E_PLACE}"
+            raise InvalidField(
+                f"rows of the kind {kind} do not know the placeholder {name}", field="test_command", hint=hint
+            )
+    return command.replace(TESTS, shlex.join(tests)) if tests is not None else command
 
 
 def script_of(columns: Columns, path: Path) -> str:
@@ -221,7 +235,7 @@ def r2e_gym(columns: Columns, given: Additions) -> Draft:
         "fail_to_pass": list(expected),
         "expected": expected,
         "test_patch": "",
-        "test_command": given.test_command or R2E_COMMAND,
+        "test_command": filled_in(given.test_command or R2E_COMMAND, "r2e-gym"),
     }
     if repo in R2E_RUNNERS:
         options["pytest"] = False
