@@ -72,6 +72,25 @@ def test_a_column_that_is_missing_is_named_with_its_row() -> None:
         template_examples(QUESTIONS, TEMPLATE, id_column="key")
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (["a", "é"], '["a", "é"]'),
+        ({"a": [None, 1.5]}, '{"a": [null, 1.5]}'),
+        (True, "true"),
+        ([], "[]"),
+        ([datetime(2026, 1, 2, tzinfo=UTC)], '["2026-01-02 00:00:00+00:00"]'),
+        (2, "2"),
+        ("a", "a"),
+        ([{"role": "user", "content": "Hello"}], "Hello"),
+    ],
+)
+def test_a_value_within_a_longer_text_is_no_python(value: Any, text: str) -> None:
+    [example] = template_examples([{"x": value}], {"instruction": "It is {row.x}.", "labels": {"x": "{row.x}"}})
+    assert example.task["instruction"] == f"It is {text}."
+    assert example.task["labels"]["x"] == value
+
+
 def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in QUESTIONS) + "\n\n")
     (tmp_path / "rows.json").write_text(json.dumps(QUESTIONS))

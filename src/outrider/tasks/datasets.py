@@ -43,6 +43,8 @@ ANY_ROWS, ROWS_RATIO = 64 << 20, 200
 to a fifth, so a file that shrinks to a two-hundredth only repeats the same text."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 WHOLE_ROW = "{row}"
+JSON_TYPES = (list, dict, bool)
+"""Types of values that are written as JSON within a longer text."""
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
 COPY_AGAIN = "the file may be incomplete: copy it again"
 HUMAN_EVAL: dict[str, Any] = {
@@ -349,8 +351,9 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
     """Return a copy of a template with its placeholders replaced. "{row.NAME}" becomes the row's column NAME, or a
     field within a column (see `value_at`). A string that is just "{row}" becomes the whole row.
 
-    If a string is just one placeholder, the value keeps its type. In a longer string, messages become their text.
-    Raises InvalidField for a missing column. `where` names the row in the message."""
+    If a string is just one placeholder, the value keeps its type. In a longer string, messages become their text, and
+    other lists, objects and truth values become JSON. Raises InvalidField for a missing column. `where` names the row
+    in the message."""
     if isinstance(value, Mapping):
         return {name: filled(inner, row, where) for name, inner in value.items()}
     if isinstance(value, list):
@@ -372,7 +375,13 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
 
     if whole := PLACEHOLDER.fullmatch(value):
         return column(whole)
-    return PLACEHOLDER.sub(lambda match: str(said(column(match), f"{match[1]} of {where}")), value)
+
+    def text(match: re.Match[str]) -> str:
+        found = said(column(match), f"{match[1]} of {where}")
+        # `default` is for values that only Parquet has within a list, such as dates.
+        return json.dumps(found, ensure_ascii=False, default=str) if isinstance(found, JSON_TYPES) else str(found)
+
+    return PLACEHOLDER.sub(text, value)
 
 
 def said(value: Any, where: str) -> Any:
