@@ -124,6 +124,22 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, message
     assert raised.value.hint or "state.json" in name
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n\n{"a": "\xe9"}\n', "line 3 of .*a.jsonl is not UTF-8: invalid continuation byte"),
+        ("a.jsonl", b'\xef\xbb\xbf{"a": 1}\n\xff', "line 2 of .*a.jsonl is not UTF-8: invalid start byte, byte 0xff"),
+        ("a.jsonl.gz", b'{"a": 1}\n{"a": "\xe9', "line 2 of .*a.jsonl.gz is not UTF-8"),
+        ("a.json", b'[\n"\xe9"]', "^(?!line ).*a.json is not UTF-8"),
+    ],
+)
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(InvalidField, match=message) as raised:
+        list(read_rows(tmp_path / name))
+    assert raised.value.hint == "save the file as UTF-8"
+
+
 @pytest.mark.parametrize("name", ["nowhere", "nowhere.jsonl", "nowhere.parquet"])
 def test_a_source_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
     for template in (None, TEMPLATE):

@@ -178,16 +178,20 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise InvalidField(
             f"{path} is no dataset", field="source", hint=f"give {', '.join(TEMPLATE_SOURCES)}, or a saved dataset"
         )
+    by_line = packed or path.suffix == ".jsonl"
     try:
         text = (_decompressed(path) if packed else path.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InvalidField(f"cannot read {path}: {error}", field="source", hint="save the file as UTF-8") from error
+        number = error.object.count(b"\n", 0, error.start) + 1
+        place = f"line {number} of {path}" if by_line else str(path)
+        reason = f"{error.reason}, byte 0x{error.object[error.start]:02x}"
+        raise InvalidField(f"{place} is not UTF-8: {reason}", field="source", hint="save the file as UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidField(f"cannot read {path}: {reason}", field="source", hint=COPY_AGAIN) from error
     # The text is split only at "\n". splitlines() would also split at other separators, which a JSON string may
     # contain.
-    lines = text.split("\n") if packed or path.suffix == ".jsonl" else None
+    lines = text.split("\n") if by_line else None
     for number, line in enumerate(lines if lines is not None else [text], 1):
         if not line.strip():
             continue
