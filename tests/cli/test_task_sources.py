@@ -150,6 +150,18 @@ async def test_tasks_are_listed(cli: Cli, sums: Path) -> None:
     assert lines[-1].split()[:4] == ["two", "callable", "yes", "2"]
 
 
+async def test_a_list_of_tasks_is_80_columns_wide(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "long.toml").write_text(f'instruction = "{"x" * 99}"\nevaluator = {{ kind = "callable" }}')
+    line = (await cli("task", "list", tmp_path / "long.toml")).out.splitlines()[-1]
+    assert line.endswith("xxx...")
+    assert len(line) == 80
+    bad = [{"prompt": "?", "data_source": "x" * 9, "reward_model": {}}]
+    (tmp_path / "rows.json").write_text(json.dumps(bad))
+    ran = await cli("task", "list", f"swebench:{tmp_path}/rows.json")
+    [row] = [line for line in ran.out.splitlines() if line.endswith("...")]
+    assert len(row.split(maxsplit=2)[2]) == 80 - 8 - 32 - 2 * 2
+
+
 async def test_a_task_is_shown(cli: Cli, sums: Path) -> None:
     shown = (await cli("task", "show", sums, "two")).out
     assert shown.startswith("two\n2 plus 2? Write the answer into answer.txt.\n")

@@ -16,6 +16,7 @@ from rich.text import Text
 from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.event_loop import run_service
 from outrider.cli.exit_codes import FAILURE, SUCCESS
+from outrider.cli.fitted_table import GAP
 from outrider.cli.options import Image, Network, Offline, TestCommand, command
 from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in, write_tasks
@@ -46,8 +47,6 @@ MAX_VALUE = 160
 
 WIDTH = 80
 """Width of the list of tasks, in columns."""
-GAP = 3
-"""Number of spaces between two columns of a table."""
 MAX_TOLD = 20
 """Maximum number of different faults that `outrider task list` explains."""
 MIN_INSTRUCTION, MAX_ID = 12, 32
