@@ -1,8 +1,8 @@
 """`python -m outrider.cli.node_process`: runs one node in a process of its own.
 
-`outrider serve --processes` starts this process. For a service on another machine, `outrider nodes join` starts it.
-Standard input is a socket to the starting program, which first sends the settings. The process exits when the starting
-program closes the socket.
+`outrider serve` starts several of these processes with `--processes` and, without it, on a machine with 8 or more
+processors. For a service on another machine, `outrider nodes join` starts this process. Standard input is a socket to
+the starting program, which first sends the settings. The process exits when the starting program closes the socket.
 """
 
 from __future__ import annotations
