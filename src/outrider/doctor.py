@@ -52,6 +52,7 @@ NOTHING_MORE = "needs nothing more"
 
 SERVERS = {
     "openai": "",
+    "prorl": "",
     "sglang": ", started with --incremental-streaming-output",
     "sglang-router": "",
     "vllm": ", started with --enable-scale-out --enable-prompt-tokens-details",

@@ -11,10 +11,12 @@ import pytest
 from rich.console import Console
 
 from cli.world import Cli
-from outrider.cli.engine_option import parse_engine
+from outrider.cli.engine_option import ADDRESSED, KIND_HELP, parse_engine
 from outrider.cli.tables import engine_table
 from outrider.config import FrozenConfig
+from outrider.doctor import SERVERS
 from outrider.errors import InvalidField
+from outrider.plugins import BUILTINS
 from outrider.schemas import EngineStatus
 from outrider.trajectory import TokenMode
 from support.service import running_service
@@ -45,6 +47,19 @@ def test_what_names_no_engine_names_its_field(text: str) -> None:
     with pytest.raises(InvalidField) as caught:
         parse_engine(text, field="engine")
     assert caught.value.field == "engine"
+
+
+@pytest.mark.parametrize("kind", sorted(ADDRESSED))
+def test_an_address_without_a_scheme_is_refused(kind: str) -> None:
+    with pytest.raises(InvalidField, match="has no scheme") as refused:
+        parse_engine(f"{kind}=10.0.0.1:8000")
+    assert refused.value.hint == f"write {kind}=http://10.0.0.1:8000"
+    assert f"{kind}=URL" in KIND_HELP
+
+
+def test_each_built_in_engine_is_reached_in_a_known_way() -> None:
+    assert set(BUILTINS["engine"]) - ADDRESSED == {"embedded", "relay", "scripted", "verl-workers"}
+    assert SERVERS.keys() == ADDRESSED
 
 
 async def test_engines_come_and_go(cli: Cli, tmp_path: Path) -> None:

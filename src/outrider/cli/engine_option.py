@@ -11,10 +11,10 @@ import msgspec
 from outrider.errors import InvalidField
 
 KIND = "KIND=WHERE"
-ADDRESSED = frozenset({"vllm", "sglang", "openai", "vllm-router", "sglang-router"})
+ADDRESSED = frozenset({"vllm", "sglang", "openai", "prorl", "vllm-router", "sglang-router"})
 """Kinds of engines that are reached at a URL."""
 KIND_HELP = (
-    "vllm=URL, sglang=URL, openai=URL, vllm-router=URL, sglang-router=URL (each of a router's workers), "
+    "vllm=URL, sglang=URL, openai=URL, prorl=URL, vllm-router=URL, sglang-router=URL (each of a router's workers), "
     "embedded=FOLDER (a model's folder), relay=NAME (workers connect to the service) "
     "or scripted=FILE.json (fixed replies)."
 )
