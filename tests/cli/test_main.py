@@ -72,6 +72,12 @@ def test_the_list_of_commands_has_the_first_line_of_each() -> None:
     assert {name: ROOT.first_line(name) for name in ROOT.names} == first_lines
 
 
+def test_the_help_of_the_queue_names_its_commands() -> None:
+    queue = ROOT.member("queue")
+    assert isinstance(queue, CliGroup)
+    assert all(name in str(queue.help).lower() for name in queue.names)
+
+
 @pytest.mark.parametrize("words", [("--", "status"), ("--version", "status")])
 def test_a_command_after_an_option_is_loaded(cli: Cli, words: tuple[str, ...]) -> None:
     ran = cli.run(*words, "--url", UNREACHABLE)

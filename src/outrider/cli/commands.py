@@ -143,7 +143,7 @@ GROUPS = {
         {"show": "policy:show", "pause": "policy:pause", "resume": "policy:resume", "update": "policy:update"},
     ),
     "queue": (
-        "Pause and resume the start of queued sessions.",
+        "Pause and resume queued sessions, and list the pauses.",
         {"list": "queue:list_", "pause": "queue:pause", "resume": "queue:resume"},
     ),
     "session": (

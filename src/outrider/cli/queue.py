@@ -1,4 +1,4 @@
-"""`outrider queue`: pause and resume the start of queued sessions."""
+"""`outrider queue`: pause and resume the start of queued sessions, and list the pauses."""
 
 from __future__ import annotations
 
