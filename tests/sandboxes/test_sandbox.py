@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from outrider.concurrency.chores import Chores, Failures
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 from outrider.sandbox.host_paths import HostPaths
-from outrider.sandbox.runtimes.base import ExecResult, Runtime
+from outrider.sandbox.runtimes.base import Availability, ExecResult, Runtime
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.sandbox import Sandboxes, run_step
 from outrider.spec import Run, RuntimeSpec
@@ -111,6 +112,50 @@ async def test_what_this_machines_kind_cannot_give_is_an_error_of_the_runtime(
         assert failed.value.field == f"task.evaluator.runtime.{field}"
         assert failed.value.hint
     assert os.listdir(tmp_path) == []
+
+
+class Absent(MemoryRuntime):
+    @classmethod
+    def available(cls) -> Availability:
+        return Availability(ok=False, detail="its daemon is gone", hint="start it")
+
+
+ABSENT = "sandboxes.test_sandbox:Absent"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "error", "says", "field"),
+    [
+        ({"kind": "process", "image": "debian"}, "process", RuntimeUnavailable, "'process' sandboxes", "image"),
+        ({"kind": "of_nobody"}, "process", RuntimeUnavailable, "unknown runtime", "kind"),
+        ({"kind": ABSENT}, "process", RuntimeUnavailable, "its daemon is gone", "kind"),
+        ({"kind": "namespace", "image": "lost"}, "process", RuntimeUnavailable, "no image 'lost'", "image"),
+        ({"mounts": [{"source": "/etc"}]}, "process", RuntimeUnavailable, "may name", "mounts.0.source"),
+        ({"mounts": [{"source": "HERE/gone"}]}, "process", RuntimeUnavailable, "not on this node", "mounts.0.source"),
+        ({"rootfs": "HERE/gone"}, "process", RuntimeUnavailable, "not a folder on this node", "rootfs"),
+        ({"image": "HERE/gone"}, "process", RuntimeUnavailable, "not on this node", "image"),
+        ({"prepare": [{"upload": "gone", "to": "x"}]}, "process", RuntimeFailure, "'gone'", "prepare.0.upload"),
+        ({"prepare": [{"upload": "given", "to": "x"}]}, "process", None, "", ""),
+        ({"kind": ABSENT}, ABSENT, None, "", ""),
+        ({"kind": "kubernetes", "image": "x"}, "process", None, "", ""),
+    ],
+)
+async def test_a_graders_sandbox_is_checked_without_being_made(
+    tmp_path: Path, fields: dict[str, Any], kind: str, error: type[RuntimeFailure] | None, says: str, field: str
+) -> None:
+    """Where the agent's sandbox has the same kind, its own start shows whether the kind works."""
+    (tmp_path / "given").touch()
+    asked = spec(**json.loads(json.dumps({"kind": "memory", **fields}).replace("HERE", str(tmp_path))))
+    async with some_sandboxes(tmp_path) as sandboxes:
+        sandboxes.paths = HostPaths.of(tmp_path, [tmp_path])
+        checked = sandboxes.check(asked, field="task.evaluator.runtime", agents=spec(kind=kind))
+        if error is None:
+            await checked
+        else:
+            with pytest.raises(RuntimeFailure, match=says) as failed:
+                await checked
+            assert (type(failed.value), failed.value.field) == (error, f"task.evaluator.runtime.{field}")
+    assert os.listdir(tmp_path) == ["given"]
 
 
 class Unmakeable(MemoryRuntime):

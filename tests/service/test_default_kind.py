@@ -89,6 +89,7 @@ async def test_a_node_whose_default_cannot_do_it_ends_the_session_with_an_error_
         assert result.error is not None
         assert (result.error.boundary, result.error.code) == (Boundary.RUNTIME, "runtime_unavailable")
         assert (result.error.field, result.stop_reason, result.verdict) == (field, StopReason.ERROR, None)
+        assert result.turns == 0  # the agent did not begin
         assert "'process' sandboxes" in result.error.message
         assert session.attempt == 1
         w.assert_quiet()

@@ -232,6 +232,57 @@ async def test_an_attempt_from_its_sandbox_to_its_verdict(bench: Bench) -> None:
     assert bench.store.states == [SessionState.READY, SessionState.RUNNING, SessionState.EVALUATING]
 
 
+@pytest.mark.parametrize(
+    ("task", "code", "field"),
+    [
+        (
+            {"evaluator": {"run": "true", "carry": ["x"], "runtime": {"kind": "process", "image": "debian"}}},
+            "runtime_unavailable",
+            "task.evaluator.runtime.image",
+        ),
+        (
+            {"evaluator": {"run": "true", "carry": ["x"], "runtime": {"prepare": [{"upload": "gone", "to": "x"}]}}},
+            "runtime_failure",
+            "task.evaluator.runtime.prepare.0.upload",
+        ),
+        (
+            {
+                "then": [
+                    {
+                        "instruction": "go on",
+                        "evaluator": {"run": "true", "carry": ["x"], "runtime": {"kind": "process", "users": 2}},
+                    }
+                ]
+            },
+            "runtime_unavailable",
+            "task.then.0.evaluator.runtime.users",
+        ),
+        (
+            {
+                "then": [
+                    {
+                        "instruction": "go on",
+                        "evaluator": {"kind": "completed"},
+                        "prepare": [{"run": "true"}, {"upload": "gone", "to": "x"}],
+                    }
+                ]
+            },
+            "runtime_failure",
+            "task.then.0.prepare.1.upload",
+        ),
+    ],
+)
+async def test_what_this_machine_lacks_for_later_is_an_error_before_the_agent_begins(
+    bench: Bench, task: dict[str, Any], code: str, field: str
+) -> None:
+    result = await bench.run(works, **task)
+    assert result.error is not None
+    assert (result.error.code, result.error.field, result.verdict) == (code, field, None)
+    assert (result.turns, bench.store.states) == (0, [])
+    assert bench.script is not None
+    assert not bench.script.ledger.started
+
+
 async def ends_at_once(script: Script, context: HarnessContext) -> HarnessOutcome:
     return HarnessOutcome(log_tail="nothing to do")
 

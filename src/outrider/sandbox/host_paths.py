@@ -230,6 +230,19 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
             mounts.append(mount.model_copy(update={"source": str(source), "target": mount.target or mount.source}))
         return spec.model_copy(update={**changes, "mounts": mounts})
 
+    def check(self, spec: RuntimeSpec) -> None:
+        """Raise InvalidField unless every path in the spec is allowed and exists on this machine. Image names are not
+        checked."""
+        resolved = self.resolved(spec)
+        if resolved.rootfs is not None and not os.path.isdir(resolved.rootfs):
+            raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
+        for number, (mount, found) in enumerate(zip(spec.mounts, resolved.mounts, strict=True)):
+            if not os.path.exists(found.source):
+                field = f"task.runtime.mounts.{number}.source"
+                raise InvalidField(f"{mount.source!r} is not on this node", field=field)
+        if resolved.image is not None and os.path.isabs(resolved.image) and not os.path.exists(resolved.image):
+            raise InvalidField(f"{spec.image!r} is not on this node", field="task.runtime.image")
+
     def check_venv(self, path: str, shown: Iterable[Path], *, field: str) -> None:
         """Raise InvalidField if a virtual environment needs paths on the host that are not allowed. `shown` are the
         paths that its programs need.

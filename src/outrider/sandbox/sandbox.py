@@ -31,6 +31,7 @@ from outrider.sandbox.network.variables import APT_CONFIG, APT_SETTINGS, proxy_v
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.rootfs.wanted import ImagePulls
 from outrider.sandbox.runtimes.base import Runtime, RuntimeKind, SandboxContext
+from outrider.sandbox.runtimes.elsewhere import ELSEWHERE
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_URL
 from outrider.spec import RUNTIME, Collect, PrepareStep, Run, RuntimeSpec, TaskSpec, Upload, Write
@@ -241,6 +242,38 @@ class Sandboxes:
         except BaseException:
             directory.rmdir()
             raise
+
+    async def check(self, spec: RuntimeSpec, *, field: str, agents: RuntimeSpec) -> None:
+        """Check whether this machine can make a grader's sandbox, as far as this is known without starting it. The
+        sandbox is made only after the agent's run, which would be lost. `field` is the task's field with this spec.
+
+        Whether the kind works here at all is checked only if `agents`, the spec of the agent's sandbox, has another
+        kind, and only for kinds on this machine. The agent's sandbox, or the service elsewhere, may just be unavailable
+        for a moment, and its own start raises the right error.
+
+        Raises RuntimeUnavailable, and RuntimeFailure if a file of a prepare step is missing.
+        """
+        with renamed_field(RUNTIME, field), unavailable_here():
+            kind: RuntimeKind = resolve("runtime", spec.sandbox_kind, field=f"{RUNTIME}.kind")
+            await asyncio.to_thread(_check, spec, kind)
+            await asyncio.to_thread(self.paths.check, spec)
+            await self._with_door(spec)  # the door is not opened, so it holds nothing
+        if spec.sandbox_kind not in (agents.sandbox_kind, *ELSEWHERE):
+            can = await asyncio.to_thread(kind.available)
+            if not can.ok:
+                raise RuntimeUnavailable(
+                    f"this machine cannot run {spec.sandbox_kind!r} sandboxes: {can.detail}",
+                    field=f"{field}.kind",
+                    hint=can.hint,
+                )
+        await self.check_uploads(spec.prepare, field=f"{field}.prepare")
+
+    async def check_uploads(self, steps: Sequence[PrepareStep], *, field: str) -> None:
+        """Raise RuntimeFailure if a file of prepare steps is not on this machine. `field` is the task's field with the
+        steps."""
+        for number, step in enumerate(steps):
+            if isinstance(step, Upload):
+                await asyncio.to_thread(self.paths.upload_now, step.upload, field=f"{field}.{number}.upload")
 
     async def _with_door(self, spec: RuntimeSpec) -> tuple[RuntimeSpec, Door | None]:
         """Return the spec with the environment variables for its network, and the network's proxy. Raises InvalidField

@@ -53,7 +53,6 @@ from outrider.spec import (
     GroupSpec,
     PrepareStep,
     ReportSpec,
-    RuntimeSpec,
     Spec,
     StoredGroupSpec,
     TaskSpec,
@@ -271,7 +270,7 @@ def check_group(
             check_carry(step, runtime)
     for one, field in runtimes:
         with renamed_field(RUNTIME, field):
-            _check_paths(one, paths)
+            paths.check(one)
         if one.network is not None and one.network.replay is not None:
             paths.upload(one.network.replay, field=f"{field}.network.replay")
         _check_uploads(one.prepare, paths, field=f"{field}.prepare")
@@ -361,19 +360,6 @@ def _check_uploads(prepare: Sequence[PrepareStep], paths: HostPaths, *, field: s
     for number, step in enumerate(prepare):
         if isinstance(step, Upload):
             paths.upload(step.upload, field=f"{field}.{number}.upload")
-
-
-def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
-    """Raise InvalidField unless every path in the spec is allowed and exists on this machine. Image names are not
-    checked here."""
-    resolved = paths.resolved(spec)
-    if resolved.rootfs is not None and not os.path.isdir(resolved.rootfs):
-        raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
-    for number, (mount, found) in enumerate(zip(spec.mounts, resolved.mounts, strict=True)):
-        if not os.path.exists(found.source):
-            raise InvalidField(f"{mount.source!r} is not on this node", field=f"task.runtime.mounts.{number}.source")
-    if resolved.image is not None and os.path.isabs(resolved.image) and not os.path.exists(resolved.image):
-        raise InvalidField(f"{spec.image!r} is not on this node", field="task.runtime.image")
 
 
 def _check_venv(task: TaskSpec, runtime: RuntimeKind, paths: HostPaths) -> None:

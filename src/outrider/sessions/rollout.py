@@ -268,6 +268,7 @@ class Rollout:
             await self._node.sandboxes.pulls.want(runtime, field=field)
         if self._attempt.stored is not None:
             return await self._grade_again(grading, self._attempt.stored)
+        await self._check_later_needs()
         async with AsyncExitStack() as held:
             share = await self._node.resources.take(session_needs(self._task), *line)
             await held.enter_async_context(share)
@@ -342,6 +343,16 @@ class Rollout:
         if (venv := self._task.harness.venv) is not None:
             self._node.sandboxes.paths.check_venv(venv, mounts, field=VENV)
         return harness, mounts, [make_evaluator(step.evaluator, self._node.endpoints) for step in self._steps]
+
+    async def _check_later_needs(self) -> None:
+        """Raise RuntimeFailure if this machine lacks something that the session needs only after the agent's first run:
+        for a grader's own sandbox, or to prepare a later step."""
+        sandboxes = self._node.sandboxes
+        (agents, _), *graders = runtimes_of(self._task)
+        for runtime, field in graders:
+            await sandboxes.check(runtime, field=field, agents=agents)
+        for number, later in enumerate(self._task.then):
+            await sandboxes.check_uploads(later.prepare, field=f"{step_field(number + 1)}.prepare")
 
     def _grading_of(self, number: int, evaluator: Evaluator, mounts: tuple[Path, ...]) -> Grading:
         step = self._steps[number]
