@@ -15,7 +15,7 @@ from outrider.client.client import AsyncClient
 from outrider.config import Config, FrozenConfig, GraderConfig, LanesConfig, SandboxesConfig, load_config
 from outrider.errors import Boundary, InvalidField
 from outrider.evaluators.base import Outcome
-from outrider.evaluators.endpoints import PAUSES
+from outrider.evaluators.endpoints import PAUSES, Endpoints
 from outrider.messages import Message, Role
 from outrider.nodes.processes import setup_of
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
@@ -163,6 +163,43 @@ async def test_a_task_names_only_graders_of_the_settings(world: MakeWorld) -> No
         for options in ({"grader": "other"}, {"grader": "http://127.0.0.1:9"}, {"grader": "mine", "url": "http://x"}):
             with pytest.raises(InvalidField):
                 await w.submit(evaluator={"kind": "http", "options": options})
+
+
+@pytest.mark.parametrize(
+    ("variables", "says", "names"),
+    [
+        ({"A_KEY": "x", "A_SECRET": "short"}, "grader 'mine' has no usable key", "A_SECRET as secret_variable"),
+        ({"A_KEY": "x", "A_SECRET": "whsec_?"}, "grader 'mine' has no usable key", "A_SECRET as secret_variable"),
+        ({"A_KEY": "x"}, "the variable A_SECRET of grader 'mine' is not set", "of its nodes"),
+        ({"A_SECRET": "a secret of the grader"}, "the variable A_KEY of grader 'mine' is not set", "of its nodes"),
+    ],
+)
+async def test_a_node_without_a_graders_keys_ends_the_session_before_its_agent_begins(
+    world: MakeWorld, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str, names: str
+) -> None:
+    """The service, on another machine, has them. So neither the task nor the agent is to blame."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    url = "http://127.0.0.1:9"
+    graders = (GraderConfig(name="mine", url=url, key_variable="A_KEY", secret_variable="A_SECRET"),)
+    async with world(graders=graders) as w:
+        w.service._endpoints = Endpoints([GraderConfig(name="mine", url=url)])
+        graded: dict[str, Any] = {"kind": "http", "options": {"grader": "mine"}}
+        for fields, field in (
+            ({"evaluator": graded}, "task.evaluator.options.grader"),
+            (
+                {"evaluator": {"run": "true"}, "then": [{"instruction": "go on", "evaluator": graded}]},
+                "task.then.0.evaluator.options.grader",
+            ),
+        ):
+            session = await w.run("ask", max_attempts=2, **fields)
+            error = result_of(session).error
+            assert error is not None
+            assert (error.boundary, error.code, error.field) == (Boundary.EVALUATOR, "evaluator_error", field)
+            assert says in error.message
+            assert names in (error.hint or "")
+            assert (result_of(session).turns, result_of(session).verdict) == (0, None)
+        w.assert_quiet()
 
 
 def test_nodes_in_other_processes_know_the_graders() -> None:

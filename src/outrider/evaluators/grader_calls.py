@@ -14,11 +14,10 @@ from typing import Any
 
 import aiohttp
 
-from outrider.callbacks import check_secret
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import GraderConfig
-from outrider.environment import environment
-from outrider.errors import EvaluatorError, InvalidField
+from outrider.errors import EvaluatorError
+from outrider.evaluators.endpoints import variable
 from outrider.redaction import redacted
 
 MAX_ANSWER = 4 << 20
@@ -103,32 +102,6 @@ async def post(
         f"grader {grader.name!r} {failure}, {attempts} times",
         hint="check that the grader runs at the url in the setting graders",
     )
-
-
-def variable(name: str | None, grader: str) -> str | None:
-    """Return the value of the environment variable `name`, without surrounding whitespace, or None if `name` is None.
-    Raises EvaluatorError if the variable is not set."""
-    if name is None:
-        return None
-    if not (value := (environment(name) or "").strip()):  # a value read from a file may end with a newline
-        raise EvaluatorError(
-            f"the variable {name} of grader {grader!r} is not set",
-            hint="set it in the environment of the service and of its nodes",
-        )
-    return value
-
-
-def check_signing_key(grader: GraderConfig, *, field: str) -> None:
-    """Raise InvalidField if the grader's signing key is too short or invalid. A variable that is not set passes,
-    because this process may not be the one that calls the grader."""
-    name = grader.secret_variable
-    if name is None or not (secret := (environment(name) or "").strip()):
-        return
-    try:
-        check_secret(secret)
-    except InvalidField as error:
-        message = f"the variable {name} of grader {grader.name!r} has no usable key: {error.message}"
-        raise InvalidField(message, field=field, hint=error.hint) from None
 
 
 def json_object(name: str, content: bytes) -> dict[str, Any]:

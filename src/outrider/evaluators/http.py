@@ -21,8 +21,8 @@ from outrider.callbacks import signed_headers
 from outrider.errors import EvaluatorError
 from outrider.evaluators.answers import last_reply
 from outrider.evaluators.base import Outcome
-from outrider.evaluators.endpoints import Endpoints
-from outrider.evaluators.grader_calls import check_signing_key, post, variable
+from outrider.evaluators.endpoints import Endpoints, variable
+from outrider.evaluators.grader_calls import post
 from outrider.evaluators.options import read_options
 from outrider.evaluators.verdict import read_verdict
 from outrider.messages import Message, Role, with_images
@@ -85,7 +85,7 @@ class HttpEvaluator:
         self._options = read_options(HttpOptions, spec)
         self._endpoints = endpoints
         self._grader = endpoints.grader(self._options.grader, field="task.evaluator.options.grader")
-        check_signing_key(self._grader, field="task.evaluator.options.grader")
+        endpoints.check_signing_key(self._grader, field="task.evaluator.options.grader")
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         options, grader, nemo_gym = self._options, self._grader, self._options.contract == "nemo_gym"

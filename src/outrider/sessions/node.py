@@ -143,7 +143,9 @@ class LocalNode:
                 warm_pool=warm_pool,
                 timelines=timelines,
                 watchdog=watchdog,
-                endpoints=Endpoints(self._config.graders, [model.name for model in self._config.frozen]),
+                endpoints=Endpoints(
+                    self._config.graders, [model.name for model in self._config.frozen], called_here=True
+                ),
                 service_silence=self._service_silence,
             )
             self._background.begin("timelines", timelines.store, every=STORE_EVERY_SECONDS)

@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -34,6 +34,7 @@ from outrider.errors import (
     ErrorRecord,
     EvaluatorError,
     HarnessError,
+    InvalidField,
     OutriderError,
     RuntimeFailure,
     record_of,
@@ -332,7 +333,8 @@ class Rollout:
     def _made(self) -> tuple[Harness, tuple[Path, ...], list[Evaluator]]:
         """Create the harness, and the evaluator of each step. Returns the harness, the host paths that its programs
         need, and the evaluators. Raises InvalidField if the task names a host path that it may not use. Raises
-        RuntimeUnavailable if its evaluators need more than its kind of sandbox can do."""
+        RuntimeUnavailable if its evaluators need more than its kind of sandbox can do, and EvaluatorError if one cannot
+        be made on this machine."""
         for number, step in enumerate(self._steps):
             if step.evaluator.carry == "all":
                 kind: RuntimeKind = resolve("runtime", self._task.runtime.sandbox_kind)
@@ -342,7 +344,11 @@ class Rollout:
         mounts = harness.mounts()
         if (venv := self._task.harness.venv) is not None:
             self._node.sandboxes.paths.check_venv(venv, mounts, field=VENV)
-        return harness, mounts, [make_evaluator(step.evaluator, self._node.endpoints) for step in self._steps]
+        evaluators = []
+        for number, step in enumerate(self._steps):
+            with fields_of_step(number), ungradable_here():
+                evaluators.append(make_evaluator(step.evaluator, self._node.endpoints))
+        return harness, mounts, evaluators
 
     async def _check_later_needs(self) -> None:
         """Raise RuntimeFailure if this machine lacks something that the session needs only after the agent's first run:
@@ -712,6 +718,17 @@ class Rollout:
 
     async def _turns(self, *, images: bool = False) -> list[Turn]:
         return await self._node.store.turns(self._session.id, self._session.attempt, images=images)
+
+
+@contextmanager
+def ungradable_here() -> Iterator[None]:
+    """Within the block, an InvalidField is raised as EvaluatorError, because the task has been accepted. This machine
+    lacks something that the evaluator needs, such as a module or the key of a grader."""
+    try:
+        yield
+    except InvalidField as error:
+        message = f"this machine cannot make the evaluator: {error.message}"
+        raise EvaluatorError(message, field=error.field, hint=error.hint) from error
 
 
 def timed_out_by_itself() -> HarnessError:
