@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from PIL import Image as Pillow
 
@@ -20,6 +21,7 @@ from outrider.config import ModelConfig
 from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequest
 from outrider.errors import ErrorRecord
 from outrider.evaluators.base import Outcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.lab.fakes.engine_servers import ServeSettings
 from outrider.lab.fakes.engine_servers.app import DEFAULT_SETTINGS, EngineProtocol, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
@@ -33,9 +35,10 @@ from outrider.tokens.rendering.image_grids import PLACEHOLDER, read_image_settin
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Sample, SampleImage, TokenMode
 from outrider.vision.pixels import pixels_of, vllm_item
+from outrider.vision.preparer import DecodingProcess
 from support.pictures import PATHS
 from support.service import END, running_service, say
-from support.vision import REFUSALS, picture, task
+from support.vision import REFUSALS, conversation, picture, task
 from support.vision_model import write_vision_tokenizer
 
 MERGED = 4
@@ -307,6 +310,59 @@ async def test_an_agent_that_waits_for_memory_for_pixels_is_not_to_blame(
         result = done.sessions[0].result
         assert result is not None
         assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+
+
+async def test_a_call_that_is_given_up_before_its_engine_gets_it_is_no_silence_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.sessions.conversation.IMAGE_SECONDS", 0.1)
+    room = PrioritySemaphore(1 << 20)
+    monkeypatch.setattr(model_backends, "image_room", lambda: room)
+    async with vision_service(tmp_path, [say("one")]) as (_, client, engine):
+        slot = await room.take((1 << 20,))
+        error = await error_of(client, task("chat", [("look", [0])], patience=1.5))
+        assert (error.code, "the decoder of images" in error.message) == ("service_error", True)
+        assert not engine.requests
+        slot.release()
+
+
+class Crowd:
+    """An agent that sends 8 calls at once, each with a picture of its own, and gives them up after a while."""
+
+    def __init__(self, options: object) -> None:
+        self._bodies = [conversation("chat", [("look", [picture(64, 64, seed=seed)])], []) for seed in range(8)]
+
+    async def init(self, context: HarnessContext) -> None:
+        """Nothing: the agent needs nothing in the sandbox."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        url = context.endpoint.base_url + PATHS["chat"]
+        timeout = aiohttp.ClientTimeout(total=3.5)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            posts = [http.post(url, json=body) for body in self._bodies]
+            await asyncio.gather(*posts, return_exceptions=True)
+        return HarnessOutcome()
+
+
+async def test_a_session_that_waits_behind_its_own_images_is_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each picture takes 0.5 s, and a wait is overdue after 2 s. Behind pictures of others, the last waits would be."""
+    ask = DecodingProcess.ask
+
+    async def slow(*given: Any) -> Any:
+        await asyncio.sleep(0.5)
+        return await ask(*given)
+
+    monkeypatch.setattr("outrider.sessions.conversation.IMAGE_SECONDS", 2.0)
+    monkeypatch.setattr(DecodingProcess, "ask", slow)
+    async with vision_service(tmp_path, [say("one")] * 8) as (_, client, engine):
+        asked = task("chat", []) | {"harness": {"agent": "api.test_vision:Crowd"}, "max_attempts": 1}
+        [done] = await client.wait([(await client.submit({"task": asked})).id])
+        result = done.sessions[0].result
+        assert result is not None
+        assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+        assert 0 < len(engine.requests) < 8
 
 
 def bytes_seen(outcome: Outcome) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -142,7 +144,7 @@ REFUSALS: list[str] = []
 class Looker:
     """An agent that shows pictures in a conversation: options `dialect` and `turns`, pairs of a text and the seeds of
     pictures. Each turn sends the whole history. At another status than 200 it ends, and
-    REFUSALS has the reply's text."""
+    REFUSALS has the reply's text. It also ends after the seconds of the option `patience`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._dialect: str = options["dialect"]
@@ -151,11 +153,18 @@ class Looker:
             for text, of in options["turns"]
         ]
         self._extra: dict[str, Any] = options.get("extra", {})
+        self._patience: float | None = options.get("patience")
 
     async def init(self, context: HarnessContext) -> None:
         """Nothing: the agent needs nothing in the sandbox."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience):
+                await self._converse(context)
+        return HarnessOutcome()
+
+    async def _converse(self, context: HarnessContext) -> None:
         replies: list[str] = []
         async with aiohttp.ClientSession() as http:
             for count in range(1, len(self._turns) + 1):
@@ -163,9 +172,8 @@ class Looker:
                 async with http.post(context.endpoint.base_url + PATHS[self._dialect], json=body) as reply:
                     if reply.status != 200:
                         REFUSALS.append(f"{reply.status}: {await reply.text()}")
-                        return HarnessOutcome()
+                        return
                     replies.append(reply_text(self._dialect, await reply.json()))
-        return HarnessOutcome()
 
 
 def task(dialect: str, turns: Sequence[tuple[str, Sequence[int | str]]], **options: Any) -> dict[str, Any]:

@@ -98,10 +98,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     stalled: bool = False
     """While the agent ran, the service stalled once for at least HARMFUL_SECONDS."""
     overdue: bool = False
-    """The run's calls waited longer than usual for an engine or the store, by HARMFUL_SECONDS or more in total."""
+    """The run's calls waited longer than usual for an engine, the store or the decoder of images, by HARMFUL_SECONDS or
+    more in total."""
     in_vain: bool = False
-    """The agent gave up waiting for a call because an engine was silent or slow, the store was slow, or the policy was
-    paused."""
+    """The agent gave up waiting for a call because an engine was silent or slow, the store or the decoder of images was
+    slow, or the policy was paused."""
     hung_up: bool = False
     """The agent's client disconnected during a call, before the run ended."""
     limit: bool = False

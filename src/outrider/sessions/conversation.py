@@ -65,6 +65,8 @@ MAX_IMAGE_BYTES = 1 << 30
 MAX_GRIDS = 4096
 """Maximum number of images of a session whose grid (size in patches) is cached. Beyond it, the cache is cleared."""
 IMAGES = "the decoder of images"
+"""Names the waits for files to be decoded and for memory for pixels. Such a wait ends before the engine gets the
+request."""
 IMAGE_SECONDS = 10.0
 """Seconds after which decoding an image, or a wait for memory for its pixels, counts as overdue. A single image takes
 less time, so other sessions or the machine must be the cause."""
@@ -176,7 +178,7 @@ class Conversation:
         then be missing from the store. When it is set, `on_broken` is called, and later calls are refused.
     hung_up: True if a client gave up a call before the run ended.
     frozen: the name of a frozen model for error messages; None for the policy.
-    overdue: counts the seconds by which calls wait longer than usual for an engine or the store.
+    overdue: counts the seconds by which calls wait longer than usual for an engine, the store or the decoder of images.
     """
 
     def __init__(
@@ -578,7 +580,7 @@ class Conversation:
                 assert self.backend.documents is not None
                 pictures = form is not None and self._images is not None
                 for document in unread.documents:
-                    with self._overdue.waiting(IMAGES, IMAGE_SECONDS):
+                    with self._overdue.waiting(IMAGES, IMAGE_SECONDS, queued=True):
                         await self.backend.documents.read(document, self.session_key, pictures=pictures)
                 continue
             except UnpreparedImages as unprepared:
@@ -590,7 +592,7 @@ class Conversation:
 
     async def _prepared(self, image: Image, form: ImageForm) -> PreparedImage | UnreadImage:
         assert self._images is not None
-        with self._overdue.waiting(IMAGES, IMAGE_SECONDS):
+        with self._overdue.waiting(IMAGES, IMAGE_SECONDS, queued=True):
             prepared = await self._images.prepare(image, form, self.session_key)
         if len(self._grids) > MAX_GRIDS:
             self._grids.clear()
@@ -617,7 +619,7 @@ class Conversation:
                 field="messages",
                 hint="send fewer or smaller images, or have the operator lower model.image_tokens",
             )
-        with self._overdue.waiting(IMAGES, IMAGE_SECONDS):
+        with self._overdue.waiting(IMAGES, IMAGE_SECONDS, queued=True):
             slot = await self.backend.image_room.take((size,), owner=self.session_key)
         held.callback(slot.release)
         found: dict[str, PreparedImage] = {}
@@ -729,7 +731,7 @@ def _bytes_of(turn: Turn) -> int:
 def overdue_error(overdue: float, what: str) -> OutriderError:
     """Return the error for a run that ended badly, or a call that was given up, after waits that took `overdue` seconds
     longer than usual, mostly for `what`."""
-    kind = ServiceError if what == STORE else EngineSilent
+    kind = ServiceError if what in (STORE, IMAGES) else EngineSilent
     return kind(
         f"the agent waited {overdue:.1f} s longer than usual, mostly for {what or 'an engine'}, and then gave a call up"
         " or ended badly",
