@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import tomllib
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,13 @@ async def test_it_serves_until_a_signal_comes(cli: Cli, tmp_path: Path, number: 
 
 
 @asynccontextmanager
-async def serving_a_slow_agent(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, AsyncClient, str]]:
+async def serving_a_slow_agent(
+    folder: Path, *more: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, AsyncClient, str]]:
     """The service, a client of it, and a group whose agent has begun, and ends once `gate` is in the folder. Another
     group is in the queue behind it."""
     wait = f"touch {folder}/begun; until test -e {folder}/gate; do sleep 0.05; done; echo hi > out.txt"
-    words = flags(folder, [call(wait), say("done")])
+    words = [*flags(folder, [call(wait), say("done")]), *more]
     process = await program("serve", *words, "--init-lane", "1", "--run-lane", "1", "--eval-lane", "1")
     assert process.stdout is not None
     url = (await process.stdout.readline()).decode().split()[-1]
@@ -110,6 +113,28 @@ async def test_a_second_signal_interrupts_them(tmp_path: Path) -> None:
         _, err = await process.communicate()
     assert (process.returncode, err.splitlines()[-1]) == (0, b"stopped")
     assert b"Traceback" not in err
+    async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
+        assert [session.result for session in await store.sessions(group_id)] == [None] * 4
+
+
+def descendants(pid: int) -> list[int]:
+    """The process and all that it and its descendants have started."""
+    found = [pid]
+    for parent in found:
+        for thread in Path(f"/proc/{parent}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+@pytest.mark.deep
+async def test_a_signal_for_all_processes_is_no_reward(tmp_path: Path) -> None:
+    """As systemd sends it to a unit: the sandbox of the agent dies of it."""
+    async with serving_a_slow_agent(tmp_path, "--stop-seconds", "4") as (process, _, group_id):
+        for pid in descendants(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        _, err = await process.communicate()
+    assert (process.returncode, err.splitlines()[-1]) == (0, b"stopped")
     async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
         assert [session.result for session in await store.sessions(group_id)] == [None] * 4
 

@@ -17,7 +17,7 @@ import pytest
 from outrider.concurrency.retries import RetryPolicy
 from outrider.counts import NodeCounts
 from outrider.errors import Boundary, ErrorRecord, ServiceError
-from outrider.lifecycle import GroupState, StopReason
+from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
@@ -26,7 +26,7 @@ from outrider.spec import RuntimeSpec, StoredGroupSpec
 from outrider.store.rows import SessionRow
 from outrider.store.sqlite import SqliteDatabase
 from outrider.store.store import Store
-from outrider.trajectory import SessionResult, Turn
+from outrider.trajectory import HarnessExit, SessionResult, Turn
 from store.world import turn
 
 from .world import put
@@ -87,6 +87,8 @@ class FakeNode:
         self.resources = resources
         self.ran: list[tuple[str, int]] = []
         self.error: ErrorRecord | None = None
+        self.reason = StopReason.COMPLETED
+        self.exit: HarnessExit | None = None
         self.dies = 0
         """So many attempts are lost at their end."""
         self.started, self.hold = asyncio.Event(), asyncio.Event()
@@ -118,8 +120,9 @@ class FakeNode:
             group_id=attempt.session.group_id,
             sample_index=attempt.session.sample_index,
             attempt=attempt.session.attempt,
-            stop_reason=StopReason.ERROR if self.error else StopReason.COMPLETED,
+            stop_reason=StopReason.ERROR if self.error else self.reason,
             error=self.error,
+            harness_exit=self.exit,
         )
 
 
@@ -281,6 +284,42 @@ async def test_a_group_whose_last_commit_was_not_answered_leaves_nothing_in_memo
         # `isinstance` would ask each object for its class, and objects of torch answer with a warning.
         specs = [one for one in gc.get_objects() if type(one) is StoredGroupSpec]
         assert not [one for one in specs if one.task.labels == labels]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "stops", "state"),
+    [
+        (StopReason.NONZERO_EXIT, 143, True, SessionState.QUEUED),
+        (StopReason.AGENT_EXCESS, 0, True, SessionState.QUEUED),
+        (StopReason.NONZERO_EXIT, 1, True, SessionState.DONE),
+        (StopReason.NONZERO_EXIT, 255, True, SessionState.DONE),
+        (StopReason.AGENT_TIMEOUT, 0, True, SessionState.DONE),
+        (StopReason.COMPLETED, 0, True, SessionState.DONE),
+        (StopReason.NONZERO_EXIT, 143, False, SessionState.DONE),
+        (StopReason.AGENT_EXCESS, 0, False, SessionState.DONE),
+    ],
+)
+async def test_what_a_signal_ends_while_the_service_stops_runs_again(
+    reason: StopReason, code: int, stops: bool, state: SessionState
+) -> None:
+    """The signal that stops the service may have reached the sandbox, too. This is no failure of the session."""
+    async with scheduling() as (scheduler, store, node, tasks, _):
+        node.reason, node.exit = reason, HarnessExit(code=code, log_tail="") if code else None
+        node.hold.clear()
+        await put(store, "g", "s")
+        scheduler.wake()
+        await node.started.wait()
+        if stops:
+            stopping = tasks.create_task(scheduler.run_dry())
+            while not scheduler.stopping:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        node.hold.set()
+        if stops:
+            await stopping
+        while (session := await store.session("s")).state is SessionState.INITIALIZING:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert (session.state, session.recovered) == (state, int(state is SessionState.QUEUED))
+        assert len(node.ran) == 1
 
 
 async def test_cancelled_while_its_failed_attempt_goes_back_to_the_queue() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -397,7 +398,10 @@ class Scheduler:
                     if graded.result is None or graded.result.run_ending is None:
                         raise Conflict(f"the run of session {of} did not end by itself: there is nothing to grade")
                     attempt = msgspec.structs.replace(attempt, stored=graded.result)
-                return await placement.node.run(attempt)
+                result = await placement.node.run(attempt)
+                if self.stopping and _may_be_killed(result):
+                    raise NodeLost("the service is stopping, and the same signal may have ended the agent")
+                return result
         except asyncio.CancelledError:
             if placement.ending is None:
                 raise
@@ -516,6 +520,14 @@ class Scheduler:
 def _take_nothing() -> Callable[[], None]:
     """Return a function that does nothing, because an external session has no slot to give back."""
     return lambda: None
+
+
+def _may_be_killed(result: SessionResult) -> bool:
+    """Return whether a signal may have ended the agent's program, or broken its sandbox. systemd, Slurm and a shutdown
+    send a service's signal to all its processes, sandboxes included."""
+    left = result.harness_exit
+    by_signal = left is not None and 128 < left.code <= 128 + signal.SIGRTMAX
+    return by_signal or result.stop_reason is StopReason.AGENT_EXCESS
 
 
 def _is_bug(error: Exception) -> bool:
