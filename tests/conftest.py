@@ -109,9 +109,9 @@ def postgresql() -> Iterator[PostgresqlServer]:
 
 
 class RealPrograms(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Tests of container engines, Slurm and sandboxes run one after the other, because what they look for on the machine
-    afterwards must not be another's; so do those of the one vLLM. Each other file is its own, so that the worker that is
-    done first takes the next one."""
+    """Tests of container engines, Slurm and sandboxes run one after the other, because what they look for on the
+    machine afterwards must not be another's; so do those of the one vLLM. Each other file is its own, so that the
+    worker that is done first takes the next one."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
