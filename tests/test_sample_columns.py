@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import pytest
 from outrider import sample_columns
 from outrider.errors import ServiceError, ServiceUnusable
 from outrider.lifecycle import StopReason
-from outrider.sample_columns import decode, encode
+from outrider.sample_columns import END, batch, decode, encode, head, rows_of_batches
 from outrider.trajectory import BranchKind, JsonSample, LogprobKind, Sample, SampleImage, TokenMode, sample_json
 from support.samples import changed_sample, make_sample
 
@@ -190,11 +191,10 @@ def test_columns_may_be_in_another_order_and_among_others() -> None:
     assert decode(stream_of(mixed)) == (b'{"cursor":3}', [ROW, EMPTY])
 
 
-def test_a_batch_ends_with_the_row_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_ends_with_the_row_that_fills_it() -> None:
     samples = [ROW, EMPTY, ROW, EMPTY, EMPTY]
     for size, rows in ((1, [1, 2, 2]), (len(ROW.packed_ids) + 1, [3, 2]), (1 << 20, [5])):
-        monkeypatch.setattr(sample_columns, "BATCH_BYTES", size)
-        data = encode(samples, b"{}")
+        data = b"".join([head(b"{}"), *chain.from_iterable(map(batch, rows_of_batches(samples, size))), END])
         assert [batch.num_rows for batch in pa.ipc.open_stream(data) if batch.num_rows] == rows
         assert decode(data) == (b"{}", samples)
 

@@ -349,14 +349,14 @@ def batches(samples: Sequence[Sample]) -> Iterator[bytes]:
         yield from batch(some)
 
 
-def rows_of_batches(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Divide samples into batches by BATCH_BYTES, and yield the samples of each batch."""
+def rows_of_batches(samples: Sequence[Sample], batch_bytes: int = BATCH_BYTES) -> Iterator[list[Sample]]:
+    """Divide samples into batches by the size of their ids in bytes, and yield the samples of each batch."""
     some: list[Sample] = []
     size = 0
     for sample in samples:
         some.append(sample)
         size += len(sample.packed_ids)
-        if size >= BATCH_BYTES:
+        if size >= batch_bytes:
             yield some
             some, size = [], 0
     if some:

@@ -110,18 +110,21 @@ async def test_the_client_chooses_the_form(url: str, path: str, accept: list[str
             assert b'"samples":[]' in table.schema.metadata[b"outrider.reply"]
 
 
-async def test_pages_of_streams_are_bounded_by_their_bytes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with AsyncClient(url) as client:
+@pytest.mark.parametrize("columns", [False, True])
+async def test_pages_are_bounded_by_their_bytes(tmp_path: Path, columns: bool) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url), AsyncClient(url) as client:
         ids = [(await client.submit({"task": TASK, "n": 2})).id for _ in range(3)]
         await client.wait(ids)
-        whole = await client.results(samples=True)
+        whole = await service.results(after=0, wait=0, limit=10, samples=True, columns=columns)
         assert len(whole.groups) == 3
-        monkeypatch.setattr(views, "PAGE_BYTES", 1)
-        seen: list[GroupView] = []
-        while (page := await client.results(after=seen[-1].cursor if seen else 0, samples=True)).groups:
+        seen, cursor = [], 0
+        for _ in ids:
+            page = await service.results(after=cursor, wait=0, limit=10, samples=True, columns=columns, page_bytes=1)
             assert len(page.groups) == 1
+            assert page.full
             seen += page.groups
-    assert tuple(seen) == whole.groups
+            cursor = page.cursor
+    assert (seen, cursor) == (whole.groups, whole.cursor)
 
 
 async def test_a_group_that_runs_has_no_samples_yet_and_one_without_rows_has_none(url: str) -> None:
@@ -133,22 +136,21 @@ async def test_a_group_that_runs_has_no_samples_yet_and_one_without_rows_has_non
         assert (await client.group(done.id, samples=True)).samples == (await in_json(url, done.id)).samples
 
 
-async def test_the_stream_of_a_large_group_does_not_hold_other_computations_up(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_stream_of_a_large_group_does_not_hold_other_computations_up(url: str) -> None:
     async with AsyncClient(url) as client:
         submitted = await client.submit({"task": TASK})
         [done] = await client.wait([submitted.id])
         [row] = (await client.group(done.id, samples=True)).samples or ()
-    monkeypatch.setattr(sample_columns, "BATCH_BYTES", 1)
+    ids = bytes(row.packed_ids) * (sample_columns.BATCH_BYTES // len(row.packed_ids) + 1)
+    rows = [msgspec.structs.replace(row, packed_ids=ids)] * 20
     offload = OffloadThread()
     reader = views.ViewReader(None, None, offload)  # type: ignore[arg-type]  # it reads nothing from the store
-    encoding = asyncio.create_task(reader.batches([row] * 100))
+    encoding = asyncio.create_task(reader.batches(rows))
     await asyncio.sleep(0)
     await offload.run(lambda: None)
     assert not encoding.done()
     stream = b"".join([sample_columns.head(b"{}"), *await encoding, sample_columns.END])
-    assert sample_columns.decode(stream).samples == [row] * 100
+    assert sample_columns.decode(stream).samples == rows
     await offload.close()
 
 

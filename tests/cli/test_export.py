@@ -74,18 +74,15 @@ async def test_the_cursor_goes_on_where_the_last_export_ended(cli: Cli, tmp_path
     assert "2 samples of 1 group" in rest.err
 
 
-async def test_an_error_of_the_page_that_is_read_ahead_ends_the_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.cli.export.PAGE", 1)
+async def test_an_error_of_the_page_that_is_read_ahead_ends_the_export(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
         submitted = [(await client.submit({"task": coin_task(number), "n": 1})).id for number in range(3)]
         await client.wait(submitted)
         with Client(url, patience=0) as blocking:
-            groups = _groups(blocking, None, 0, samples=True)
+            groups = _groups(blocking, None, 0, samples=True, limit=1)
             assert (await asyncio.to_thread(next, groups)).id in submitted
             await asyncio.to_thread(groups.close)  # an export that ends early waits for no page
-            groups = _groups(blocking, None, 0, samples=True)
+            groups = _groups(blocking, None, 0, samples=True, limit=1)
             await asyncio.to_thread(next, groups)
             blocking.run(blocking.asynchronous.__aexit__(None, None, None))  # closes all connections
             with pytest.raises(ServiceError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from outrider.client.sample_files import ImageFolder, SampleFormat, sample_file, stored_images
+from outrider.client.sample_files import ImageFolder, Parquet, SampleFormat, sample_file, stored_images
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.messages import Image, image_from_bytes
@@ -71,10 +72,12 @@ def test_all_formats_hold_the_same_rows(tmp_path: Path) -> None:
     assert decode((tmp_path / "arrow").read_bytes()).samples == [SAMPLE, UNGRADED, SAMPLE]
 
 
-def test_a_row_group_ends_with_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_group_ends_with_its_tokens(tmp_path: Path) -> None:
     """The rows of several calls of `write` share a row group, and the last one is written when the file is closed."""
-    monkeypatch.setattr("outrider.client.sample_files.ROW_GROUP_TOKENS", 2 * len(SAMPLE))
-    with sample_file(tmp_path / "rows", SampleFormat.PARQUET) as writer:
+    with (
+        (tmp_path / "rows").open("wb") as written_to,
+        closing(Parquet(written_to, row_group_tokens=2 * len(SAMPLE))) as writer,
+    ):
         for rows in ([SAMPLE], [UNGRADED, SAMPLE, SAMPLE], [UNGRADED]):
             writer.write(rows)
     file = pq.ParquetFile(tmp_path / "rows")

@@ -202,30 +202,35 @@ class _Images:
                 self._folder.add(service.image(digest))
 
 
-def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> Generator[GroupView, None, None]:
-    """Yield the group with the id `only` or, if `only` is None, every done group after the cursor `after`."""
+def _groups(
+    service: Client, only: str | None, after: int, *, samples: bool, limit: int = PAGE
+) -> Generator[GroupView, None, None]:
+    """Yield the group with the id `only` or, if `only` is None, every done group after the cursor `after`. One request
+    reads `limit` groups."""
     if only is not None:
         group = service.group(only, samples=samples)
         if group.state is not GroupState.DONE:
             raise InvalidField(f"group {only} is not done", field="group", hint=f"see: outrider status {only}")
         yield group
         return
-    page = service.results(after=after, limit=PAGE, samples=samples)
+    page = service.results(after=after, limit=limit, samples=samples)
     while page.groups:
-        with service.open(_reading(service.asynchronous, page.cursor, samples=samples)) as following:
+        with service.open(_reading(service.asynchronous, page.cursor, samples=samples, limit=limit)) as following:
             yield from page.groups
             page = service.run(_page_of(following))
 
 
 @asynccontextmanager
-async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIterator[asyncio.Future[ResultsPage]]:
+async def _reading(
+    client: AsyncClient, after: int, *, samples: bool, limit: int
+) -> AsyncIterator[asyncio.Future[ResultsPage]]:
     """Start to read the page of results after the cursor `after`, and yield a future of it. Meanwhile, the block writes
     the previous page, which takes longer."""
     page: asyncio.Future[ResultsPage] = asyncio.get_running_loop().create_future()
 
     async def read() -> None:
         try:
-            page.set_result(await client.results(after=after, limit=PAGE, samples=samples))
+            page.set_result(await client.results(after=after, limit=limit, samples=samples))
         except Exception as error:  # raised when the block awaits the page
             page.set_exception(error)
 

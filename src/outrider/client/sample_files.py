@@ -61,14 +61,14 @@ class JsonLines:
 
 
 class Parquet:
-    """Writes Parquet, with a row group for about ROW_GROUP_TOKENS tokens.
+    """Writes Parquet, with a row group for about `row_group_tokens` tokens.
 
     Token columns are large lists: `ids` and `versions` of int32, `loss_mask` of int8, `logprobs` of float64. `metrics`
     and `labels` are JSON text, because not all readers treat Arrow maps alike. `images` is a list of structs. Raises
     InvalidField if pyarrow is not installed.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, *, row_group_tokens: int = ROW_GROUP_TOKENS) -> None:
         try:
             self._arrow = importlib.import_module("pyarrow")
             parquet = importlib.import_module("pyarrow.parquet")
@@ -85,6 +85,7 @@ class Parquet:
         self._writer = parquet.ParquetWriter(
             file, self._schema, compression="zstd", use_dictionary=small, write_statistics=small
         )
+        self._row_group_tokens = row_group_tokens
         self._rows: list[Sample] = []
         self._tokens = 0
 
@@ -93,7 +94,7 @@ class Parquet:
             if isinstance(sample, Sample):
                 self._rows.append(sample)
                 self._tokens += len(sample)
-                if self._tokens >= ROW_GROUP_TOKENS:
+                if self._tokens >= self._row_group_tokens:
                     self._write_group()
 
     def _write_group(self) -> None:

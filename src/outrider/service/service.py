@@ -72,7 +72,7 @@ from outrider.service.session_control import SessionControl
 from outrider.service.tokens import TokenRegistry
 from outrider.service.trace_export import TraceExport
 from outrider.service.trace_spans import TRACEPARENT
-from outrider.service.views import Page, ViewReader
+from outrider.service.views import PAGE_BYTES, Page, ViewReader
 from outrider.sessions.agent_services import AgentServices
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
@@ -411,12 +411,13 @@ class Service:
         limit: int,
         samples: bool,
         columns: bool = False,
+        page_bytes: int = PAGE_BYTES,
         caller: Principal = LOCAL,
     ) -> Page:
         """Return a page of finished groups whose cursor is greater than `after`. Waits up to `wait` seconds for the
-        first group. A page ends after `limit` groups, or with the group that reaches PAGE_BYTES. `columns` is True if
-        the page is sent as an Arrow stream."""
-        page = Page(after, columns=columns)
+        first group. A page ends after `limit` groups, or with the group that reaches `page_bytes`. `columns` is True
+        if the page is sent as an Arrow stream."""
+        page = Page(after, columns=columns, page_bytes=page_bytes)
         if columns:
             await self.reader.prepare_columns()
         # Clients take an empty page as the end of the results. So if all groups of a page were removed after they were

@@ -306,21 +306,22 @@ def without_samples(view: S) -> S:
 class Page:
     """A page of results. Groups are encoded when they are added, so the size of the page is always known.
 
-    `full` is True once the page has PAGE_BYTES. `cursor` is that of the last group, or `after` if there is none. With
+    `full` is True once the page has `page_bytes`. `cursor` is that of the last group, or `after` if there is none. With
     `columns`, the samples are in batches of an Arrow stream instead of the JSON.
     """
 
-    def __init__(self, after: int, *, columns: bool = False) -> None:
+    def __init__(self, after: int, *, columns: bool = False, page_bytes: int = PAGE_BYTES) -> None:
         self.groups: list[GroupView] = []
         self.cursor = after
         self._columns = columns
+        self._page_bytes = page_bytes
         self._bodies: list[bytes] = []
         self._batches: list[bytes] = []
         self._size = 0
 
     @property
     def full(self) -> bool:
-        return self._size >= PAGE_BYTES
+        return self._size >= self._page_bytes
 
     async def add(self, group: GroupView, reader: ViewReader) -> None:
         batches: list[bytes] = []
