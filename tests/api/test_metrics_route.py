@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from outrider.errors import Forbidden
 from outrider.lab.fakes.engine_servers.app import serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.schemas import RateList
-from outrider.service import metrics
-from outrider.service.metrics import FAMILIES
+from outrider.service.metrics import FAMILIES, ServiceMetrics
+from outrider.service.metrics_counts import CountLimits, ServiceCounts
 from outrider.service.service import Service
 from sessions.world import a_world
 from support.service import call, running_service, say
@@ -171,20 +172,21 @@ async def test_a_call_whose_engine_fails_is_counted_also_in_the_middle_of_its_st
     assert failures.read() == {"chat": {"engine_unavailable": 1}}
 
 
-async def test_engines_and_nodes_beyond_the_bound_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "MOST_NAMED", 2)
-    async with running_service(tmp_path=tmp_path) as (service, url):
+async def test_engines_beyond_the_bound_are_added_up(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, _):
         for number in range(5):
             options = EngineOptions(
                 name=f"more-{number}", tokenizer=service.config.model.tokenizer, options={"replies": [say("x")]}
             )
             await service.pool.add_engine(ScriptedEngine(options))
-        got = await scraped(url)
-        engines = got.labels("outrider_engine_up", "engine")
-        assert len(engines) == 3
-        assert got.of("outrider_engine_up", engine="other") == 4
-        assert "other" not in got.labels("outrider_engine_policy_version", "engine")
-        assert "other" in got.labels("outrider_engine_calls", "engine")
+        counts = ServiceCounts(
+            ("chat",), has_engine=lambda name: True, policy_version=lambda: 0, limits=CountLimits(named=2)
+        )
+        values = await ServiceMetrics(dataclasses.replace(service.metrics._sources, counts=counts)).read()
+    up = {value.labels: value.value for value in values if value.family == "outrider_engine_up"}
+    assert up == {("scripted",): 1, ("more-0",): 1, ("other",): 4}
+    assert ("other",) not in {value.labels for value in values if value.family == "outrider_engine_policy_version"}
+    assert ("other",) in {value.labels for value in values if value.family == "outrider_engine_calls"}
 
 
 async def test_a_read_token_of_the_operators_tenant_may_scrape_and_no_other(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, QuotaEx
 from outrider.lifecycle import GroupState
 from outrider.redaction import KEY_PREFIX
 from outrider.relay import Worker
-from outrider.service.audit import AuditEntry, AuditLog
+from outrider.service.audit import AuditEntry, AuditLimits, AuditLog
 from outrider.service.principals import ALLOWED, LOCAL
 from outrider.service.tokens import TokenRegistry
 from outrider.spec import OPERATOR_TENANT, Role, TokenSpec
@@ -282,10 +282,8 @@ async def test_the_audit_log_says_who_did_what(tmp_path: Path) -> None:
         assert text not in (service.config.data / "audit.jsonl").read_text()
 
 
-async def test_the_audit_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.service.audit.FILE_BYTES", 300)
-    monkeypatch.setattr("outrider.service.audit.FILES", 3)
-    log = AuditLog(tmp_path)
+async def test_the_audit_log_is_bounded(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path, limits=AuditLimits(file_bytes=300, files=3))
     for number in range(100):
         await log.add(AuditEntry(at=float(number), who="me", role="admin", call="x", status=200))
     kept = sorted(files(tmp_path), key=lambda path: path.name.replace("audit.jsonl", "audit.0.jsonl"), reverse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from metrics_table import PAGE, with_table
 
 from outrider.service.metrics import FAMILIES
-from outrider.service.metrics_counts import MOST_NAMED
+from outrider.service.metrics_counts import LIMITS
 from outrider.service.metrics_rates import KEPT_SECONDS, STEP_SECONDS
 
 from .pages import page
@@ -20,6 +20,6 @@ def test_the_table_is_that_of_the_code() -> None:
 
 def test_the_bounds_are_those_of_the_code() -> None:
     text = PAGE.read_text()
-    assert f"The first {MOST_NAMED} engines and the first {MOST_NAMED} nodes" in text
+    assert f"The first {LIMITS.named} engines and the first {LIMITS.named} nodes" in text
     assert f"in each {STEP_SECONDS:g} seconds of the last hour" in text
     assert KEPT_SECONDS == 3600

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from engines.contract import collect
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable, InvalidField
-from outrider.lab.fakes import scripted_engine
 from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, VersionSpan
@@ -48,9 +47,9 @@ async def test_replies_are_given_in_order_to_each_session() -> None:
     assert [asked.session_key for asked in engine.requests] == list("aabaaab")
 
 
-async def test_only_the_sessions_that_asked_last_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripted_engine, "REMEMBERED_SESSIONS", 2)
-    engine = engine_of({"ids": [1]}, {"ids": [2]}, {"ids": [3]})
+async def test_only_the_sessions_that_asked_last_keep_their_place() -> None:
+    options = EngineOptions(name="e", options={"replies": [{"ids": [1]}, {"ids": [2]}, {"ids": [3]}]})
+    engine = ScriptedEngine(options, remembered_sessions=2)
     said = [(await collect(engine.generate(request([9], session)))).ids[0] for session in "abacab"]
     assert said == [1, 1, 2, 1, 3, 1]  # when c came, b had been idle for longest
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 
 from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
-from outrider.evaluators.code import evaluator
 from outrider.evaluators.code.cases import json_value
 from outrider.evaluators.factory import make_evaluator
 from outrider.sandbox.runtimes.base import Runtime
@@ -389,9 +388,9 @@ class Holds:
 async def test_a_sandbox_that_ends_no_program_is_the_programs_doing_where_another_one_works(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, another: bool
 ) -> None:
-    monkeypatch.setattr(evaluator, "LATE_SECONDS", 0.1)
     bench.sandbox = cast(Runtime, Holds(bench.sandbox))
-    options = spec(file="solution.py", reward="share", case_seconds=0.2, **TEXTS)
+    # A third of the seconds after `total_seconds` is left for programs that end late: 0.1 s.
+    options = spec(file="solution.py", reward="share", case_seconds=0.2, total_seconds=59.7, **TEXTS)
     if another:
         graded = await bench.grade(options)
         assert (graded.reward, graded.reason) == (0.0, "case 0 of 3: the program could not be ended after 0.2 s")

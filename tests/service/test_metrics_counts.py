@@ -10,8 +10,7 @@ from outrider.concurrency.chores import Failures
 from outrider.counts import SECONDS, CallFailures, Distribution, Histogram, NodeCounts, SandboxCounts, SandboxStarts
 from outrider.errors import Boundary, ErrorRecord, known_codes
 from outrider.lifecycle import SessionState, StopReason
-from outrider.service import metrics_counts
-from outrider.service.metrics_counts import ServiceCounts, common_length
+from outrider.service.metrics_counts import LIMITS, CountLimits, ServiceCounts, common_length
 from outrider.service.metrics_rates import RateHistory, Totals
 from outrider.service.scheduler import SessionEnd
 from outrider.store.rows import SessionRow
@@ -74,10 +73,13 @@ def session(id: str) -> SessionRow:
 class Counting:
     """Counts of a service whose engines are called e and d, and whose policy has the version `version`."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: CountLimits = LIMITS) -> None:
         self.version = 0
         self.counts = ServiceCounts(
-            ("chat", "gemini"), has_engine=lambda name: name in "ed", policy_version=lambda: self.version
+            ("chat", "gemini"),
+            has_engine=lambda name: name in "ed",
+            policy_version=lambda: self.version,
+            limits=limits,
         )
 
     def add(self, session_id: str, *turns: Turn, attempt: int = 1, model: str | None = None) -> None:
@@ -135,9 +137,13 @@ def test_a_frozen_models_call_is_no_call_of_the_policy(counting: Counting) -> No
     assert counts.trained_sessions == {"one": 0, "several": 0}
 
 
-def test_engines_beyond_the_bound_and_unknown_ones_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_counts, "MOST_NAMED", 2)
-    counts = ServiceCounts(("chat",), has_engine=lambda name: name.startswith("e"), policy_version=lambda: 0)
+def test_engines_beyond_the_bound_and_unknown_ones_are_counted_together() -> None:
+    counts = ServiceCounts(
+        ("chat",),
+        has_engine=lambda name: name.startswith("e"),
+        policy_version=lambda: 0,
+        limits=CountLimits(named=2),
+    )
     for name in ("e1", "made up", "e2", "e3", "e1"):
         counts.note_turn(AddedTurn("s-1-0", 1, turn(engine=name), None))
     assert {name: engine.calls for name, engine in counts.engines.items()} == {"e1": 2, "e2": 1, "other": 2}
@@ -233,9 +239,8 @@ def test_the_common_beginning_of_two_prompts(first: tuple[int, ...], second: tup
     )
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch, counting: Counting) -> None:
-    monkeypatch.setattr(metrics_counts, "MOST_REMEMBERED", 3)
-    monkeypatch.setattr(metrics_counts, "PROMPT_BYTES", 40)
+def test_what_is_remembered_is_bounded() -> None:
+    counting = Counting(CountLimits(remembered=3, prompt_bytes=40))
     for number in range(9):
         counting.add(f"s-{number}-0", turn())
         counting.end(f"s-{number}-1")

@@ -1,8 +1,7 @@
 """Writes the audit log: one JSON line with the caller, the time and the outcome of each call that may change data.
 
 The log is a file in the data folder instead of a table, because log collectors can read files, and API clients cannot
-change them. Invariants: there are at most FILES files of at most FILE_BYTES plus one line; a failed write leaves no
-part of its line.
+change them. Invariants: the files stay within `AuditLimits`; a failed write leaves no part of its line.
 """
 
 from __future__ import annotations
@@ -20,8 +19,19 @@ from outrider.errors import may_come_from_machine
 
 log = logging.getLogger("outrider.audit")
 
-FILE_BYTES = 16 << 20
-FILES = 8
+
+class AuditLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the audit log.
+
+    - `file_bytes`: a file is full at this size in bytes. It may be longer by one line.
+    - `files`: maximum number of files.
+    """
+
+    file_bytes: int = 16 << 20
+    files: int = 8
+
+
+LIMITS = AuditLimits()
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,7 +58,8 @@ class AuditLog:
     """Appends lines to audit.jsonl in `folder`. A full file is renamed to audit.1.jsonl, an older audit.1.jsonl to
     audit.2.jsonl, and so on."""
 
-    def __init__(self, folder: Path, failures: Failures | None = None) -> None:
+    def __init__(self, folder: Path, failures: Failures | None = None, *, limits: AuditLimits = LIMITS) -> None:
+        self._limits = limits
         self._failures = failures or Failures()
         self._path = folder / "audit.jsonl"
         self._one_at_a_time = asyncio.Lock()
@@ -77,11 +88,11 @@ class AuditLog:
             except OSError:
                 os.ftruncate(file, size)
                 raise
-            full = os.fstat(file).st_size >= FILE_BYTES
+            full = os.fstat(file).st_size >= self._limits.file_bytes
         finally:
             os.close(file)
         if full:
-            for number in range(FILES - 2, -1, -1):
+            for number in range(self._limits.files - 2, -1, -1):
                 older = self._numbered(number)
                 if older.exists():
                     older.replace(self._numbered(number + 1))

@@ -18,7 +18,6 @@ from outrider.lifecycle import SessionState
 from outrider.plugins import BUILTINS
 from outrider.schemas import EngineStatus, NodeStats, PolicyStatus
 from outrider.service.metrics_counts import (
-    MOST_NAMED,
     TURNS,
     VERSIONS,
     EngineCounts,
@@ -257,8 +256,8 @@ class MetricSources:
 
 
 class ServiceMetrics:
-    """Reads the metrics of a service. At most MOST_NAMED nodes and engines have their own values. All others are added
-    up."""
+    """Reads the metrics of a service. At most `CountLimits.named` nodes and engines have their own values. All others
+    are added up."""
 
     def __init__(self, sources: MetricSources) -> None:
         self._sources = sources
@@ -353,7 +352,7 @@ class ServiceMetrics:
 
     def _engines(self) -> Iterator[Value]:
         counts, statuses = self._sources.counts, self._sources.engines()
-        named = {engine.name for engine in statuses[:MOST_NAMED]}
+        named = {engine.name for engine in statuses[: counts.limits.named]}
         yield from _added_up(
             value
             for engine in statuses
@@ -367,11 +366,11 @@ class ServiceMetrics:
         )
 
     def _nodes(self) -> list[Value]:
-        nodes = self._sources.places.stats()
+        nodes, named = self._sources.places.stats(), self._sources.counts.limits.named
         return _added_up(
             value
             for number, node in enumerate(nodes)
-            for value in _node_values(node, node.name if number < MOST_NAMED else OTHER)
+            for value in _node_values(node, node.name if number < named else OTHER)
         )
 
     def _all_counts(self) -> NodeCounts:

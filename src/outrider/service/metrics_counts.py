@@ -1,8 +1,8 @@
 """Counts a service's model calls, sessions and groups since its start, for the metrics.
 
-Counting a call takes only a few additions. Invariant: the memory is limited. At most MOST_NAMED engines have their own
-counts, and all other names come from fixed sets. Records of unfinished sessions and groups are kept within
-MOST_REMEMBERED and PROMPT_BYTES; the oldest are dropped first.
+Counting a call takes only a few additions. Invariant: the memory is limited. Engines have their own counts within
+`CountLimits`, and all other names come from fixed sets. Records of unfinished sessions and groups are kept within these
+limits, too; the oldest are dropped first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import numpy as np
 
 from outrider.counts import OTHER, Histogram
@@ -25,19 +26,29 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 V = TypeVar("V")
 
-MOST_NAMED = 200
-"""Maximum number of engines, and of nodes, with their own values in the metrics. All others are counted together."""
-MOST_REMEMBERED = 100_000
-"""Maximum number of unfinished sessions, and of unfinished groups, for which a record is kept."""
-PROMPT_BYTES = 32 << 20
-"""Maximum total bytes of the first prompts that are kept. The first prompt of one session is kept for each group, to be
-compared with those of the group's other sessions."""
-
 TURNS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 """Upper bounds of the buckets in the histogram of turns per session."""
 VERSIONS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Upper bounds of the buckets in the histogram of staleness: how many policy versions old a session's oldest token is
 when its group is done. Sessions without tokens to train on are left out."""
+
+
+class CountLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of what is counted separately and remembered.
+
+    - `named`: maximum number of engines, and of nodes, with their own values in the metrics. All others are counted
+      together.
+    - `remembered`: maximum number of unfinished sessions, and of unfinished groups, for which a record is kept.
+    - `prompt_bytes`: maximum total bytes of the first prompts that are kept. The first prompt of one session is kept
+      for each group, to be compared with those of the group's other sessions.
+    """
+
+    named: int = 200
+    remembered: int = 100_000
+    prompt_bytes: int = 32 << 20
+
+
+LIMITS = CountLimits()
 
 
 class DialectCounts:
@@ -112,8 +123,14 @@ class ServiceCounts:
     policy_version: returns the policy's current version."""
 
     def __init__(
-        self, dialects: Iterable[str], *, has_engine: Callable[[str], bool], policy_version: Callable[[], int]
+        self,
+        dialects: Iterable[str],
+        *,
+        has_engine: Callable[[str], bool],
+        policy_version: Callable[[], int],
+        limits: CountLimits = LIMITS,
     ) -> None:
+        self.limits = limits
         self._has_engine = has_engine
         self._policy_version = policy_version
         self.dialects = {name: DialectCounts() for name in (*dialects, OTHER)}
@@ -198,7 +215,7 @@ class ServiceCounts:
         versions = self._versions.pop(session_id, None)
         if versions is not None and tokens.trained:
             self.trained_sessions["one" if versions.low == versions.high else "several"] += 1
-        group = self._groups.get(result.group_id) or _remember(self._groups, result.group_id, _GroupProgress())
+        group = self._groups.get(result.group_id) or self._remember(self._groups, result.group_id, _GroupProgress())
         group.note(result, versions)
         if end.group_done:
             del self._groups[result.group_id]
@@ -217,16 +234,16 @@ class ServiceCounts:
         return sum(self.ended.values())
 
     def _engine(self, name: str) -> EngineCounts:
-        """Return the counts for an engine that is not in `engines` yet. Unknown engines, and engines beyond MOST_NAMED,
+        """Return the counts for an engine that is not in `engines` yet. Unknown engines, and engines beyond the limit,
         share their counts."""
-        if len(self.engines) > MOST_NAMED or not self._has_engine(name):
+        if len(self.engines) > self.limits.named or not self._has_engine(name):
             return self.engines[OTHER]
         return self.engines.setdefault(name, EngineCounts())
 
     def _note_version(self, session_id: str, attempt: int, version: int) -> None:
         known = self._versions.get(session_id)
         if known is None or known.attempt != attempt:
-            _remember(self._versions, session_id, _Versions(attempt, version))
+            self._remember(self._versions, session_id, _Versions(attempt, version))
         elif version < known.low:
             known.low = version
         elif version > known.high:
@@ -239,7 +256,7 @@ class ServiceCounts:
         if (known := self._prompts.get(key)) is None:
             self._prompts[key] = session_id, prompt
             self._prompt_bytes += len(prompt)
-            while self._prompt_bytes > PROMPT_BYTES:
+            while self._prompt_bytes > self.limits.prompt_bytes:
                 self._forget_prompt(next(iter(self._prompts)))
         elif known[0] != session_id:  # not for a later attempt of the same session
             self.shared_prompt_tokens += common_length(known[1], prompt)
@@ -247,6 +264,12 @@ class ServiceCounts:
     def _forget_prompt(self, key: str) -> None:
         if (known := self._prompts.pop(key, None)) is not None:
             self._prompt_bytes -= len(known[1])
+
+    def _remember(self, known: OrderedDict[K, V], key: K, value: V) -> V:
+        known[key] = value
+        if len(known) > self.limits.remembered:
+            known.popitem(last=False)
+        return value
 
     def _note_error(self, counts: dict[tuple[Boundary, str], int], error: ErrorRecord) -> None:
         key = error.boundary, error.code
@@ -266,10 +289,3 @@ def common_length(first: bytes, second: bytes) -> int:
 def _siblings(session_id: str) -> str:
     """Return the part of a session id that all sessions of the group have in common."""
     return session_id.rpartition("-")[0]
-
-
-def _remember(known: OrderedDict[K, V], key: K, value: V) -> V:
-    known[key] = value
-    if len(known) > MOST_REMEMBERED:
-        known.popitem(last=False)
-    return value

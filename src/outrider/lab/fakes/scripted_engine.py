@@ -116,7 +116,7 @@ class ScriptedEngine:
     constraints = frozenset(ConstraintKind)
     capabilities = frozenset({Capability.VERSIONED_CACHE})  # there is no cache, so it is never outdated
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, *, remembered_sessions: int = REMEMBERED_SESSIONS) -> None:
         own = read_options(ScriptOptions, options.options)
         if own.chunk_tokens < 1:
             raise InvalidField("chunk_tokens must be at least 1", field="options")
@@ -131,7 +131,7 @@ class ScriptedEngine:
         self._chunk_tokens = own.chunk_tokens
         self._context_tokens = own.context_tokens
         self._tokenizer = Tokenizer.load(options.tokenizer) if options.tokenizer else None
-        self._script = _Script(own.replies, self._tokenizer)
+        self._script = _Script(own.replies, self._tokenizer, remembered_sessions)
         self._gate = PauseGate()
         self._down = self._frozen = self._hung = self._released = False
         self._aborts = 0
@@ -312,7 +312,9 @@ class _Run:
 class _Script:
     """Selects the scripted reply to each request."""
 
-    def __init__(self, replies: list[str | ScriptedReply], tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, replies: list[str | ScriptedReply], tokenizer: Tokenizer | None, remembered_sessions: int
+    ) -> None:
         entries = [ScriptedReply(reply=entry) if isinstance(entry, str) else entry for entry in replies]
         if tokenizer is None and any(entry.ids is None and (entry.reply or entry.when) for entry in entries):
             raise InvalidField("a script with texts needs a tokenizer folder", field="tokenizer")
@@ -320,6 +322,7 @@ class _Script:
         encoded = [(entry, self._encode(entry)) for entry in entries]
         self._rules = [(entry.when, entry, ids) for entry, ids in encoded if entry.when is not None]
         self._lines = [(entry, ids) for entry, ids in encoded if entry.when is None]
+        self._remembered_sessions = remembered_sessions
         self._turns: OrderedDict[str, int] = OrderedDict()
 
     def next(self, request: GenerateRequest) -> tuple[ScriptedReply, list[int]]:
@@ -335,7 +338,7 @@ class _Script:
             return self._lines[0]
         turn = self._turns.pop(request.session_key, 0)
         self._turns[request.session_key] = turn + 1
-        if len(self._turns) > REMEMBERED_SESSIONS:
+        if len(self._turns) > self._remembered_sessions:
             self._turns.popitem(last=False)
         return self._lines[min(turn, len(self._lines) - 1)]
 
