@@ -127,11 +127,10 @@ async def test_batches_are_bounded_in_bytes_and_parts_wait_for_the_store() -> No
     assert sum(map(len, store.batches)) == 20
 
 
-async def test_while_the_store_fails_the_newest_parts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_while_the_store_fails_the_newest_parts_are_kept() -> None:
     store = Store()
-    timelines = Timelines(cast(AttemptStore, store))
+    timelines = Timelines(cast(AttemptStore, store), most_unstored=1 << 20)
     store.failing = True
-    monkeypatch.setattr("outrider.sessions.timelines.MOST_UNSTORED", 1 << 20)
     for number in range(20):
         with timelines.keeping(a_large_timeline(f"s-{number}")):
             pass

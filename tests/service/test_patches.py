@@ -13,7 +13,7 @@ from outrider.errors import Boundary
 from outrider.evaluators.base import Outcome
 from outrider.lifecycle import StopReason
 from outrider.schemas import SessionView
-from outrider.sessions import patches
+from outrider.sessions.patches import MAX_PATCH
 from outrider.spec import EvaluatorSpec, RegradeSpec
 from outrider.store.artifacts import PATCH
 from outrider.trajectory import Verdict
@@ -138,12 +138,9 @@ async def test_nothing_of_the_agents_runs_and_no_link_is_followed(world: MakeWor
 
 
 @pytest.mark.deep
-async def test_changes_that_are_too_large_are_the_agents_doing(
-    world: MakeWorld, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(patches, "MAX_PATCH", 10_000)
+async def test_changes_that_are_too_large_are_the_agents_doing(world: MakeWorld, temporary: Path) -> None:
     async with world(http=True) as w:
-        session = await run(w, "head -c 50000 /dev/urandom > repo/src/large", {"run": "true"})
+        session = await run(w, f"yes {'x' * 999} | head -c {MAX_PATCH} > repo/src/large", {"run": "true"})
         result = result_of(session)
         assert (result.stop_reason, result.error) == (StopReason.AGENT_EXCESS, None)
         assert result.verdict is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from outrider.counts import NodeCounts
 from outrider.errors import NotFound
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
-from outrider.service import placing
 from outrider.service.placing import OVERBOOKING, NodePlacement
 from outrider.sessions.attempt import Attempt
 from outrider.spec import EvaluatorSpec, HarnessSpec, Resources, RuntimeSpec, TaskSpec
@@ -72,9 +71,13 @@ GIVE_BACK: dict[str, list[Callable[[], None]]] = defaultdict(list)
 
 
 @pytest.fixture(autouse=True)
-def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def _anew() -> None:
     GIVE_BACK.clear()
-    monkeypatch.setattr(placing, "JOIN_SECONDS", 0.0)
+
+
+def placed_on(nodes: Sequence[Plain], **options: float) -> NodePlacement:
+    """A placement on these nodes, of a service that expects no other node to join."""
+    return NodePlacement(nodes, **{"join_seconds": 0.0} | options)
 
 
 def put(places: NodePlacement, task: TaskSpec, *, reserved: bool = False) -> str | None:
@@ -87,7 +90,7 @@ def put(places: NodePlacement, task: TaskSpec, *, reserved: bool = False) -> str
 
 
 def test_the_node_with_the_most_free_slots_is_chosen() -> None:
-    places = NodePlacement([Plain("a", 2), Plain("b", 4), Plain("c", 3)])
+    places = placed_on([Plain("a", 2), Plain("b", 4), Plain("c", 3)])
     assert [put(places, ANY) for _ in range(10)] == [*"bbcabcabc", None]
 
 
@@ -95,27 +98,27 @@ def test_resources_that_are_free_now_come_before_the_image_and_the_image_before_
     busy = Plain("busy", 9, images=("i",), cpus_set_aside=3.0)
     bare = Plain("bare", 8)
     ready = Plain("ready", 2, images=("i",))
-    assert put(NodePlacement([busy, bare, ready]), needing(2, image="i")) == "ready"
-    assert put(NodePlacement([busy, bare, ready]), needing(1, image="i")) == "busy"
-    assert put(NodePlacement([busy, bare]), needing(2, image="i")) == "bare"
+    assert put(placed_on([busy, bare, ready]), needing(2, image="i")) == "ready"
+    assert put(placed_on([busy, bare, ready]), needing(1, image="i")) == "busy"
+    assert put(placed_on([busy, bare]), needing(2, image="i")) == "bare"
 
 
 def test_a_grader_s_image_and_resources_count_too() -> None:
     grader = RuntimeSpec(image="g", resources=Resources(cpus=3))
     graded = needing(1, image="i", carry=[], runtime=grader)
     half, whole = Plain("half", 9, images=("i",)), Plain("whole", 2, images=("i", "g"))
-    assert put(NodePlacement([half, whole]), graded) == "whole"
-    assert put(NodePlacement([Plain("little", cpus=2.0), Plain("large", 2, cpus=3.0)]), graded) == "large"
+    assert put(placed_on([half, whole]), graded) == "whole"
+    assert put(placed_on([Plain("little", cpus=2.0), Plain("large", 2, cpus=3.0)]), graded) == "large"
 
 
 def test_so_many_wait_on_a_node_as_take_over_what_becomes_free() -> None:
-    places = NodePlacement([Plain("a", 99)])
+    places = placed_on([Plain("a", 99)])
     assert [put(places, needing(2)) for _ in range(5)] == ["a"] * 4 + [None]
 
 
 def test_a_large_session_waits_but_is_not_overtaken_by_small_ones() -> None:
     a = Plain("a", 99)
-    places = NodePlacement([a])
+    places = placed_on([a])
     small, large = needing(1), needing(4)
     for _ in range(8):
         assert put(places, small) == "a"
@@ -129,14 +132,14 @@ def test_a_large_session_waits_but_is_not_overtaken_by_small_ones() -> None:
 
 def test_only_nodes_that_could_take_it_are_held() -> None:
     large, little = Plain("large", 9, cpus=8.0), Plain("little", 9)
-    places = NodePlacement([large, little])
+    places = placed_on([large, little])
     assert put(places, needing(8)) == put(places, needing(8)) == "large"
     assert put(places, needing(8)) is None
     assert put(places, needing(1)) == "little"
 
 
 def test_sessions_that_wait_for_gpus_hold_up_those_that_want_none_only_for_the_first_of_them() -> None:
-    places = NodePlacement([Plain("a", 99, gpus=2), Plain("plain", 99)])
+    places = placed_on([Plain("a", 99, gpus=2), Plain("plain", 99)])
     with_gpu = needing(cpus=1, gpus=1)
     assert [put(places, with_gpu) for _ in range(4)] == ["a"] * 4
     places.look_again()
@@ -151,23 +154,23 @@ def test_sessions_that_wait_for_gpus_hold_up_those_that_want_none_only_for_the_f
 
 def test_gpus_that_are_free_now_come_first_and_no_node_without_is_asked() -> None:
     busy, free = Plain("busy", 9, gpus=2, gpus_set_aside=2), Plain("free", 2, gpus=1)
-    assert put(NodePlacement([busy, Plain("none", 50), free]), needing(gpus=1)) == "free"
-    assert put(NodePlacement([busy, Plain("none", 50)]), needing(gpus=2)) == "busy"
+    assert put(placed_on([busy, Plain("none", 50), free]), needing(gpus=1)) == "free"
+    assert put(placed_on([busy, Plain("none", 50)]), needing(gpus=2)) == "busy"
 
 
 def test_who_needs_no_gpu_takes_the_slot_of_a_node_without_but_not_for_want_of_its_image() -> None:
     with_gpus, without = Plain("with", 50, gpus=2, images=("i",)), Plain("without", 1, images=("j",))
-    places = NodePlacement([with_gpus, without])
+    places = placed_on([with_gpus, without])
     assert [put(places, needing(image="i")), put(places, ANY), put(places, ANY)] == ["with", "without", "with"]
 
 
 def test_a_session_that_fits_nowhere_is_told_so_by_a_node() -> None:
-    assert put(NodePlacement([Plain("a"), Plain("b", 9)]), needing(400)) == "b"
+    assert put(placed_on([Plain("a"), Plain("b", 9)]), needing(400)) == "b"
 
 
 def test_a_drained_node_gets_nothing() -> None:
     a, b = Plain("a", 9, cpus=8.0), Plain("b", 1)
-    places = NodePlacement([a, b])
+    places = placed_on([a, b])
     places.drained = {"a", "gone"}
     assert places.free_slots() == 1
     assert [put(places, ANY), put(places, ANY), put(places, needing(8))] == ["b", None, None]
@@ -181,7 +184,7 @@ def test_a_drained_node_gets_nothing() -> None:
 
 def test_a_node_that_loses_slots_gets_nothing_until_it_has_some() -> None:
     a = Plain("a", 3)
-    places = NodePlacement([a])
+    places = placed_on([a])
     for _ in range(3):
         put(places, ANY)
     a.capacity = 2
@@ -192,7 +195,7 @@ def test_a_node_that_loses_slots_gets_nothing_until_it_has_some() -> None:
 @pytest.mark.parametrize(("share", "run", "reserved"), [(0.0, 8, 0), (0.01, 8, 1), (0.25, 8, 2), (1.0, 4, 4)])
 def test_the_share_of_evaluations_is_one_of_run_slots(share: float, run: int, reserved: int) -> None:
     a, drained = Plain("a", 8, run=run), Plain("b", 8, run=run)
-    places = NodePlacement([a, drained], evaluation_share=share)
+    places = placed_on([a, drained], evaluation_share=share)
     places.drained = {"b"}
     assert places.free_share() == reserved
     for left in range(reserved):
@@ -206,7 +209,7 @@ def test_the_share_of_evaluations_is_one_of_run_slots(share: float, run: int, re
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.integers(0, 2), st.integers(0, 99)), max_size=60))
 def test_no_node_is_given_more_than_it_takes(steps: list[tuple[bool, int, int, int]]) -> None:
     nodes = [Plain("a", 3, gpus=2), Plain("b", 9, cpus=2.0, gpus=1)]
-    places = NodePlacement(nodes)
+    places = placed_on(nodes)
     placed: list[tuple[str, TaskSpec, Callable[[], None]]] = []
     for arrives, cpus, gpus, number in steps:
         if number % 3:  # else those that found no room before are remembered
@@ -226,7 +229,7 @@ def test_no_node_is_given_more_than_it_takes(steps: list[tuple[bool, int, int, i
 
 def test_nodes_come_and_go_with_sessions_on_them() -> None:
     a, again = Plain("a", 2), Plain("a", 2)
-    places = NodePlacement([a])
+    places = placed_on([a])
     assert [put(places, needing(4)), put(places, needing(4))] == ["a", "a"]
     places.remove(a)
     assert (places.free_slots(), places.stats(), put(places, ANY)) == (0, [], None)
@@ -241,7 +244,7 @@ def test_nodes_come_and_go_with_sessions_on_them() -> None:
 def test_what_is_left_of_a_node_counts_on_its_machine_while_another_is_there() -> None:
     a, b = Plain("a", 9), Plain("b", 9)
     a.machine = b.machine = "both"
-    places = NodePlacement([a, b])
+    places = placed_on([a, b])
     assert [put(places, needing(2)) for _ in range(5)] == ["a", "b", "a", "b", None]
     places.remove(a)
     assert put(places, needing(2)) is None
@@ -252,16 +255,13 @@ def test_what_is_left_of_a_node_counts_on_its_machine_while_another_is_there() -
 
 def test_what_only_a_node_could_take_that_has_gone_waits_for_it() -> None:
     large = Plain("large", cpus=16.0)
-    places = NodePlacement([large, Plain("small")])
+    places = placed_on([large, Plain("small")])
     places.remove(large)
     assert [put(places, needing(8)), put(places, needing(400))] == [None, "small"]
     places.add(large)
     assert put(places, needing(8)) == "large"
 
 
-def test_a_service_that_has_just_begun_waits_for_nodes_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "JOIN_SECONDS", 60.0)
-    places = NodePlacement([Plain("small")])
-    assert put(places, needing(8)) is None
-    monkeypatch.setattr(placing, "JOIN_SECONDS", 0.0)
-    assert put(places, needing(8)) == "small", "which tells it that it has too little"
+def test_a_service_that_has_just_begun_waits_for_nodes_to_join() -> None:
+    assert put(placed_on([Plain("small")], join_seconds=60.0), needing(8)) is None
+    assert put(placed_on([Plain("small")]), needing(8)) == "small", "which tells it that it has too little"

@@ -21,7 +21,7 @@ from outrider.spec import EVALUATION_LABEL, OPERATOR_TENANT, tenant_of
 from outrider.store.queue import MOST_SKIPPED_BUCKETS, QueueKind, bucket_of
 from outrider.store.rows import QueueLength, SessionRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
-from outrider.store.store import Store
+from outrider.store.store import MOST_PACES, Store
 
 from .conftest import NOW
 from .world import FAILURE, group_row, result, session_ids, start
@@ -226,15 +226,15 @@ async def test_drained_nodes_are_remembered(tmp_path: Path) -> None:
         assert await store.drained_nodes() == {"b"}
 
 
-async def test_paces_of_engines_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.store.store.MOST_PACES", 2)
+async def test_paces_of_engines_are_remembered(tmp_path: Path) -> None:
     now = itertools.count()
     async with Store(SqliteDatabase(tmp_path / "outrider.db"), clock=lambda: float(next(now))) as store:
         await store.keep_engine_paces({"a": "1", "b": "1"})
         await store.keep_engine_paces({"b": "2"})
         assert await store.engine_paces() == {"a": "1", "b": "2"}
-        await store.keep_engine_paces({"c": "3"})
-        assert await store.engine_paces() == {"b": "2", "c": "3"}  # the newest
+        newest = {f"c{number}": "3" for number in range(MOST_PACES - 1)}
+        await store.keep_engine_paces(newest)
+        assert await store.engine_paces() == {"b": "2"} | newest
 
 
 @pytest.mark.deep

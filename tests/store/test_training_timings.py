@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
-from outrider.store import training_timings
 from outrider.store.database import Database
 from outrider.store.store import Store
+from outrider.store.training_timings import TrainingTimings
 
 
 async def test_records_are_of_a_tenant_and_of_a_step(store: Store) -> None:
@@ -22,11 +20,11 @@ async def test_records_are_of_a_tenant_and_of_a_step(store: Store) -> None:
     assert await timings.find("b", 0, 2) is None
 
 
-async def test_the_first_records_make_room(empty: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_timings, "MOST_TIMINGS", 3)
-    async with Store(empty, clock=itertools.count(1000.0).__next__) as store:
+async def test_the_first_records_make_room(empty: Database) -> None:
+    async with Store(empty):
+        timings = TrainingTimings(empty, itertools.count(1000.0).__next__, most_timings=3)
         for step in (5, 4, 3, 2, 1):
-            await store.training_timings.keep("a", 0, step, b"%d" % step)
-        await store.training_timings.keep("b", 0, 9, b"9")
-        assert await store.training_timings.all("a") == [b"1", b"2", b"3"]
-        assert await store.training_timings.all("b") == [b"9"]
+            await timings.keep("a", 0, step, b"%d" % step)
+        await timings.keep("b", 0, 9, b"9")
+        assert await timings.all("a") == [b"1", b"2", b"3"]
+        assert await timings.all("b") == [b"9"]

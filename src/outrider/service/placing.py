@@ -63,9 +63,12 @@ class _NodeSlots:
 
 class NodePlacement:
     """The nodes by name, and the sessions that are placed on each. Waiting evaluations get the fraction
-    `evaluation_share` of all run slots before other sessions."""
+    `evaluation_share` of all run slots before other sessions. Nodes on other machines are expected to join in the first
+    `join_seconds`."""
 
-    def __init__(self, nodes: Sequence[Node], *, evaluation_share: float = 0.0) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], *, evaluation_share: float = 0.0, join_seconds: float = JOIN_SECONDS
+    ) -> None:
         self.drained: set[str] = set()
         """Names of the nodes on which no new sessions are placed."""
         self._machines: dict[str, _Machine] = {}
@@ -74,7 +77,7 @@ class NodePlacement:
             self.add(node)
         self._gone: set[Quantities] = set()
         """Total resources of each node that has left."""
-        self._began = time.monotonic()
+        self._join_until = time.monotonic() + join_seconds
         self._evaluation_share = evaluation_share
         self._reserved = 0
         """Number of placed sessions that count towards the evaluations' share of the slots."""
@@ -172,8 +175,8 @@ class NodePlacement:
 
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
         """Return True if a node that is large enough for these needs has joined or may still join. A node that has left
-        may join again. With `others`, a node of any size may also join in the first JOIN_SECONDS of the service."""
-        if others and time.monotonic() - self._began < JOIN_SECONDS:
+        may join again. With `others`, a node of any size may also join in the first `join_seconds`."""
+        if others and time.monotonic() < self._join_until:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())
         return any(fits(needs.quantities, has) for has in (*here, *self._gone))

@@ -35,10 +35,11 @@ PROCESSES_SECONDS = 2.0
 
 
 class Timelines:
-    """The timelines of a node."""
+    """The timelines of a node. While the store fails, at most `most_unstored` bytes of entries are kept."""
 
-    def __init__(self, store: AttemptStore) -> None:
+    def __init__(self, store: AttemptStore, *, most_unstored: int = MOST_UNSTORED) -> None:
         self._store = store
+        self._most_unstored = most_unstored
         self._running: set[Timeline] = set()
         self._ended: list[Timeline] = []
         """Timelines of attempts that have ended, with entries that are not stored yet."""
@@ -62,7 +63,7 @@ class Timelines:
 
     async def store(self) -> None:
         """Store all new entries. Raises the store's error. The next call then stores the entries, but the oldest ones
-        are dropped if they exceed MOST_UNSTORED."""
+        are dropped if they exceed `most_unstored`."""
         async with self._storing:
             self._take_all()
             while batch := self._next_batch():
@@ -81,7 +82,7 @@ class Timelines:
         taken = [timeline.take() for timeline in (*self._running, *ended)]
         self._unstored += [part for part in taken if part is not None]
         size = sum(len(part.entries) for part in self._unstored)
-        while size > MOST_UNSTORED:
+        while size > self._most_unstored:
             size -= len(self._unstored.popleft().entries)
 
     def _next_batch(self) -> list[TimelinePart]:

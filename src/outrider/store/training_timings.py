@@ -17,9 +17,10 @@ class TrainingTimings:
     """Reads and writes the records in the store's database. Methods raise ServiceError when the database fails. Each
     record is a JSON object, as bytes."""
 
-    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+    def __init__(self, database: Database, clock: Callable[[], float], *, most_timings: int = MOST_TIMINGS) -> None:
         self._db = database
         self._clock = clock
+        self._most_timings = most_timings
 
     async def keep(self, tenant: str, epoch: int, step: int, record: bytes) -> None:
         """Store the record of a step. It replaces an earlier record of the same step, and keeps that record's age."""
@@ -31,7 +32,7 @@ class TrainingTimings:
 
         async def body(tx: Connection) -> None:
             await tx.execute(put, (tenant, epoch, step, record, self._clock()))
-            for old in await tx.fetch(oldest, (tenant, MOST_TIMINGS, MOST_TIMINGS)):
+            for old in await tx.fetch(oldest, (tenant, self._most_timings, self._most_timings)):
                 await tx.execute(drop, (tenant, *old))
 
         await self._db.write(body)
