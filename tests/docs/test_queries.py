@@ -55,10 +55,10 @@ async def test_the_ten_queries_run(tmp_path: Path) -> None:
 def test_the_limits_and_the_filters_are_those_of_the_code() -> None:
     [table] = PAGE.tables("Limit")
     limits = {name: text for name, text, *_ in table.rows}
-    assert limits["rows"].startswith(f"{queries.MAX_ROWS:,};")
-    assert limits["bytes of rows"].startswith(f"{queries.MAX_REPLY >> 20} MiB;")
-    assert limits["time"] == f"{queries.MAX_SECONDS:.0f} seconds"
-    assert limits["memory"] == f"{queries.MAX_MEMORY >> 20} MiB"
+    assert limits["rows"].startswith(f"{queries.LIMITS.rows:,};")
+    assert limits["bytes of rows"].startswith(f"{queries.LIMITS.bytes >> 20} MiB;")
+    assert limits["time"] == f"{queries.LIMITS.seconds:.0f} seconds"
+    assert limits["memory"] == f"{queries.LIMITS.memory >> 20} MiB"
     waiting = queries.MAX_WAITING - queries.AT_ONCE
     assert limits["queries at once"].startswith(f"{queries.AT_ONCE}; {waiting} more wait")
     [table] = PAGE.tables("HTTP")

@@ -216,9 +216,8 @@ async def test_the_sessions_of_a_process_that_dies_or_hangs_run_again(
 
 @pytest.mark.deep
 async def test_an_agent_that_kills_its_process_ends_in_an_error_and_no_other_session_does(
-    start: Starts, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    start: Starts, tokenizer: Path
 ) -> None:
-    monkeypatch.setattr("outrider.service.scheduler.MAX_RECOVERED", 2)
     async with start() as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
         deadly = await running.submit("exit")

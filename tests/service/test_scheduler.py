@@ -20,7 +20,7 @@ from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
-from outrider.service.scheduler import Scheduler
+from outrider.service.scheduler import LIMITS, LeaseLimits, Scheduler
 from outrider.sessions.attempt import Attempt, NodeLost
 from outrider.spec import RuntimeSpec, StoredGroupSpec
 from outrider.store.rows import SessionRow
@@ -129,11 +129,12 @@ class FakeNode:
 @asynccontextmanager
 async def scheduling(
     pauses: RetryPolicy = AT_ONCE,
+    limits: LeaseLimits = LIMITS,
 ) -> AsyncIterator[tuple[Scheduler, Moments, FakeNode, asyncio.TaskGroup, asyncio.Event]]:
     done = asyncio.Event()
     node = FakeNode()
     async with asyncio.timeout(10), Moments() as store, asyncio.TaskGroup() as tasks:
-        scheduler = Scheduler(store, [node], on_done=done.set, pauses=pauses)
+        scheduler = Scheduler(store, [node], on_done=done.set, pauses=pauses, limits=limits)
         running = tasks.create_task(scheduler.run())
         yield scheduler, store, node, tasks, done
         running.cancel()
@@ -157,10 +158,9 @@ async def test_what_becomes_due_while_it_looks_is_not_forgotten() -> None:
         assert node.ran == [("s", 1), ("s", 2)]
 
 
-async def test_a_session_whose_lease_lapses_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_whose_lease_lapses_is_taken_again() -> None:
     """Such as one whose start was stored while the connection to the database broke: nobody here knows of it."""
-    monkeypatch.setattr("outrider.service.scheduler.LEASE_SECONDS", 0.03)
-    async with scheduling() as (_, store, node, _, done):
+    async with scheduling(limits=LeaseLimits(seconds=0.03)) as (_, store, node, _, done):
         await put(store, "g", "s", "t")
         await store.start_attempt("s", node="fake", lease_until=time.time() + 0.1)
         await store.start_attempt("t", node="gone", lease_until=time.time())
@@ -213,9 +213,8 @@ async def test_a_session_that_was_to_end_ends_with_its_node() -> None:
         assert node.ran == [("s", 1)]
 
 
-async def test_a_session_that_kills_every_node_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.service.scheduler.MAX_RECOVERED", 2)
-    async with scheduling() as (scheduler, store, node, _, done):
+async def test_a_session_that_kills_every_node_is_given_up() -> None:
+    async with scheduling(limits=LeaseLimits(recovered=2)) as (scheduler, store, node, _, done):
         node.dies = 10
         await put(store, "g", "s")
         scheduler.wake()

@@ -13,9 +13,8 @@ import msgspec
 import pytest
 
 from outrider.errors import Busy, InvalidField
-from outrider.store.run_index import queries
 from outrider.store.run_index.index import RunIndex
-from outrider.store.run_index.queries import MAX_WAITING, Queries
+from outrider.store.run_index.queries import LIMITS, MAX_WAITING, Queries, QueryLimits
 from outrider.store.run_index.tables import READ_TABLES, VIEWS
 from outrider.store.sqlite import sqlite_store
 
@@ -26,11 +25,11 @@ SECRET = "bobs"
 
 
 @asynccontextmanager
-async def alices_queries(folder: Path) -> AsyncIterator[Queries]:
+async def alices_queries(folder: Path, limits: QueryLimits = LIMITS) -> AsyncIterator[Queries]:
     async with sqlite_store(folder / "store.sqlite3") as store, RunIndex(store, folder / "runs.sqlite3") as index:
         await a_done_group(store, "alices", tenant="alice")
         await a_done_group(store, SECRET, tenant="bob")
-        yield Queries(index)
+        yield Queries(index, limits=limits)
 
 
 TABLES = [
@@ -203,10 +202,8 @@ async def test_rows_and_bytes_are_limited(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("cost", COSTLY)
-async def test_a_costly_query_ends_with_an_error(tmp_path: Path, cost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queries, "MAX_SECONDS", 0.3)
-    monkeypatch.setattr(queries, "START_SECONDS", 3.0)
-    async with alices_queries(tmp_path) as asked:
+async def test_a_costly_query_ends_with_an_error(tmp_path: Path, cost: str) -> None:
+    async with alices_queries(tmp_path, QueryLimits(seconds=0.3, start_seconds=3.0)) as asked:
         ticks = 0
 
         async def tick() -> None:

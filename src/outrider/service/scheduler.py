@@ -50,14 +50,6 @@ from outrider.trajectory import SessionResult
 
 log = logging.getLogger("outrider.scheduler")
 
-LEASE_SECONDS = 30.0
-"""Lifetime of the lease of a running attempt. The scheduler renews it three times in this period. If it expires, the
-session goes back into the queue."""
-
-MAX_RECOVERED = 10
-"""Maximum number of new attempts that a session gets because its node was lost. The loss of a node does not count as a
-failure of the session, but there is a limit, because the session may have caused it."""
-
 PAUSES = RetryPolicy(first=1.0, longest=60.0)
 """How long a failed session waits before it is tried again."""
 
@@ -74,6 +66,22 @@ EXTERNAL_AT_ONCE = 32
 LOOK_SECONDS = 30.0
 """Maximum seconds between two reads of the queue, even without an event. There is a maximum because the system clock,
 which decides when sessions are due, may be changed during a wait."""
+
+
+class LeaseLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the leases of attempts.
+
+    - `seconds`: lifetime of the lease of a running attempt. The scheduler renews it three times in this period. If it
+      expires, the session goes back into the queue.
+    - `recovered`: maximum number of new attempts that a session gets because its node was lost. The loss of a node does
+      not count as a failure of the session, but there is a limit, because the session may have caused it.
+    """
+
+    seconds: float = 30.0
+    recovered: int = 10
+
+
+LIMITS = LeaseLimits()
 
 
 @dataclass(eq=False)
@@ -120,8 +128,10 @@ class Scheduler:
         evaluation_share: float = 0.0,
         external: Node | None = None,
         failures: Failures | None = None,
+        limits: LeaseLimits = LIMITS,
     ) -> None:
         self._store = store
+        self._limits = limits
         self._failures = failures or Failures()
         self.places = NodePlacement(nodes, evaluation_share=evaluation_share)
         self._external = external
@@ -156,7 +166,7 @@ class Scheduler:
         """
         async with Chores(self._failures, fatal=_is_bug) as chores:
             await chores.until_done("scheduler", self._take_up)
-            chores.begin("leases", self._renew_and_retake, every=LEASE_SECONDS / 3)
+            chores.begin("leases", self._renew_and_retake, every=self._limits.seconds / 3)
             await chores.begin("scheduler", partial(self._place, chores))
 
     async def _take_up(self) -> None:
@@ -228,7 +238,7 @@ class Scheduler:
         due = time.time() + wait if wait else 0.0
         recovered = await self._store.recover(now=now, held=frozenset(self._placements), due=due)
         for session in recovered:
-            if session.recovered > MAX_RECOVERED and session.ending is None:
+            if session.recovered > self._limits.recovered and session.ending is None:
                 task = await self._task_of(session)
                 if task is not None and task.harness.elsewhere is not None:
                     continue  # a session without a sandbox cannot be the cause of a lost node
@@ -298,7 +308,7 @@ class Scheduler:
             number = await self._store.start_attempt(
                 session.id,
                 node=node.name,
-                lease_until=time.time() + LEASE_SECONDS,
+                lease_until=time.time() + self._limits.seconds,
                 policy_version=None if graded else self._policy_version(),
                 continues_turns=external and continues_turns(session, task),
             )
@@ -513,7 +523,7 @@ class Scheduler:
         """Renew the leases of the running attempts. Put sessions whose lease has expired back into the queue: their
         node was lost, or the start of an attempt was stored although the database reported a failure."""
         held = {id: placement.attempt.session.attempt for id, placement in self._placements.items()}
-        await self._store.renew_leases(held, time.time() + LEASE_SECONDS)
+        await self._store.renew_leases(held, time.time() + self._limits.seconds)
         await self._retake(time.time())
 
 

@@ -14,23 +14,35 @@ from outrider.errors import Busy, InvalidField, OutriderError, ServiceError
 from outrider.store.run_index.index import RunIndex
 from outrider.store.run_index.tables import READ_TABLES, VIEWS
 
-MAX_ROWS = 10_000
-MAX_SECONDS = 5.0
-MAX_MEMORY = 256 << 20
-"""Maximum address space of a query's process, in bytes."""
-MAX_HEAP = 160 << 20
-"""Maximum memory of SQLite in a query's process, in bytes."""
-MAX_REPLY = 8 << 20
-"""Maximum size of a reply's rows, in bytes. Further rows are left out."""
 MAX_SQL = 100_000
 """Maximum length of a query, in characters."""
 AT_ONCE = 2
 """Maximum number of queries that run at the same time."""
 MAX_WAITING = 16
 """Maximum number of queries that run or wait. A further query gets Busy."""
-START_SECONDS = 5.0
-"""How many seconds the query's process has, besides MAX_SECONDS, to start and to write its reply."""
 PROGRAM = Path(__file__).with_name("query_program.py")
+
+
+class QueryLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one query.
+
+    - `rows`: maximum number of rows in a reply. Further rows are left out.
+    - `bytes`: maximum size of a reply's rows, in bytes. Further rows are left out.
+    - `seconds`: maximum duration of the query.
+    - `start_seconds`: how many seconds the query's process has, besides `seconds`, to start and to write its reply.
+    - `memory`: maximum address space of the query's process, in bytes.
+    - `heap`: maximum memory of SQLite in the query's process, in bytes.
+    """
+
+    rows: int = 10_000
+    bytes: int = 8 << 20
+    seconds: float = 5.0
+    start_seconds: float = 5.0
+    memory: int = 256 << 20
+    heap: int = 160 << 20
+
+
+LIMITS = QueryLimits()
 
 
 class _Head(msgspec.Struct):
@@ -43,8 +55,9 @@ class Queries:
     """Runs queries over one index. `run` raises InvalidField for a query that is wrong, forbidden or too expensive. It
     raises Busy if too many queries are waiting."""
 
-    def __init__(self, index: RunIndex) -> None:
+    def __init__(self, index: RunIndex, *, limits: QueryLimits = LIMITS) -> None:
         self._index = index
+        self._limits = limits
         # The query's process runs in another folder, so a relative path would not work there.
         self._path = str(index.path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
         self._turns = asyncio.Semaphore(AT_ONCE)
@@ -74,13 +87,7 @@ class Queries:
             "sql": sql.encode("utf-8", "replace").decode(),
             "views": {view.name: view.select(tenant) for view in VIEWS},
             "tables": READ_TABLES,
-            "limits": {
-                "rows": MAX_ROWS,
-                "seconds": MAX_SECONDS,
-                "memory": MAX_MEMORY,
-                "heap": MAX_HEAP,
-                "bytes": MAX_REPLY,
-            },
+            "limits": self._limits,
         }
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -94,10 +101,10 @@ class Queries:
             cwd="/",
         )
         try:
-            async with asyncio.timeout(MAX_SECONDS + START_SECONDS):
+            async with asyncio.timeout(self._limits.seconds + self._limits.start_seconds):
                 output, _ = await process.communicate(msgspec.json.encode(job))
         except TimeoutError:
-            raise _too_long() from None
+            raise self._too_long() from None
         finally:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -105,11 +112,25 @@ class Queries:
                 await process.wait()
         head, newline, reply = output.partition(b"\n")
         if not newline:
-            raise _too_long() if process.returncode in (-24, -9) else _failed(process.returncode)
+            raise self._too_long() if process.returncode in (-24, -9) else self._failed(process.returncode)
         refused = msgspec.json.decode(head, type=_Head)
         if refused.code:
             raise _error(refused)
         return reply
+
+    def _too_long(self) -> InvalidField:
+        return InvalidField(
+            f"the query took longer than {self._limits.seconds:g} s",
+            field="sql",
+            hint="narrow it: a WHERE on `created`",
+        )
+
+    def _failed(self, code: int | None) -> InvalidField:
+        return InvalidField(
+            f"the query needs more than {self._limits.memory >> 20} MiB of memory, or its process failed ({code})",
+            field="sql",
+            hint="narrow it, or add up instead of listing",
+        )
 
 
 def _error(head: _Head) -> OutriderError:
@@ -120,17 +141,3 @@ def _error(head: _Head) -> OutriderError:
             return ServiceError(head.message, hint=head.hint)
         case _:
             return InvalidField(head.message, field="sql", hint=head.hint)
-
-
-def _too_long() -> InvalidField:
-    return InvalidField(
-        f"the query took longer than {MAX_SECONDS:.0f} s", field="sql", hint="narrow it: a WHERE on `created`"
-    )
-
-
-def _failed(code: int | None) -> InvalidField:
-    return InvalidField(
-        f"the query needs more than {MAX_MEMORY >> 20} MiB of memory, or its process failed ({code})",
-        field="sql",
-        hint="narrow it, or add up instead of listing",
-    )
