@@ -16,8 +16,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from outrider.client import client as module
-from outrider.client.client import AsyncClient, patiently
+from outrider.client.client import AsyncClient, RetryLimits, patiently
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Boundary, Busy, ErrorRecord, NotFound, OutriderError, ServiceError, ServiceUnusable
 from outrider.lifecycle import GroupState
@@ -96,8 +95,8 @@ async def test_a_client_that_is_not_open_is_not_retried() -> None:
         await asyncio.wait_for(patiently(client.status), 5)
 
 
-async def test_long_retries_are_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "REPORT_AFTER", 0.05)
+async def test_long_retries_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    limits = RetryLimits(waits=RetryPolicy(first=0.02, longest=0.02), report_after=0.05, report_every=0.0)
     errors: list[ServiceError] = [ServiceError("a bug")] * 12 + [Busy("the queue is full", retry_after=0.1)] * 2
 
     async def call() -> str:
@@ -105,20 +104,15 @@ async def test_long_retries_are_reported(monkeypatch: pytest.MonkeyPatch, caplog
             raise errors.pop(0)
         return "done"
 
-    monkeypatch.setattr(module, "REPORT_EVERY", 0.0)
-    monkeypatch.setattr(module, "RETRIES", RetryPolicy(first=0.02, longest=0.02))
     with caplog.at_level(logging.WARNING):
-        assert await patiently(call) == "done"
+        assert await patiently(call, limits=limits) == "done"
     lines = [line.message for line in caplog.records]
     assert any(re.match(r"retrying for \d+ s now, and for up to \d+ s more: a bug", line) for line in lines)
     assert any("the queue is full" in line for line in lines)
     assert re.fullmatch(r"the service replies again, after \d+ s", lines[-1])
 
 
-async def test_a_wait_without_end_for_a_full_queue_is_not_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "REPORT_AFTER", 0.0)
+async def test_a_wait_without_end_for_a_full_queue_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     replies: list[Busy | str] = [Busy("the queue is full", retry_after=0.01)] * 3 + ["done"]
 
     async def call() -> str:
@@ -129,7 +123,7 @@ async def test_a_wait_without_end_for_a_full_queue_is_not_reported(
                 return reply
 
     with caplog.at_level(logging.INFO):
-        assert await patiently(call, math.inf, unreachable=False) == "done"
+        assert await patiently(call, math.inf, unreachable=False, limits=RetryLimits(report_after=0.0)) == "done"
     assert {line.levelname for line in caplog.records} == {"INFO"}
 
 
@@ -146,16 +140,16 @@ async def test_short_retries_are_not_reported(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
-async def test_many_calls_that_are_retried_make_one_report(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "REPORT_AFTER", 0.0)
+async def test_many_calls_that_are_retried_make_one_report(caplog: pytest.LogCaptureFixture) -> None:
+    limits = RetryLimits(report_after=0.0)
 
     async def call() -> str:
         raise ServiceError("away")
 
     with caplog.at_level(logging.WARNING):
-        outcomes = await asyncio.gather(*(patiently(call, 0.3) for _ in range(50)), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(patiently(call, 0.3, limits=limits) for _ in range(50)), return_exceptions=True
+        )
     assert {str(outcome) for outcome in outcomes} == {"away"}
     assert len(caplog.records) == 1
 
@@ -164,9 +158,7 @@ async def test_many_calls_that_are_retried_make_one_report(
 async def test_the_wait_for_groups_outlasts_a_restart_of_the_service(
     watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "RETRIES", RetryPolicy(first=0.01, longest=0.01))
-    monkeypatch.setattr(module, "WATCH_PAUSE", 0.01)
-    away = [False, True, True, True, False, False]
+    away = [False, True, True, False, False]
     client = AsyncClient("http://127.0.0.1:1")
 
     async def group(group_id: str, *, wait: float = 0.0) -> SimpleNamespace:

@@ -148,10 +148,6 @@ RESTART_SECONDS = 30.0
 PATIENCE = 300.0
 """Seconds for which `patiently` and `submit` retry while the service is busy or cannot be reached, for example during a
 restart. Without an idempotency key, `submit` retries only while the service is busy."""
-REPORT_AFTER = 5.0
-"""After this many seconds of retries, `patiently` logs a warning with the reason."""
-REPORT_EVERY = 30.0
-"""Minimum seconds between two warnings about retries in one event loop, no matter how many calls are retried."""
 LATER = frozenset({408, 425, 429})
 """HTTP statuses below 500 after which a retry may help, whether from the service or a proxy."""
 UNAVAILABLE = frozenset({502, 503, 504})
@@ -161,6 +157,23 @@ GZIP = 31
 SPREAD = 1.25
 """A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD. So refused clients do
 not all retry at the same time."""
+
+
+class RetryLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How `patiently` retries a call, and reports it.
+
+    - `waits`: the waits between the tries.
+    - `report_after`: after this many seconds of retries, a warning with the reason is logged.
+    - `report_every`: minimum seconds between two warnings about retries in one event loop, no matter how many calls are
+      retried.
+    """
+
+    waits: RetryPolicy = RETRIES
+    report_after: float = 5.0
+    report_every: float = 30.0
+
+
+LIMITS = RetryLimits()
 
 
 class _Reply(NamedTuple):
@@ -837,14 +850,20 @@ async def _lines(reply: Response) -> AsyncIterator[bytes]:
             yield line
 
 
-async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE, *, unreachable: bool = True) -> T:
+async def patiently(
+    call: Callable[[], Awaitable[T]],
+    patience: float = PATIENCE,
+    *,
+    unreachable: bool = True,
+    limits: RetryLimits = LIMITS,
+) -> T:
     """Call the service, and retry for up to `patience` seconds while the service is busy or cannot be reached. If
     `unreachable` is False, retry only while it is busy. Otherwise `call` must be repeatable: a read, or a submission
     with an idempotency key.
 
     The time of the calls also counts: a submission that has itself waited for `patience` seconds is not repeated.
-    Errors that a retry cannot change, such as ServiceUnusable, are raised at once. After REPORT_AFTER seconds of
-    retries, a warning with the reason is logged.
+    Errors that a retry cannot change, such as ServiceUnusable, are raised at once. A warning with the reason is
+    logged if the retries take long (`RetryLimits`).
     """
     clock = asyncio.get_running_loop().time
     started = clock()
@@ -866,14 +885,14 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
             if now + wait > give_up_at:
                 raise failed
         else:
-            wait = RETRIES.wait(tries)
+            wait = limits.waits.wait(tries)
             tries += 1
             if not unreachable or not failed.retryable or now >= give_up_at:
                 raise failed
         if isinstance(failed, Busy) and patience == math.inf:
             # no warning, because a caller with infinite patience expects to wait
             log.info("the service is asked again in %.0f s: %s", wait, failed.message)
-        elif now + wait - started >= REPORT_AFTER and _Reports.due():
+        elif now + wait - started >= limits.report_after and _Reports.due(limits.report_every):
             reported = True
             log.warning(
                 "retrying for %.0f s now, and for up to %.0f s more: %s",
@@ -885,17 +904,17 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
 
 
 class _Reports:
-    """Limits the warnings about retries to one every REPORT_EVERY seconds in each event loop, even if hundreds of calls
-    are retried at once."""
+    """Limits the warnings about retries in each event loop, even if hundreds of calls are retried at once."""
 
     _newest: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, float]] = WeakKeyDictionary()
 
     @classmethod
-    def due(cls) -> bool:
-        """Return True if a warning may be logged now. The caller then logs one."""
+    def due(cls, every: float) -> bool:
+        """Return True if a warning may be logged now, because the newest is at least `every` seconds old. The caller
+        then logs one."""
         loop = asyncio.get_running_loop()
         newest = cls._newest.get(loop)
-        if newest is not None and loop.time() - newest < REPORT_EVERY:
+        if newest is not None and loop.time() - newest < every:
             return False
         cls._newest[loop] = loop.time()
         return True
