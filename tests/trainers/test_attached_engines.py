@@ -16,7 +16,7 @@ from outrider.errors import Conflict
 from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.trainers.attached_engines import AttachedEngines
+from outrider.trainers.attached_engines import AttachedEngines, AttachLimits
 from support.scribe import scribe_task
 from support.service import running_service, say
 from support.tokenizer import write_tokenizer
@@ -51,17 +51,14 @@ async def test_engines_that_another_training_uses_are_not_replaced(tmp_path: Pat
         fake.release()
 
 
-async def test_engines_that_another_training_has_put_in_the_place_of_ours_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.trainers.attached_engines.LOOK_SECONDS", 0.0)
+async def test_engines_that_another_training_has_put_in_the_place_of_ours_are_an_error(tmp_path: Path) -> None:
     async with (
         server(tmp_path) as (_, theirs),
         server(tmp_path) as (_, ours),
         running_service(tmp_path=tmp_path, engines=()) as (service, url),
         AsyncClient(url) as client,
     ):
-        mine = AttachedEngines("t")
+        mine = AttachedEngines("t", limits=AttachLimits(look_seconds=0.0))
         assert await mine.attach(client, [ours])
         assert await AttachedEngines("t").attach(client, [theirs])  # ours had no sessions
         with pytest.raises(Conflict, match="another training has attached"):

@@ -23,7 +23,9 @@ from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trainers.attached_engines import AttachLimits
 from outrider.trainers.nemo_gym import GymRollouts, NemoGymSettings, _answer
+from outrider.trainers.shared_client import SharedClientLimits, shared_client
 from support.nemo_rl_server import NemoRLServer
 from support.scribe import Scribe, scribe_task
 from support.service import running_service, say, scripted_engine
@@ -175,15 +177,17 @@ async def test_rows_that_would_not_train_are_not_left_out(tmp_path: Path) -> Non
     assert reply["outrider_rows_left_out"] == 0.0
 
 
-async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.trainers.shared_client.FIRST_PATIENCE", 0.1)
+async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url), GymRollouts(NemoGymSettings(url=url)) as rollouts:
         with pytest.raises(HarnessError, match="the scribe fell ill") as failed:
             await asked(rollouts, gym_row(scribe_task("gym ill", fails=[0])))
         well = await asked(rollouts, gym_row(scribe_task("gym well")))
     assert failed.value.http_status >= 500
     assert well["reward"] == 1.0
-    async with GymRollouts(NemoGymSettings(url=url)) as rollouts:  # the service has ended
+    async with (  # the service has ended
+        shared_client(url, None, limits=SharedClientLimits(first_patience=0.1)),
+        GymRollouts(NemoGymSettings(url=url)) as rollouts,
+    ):
         with pytest.raises(ServiceError, match="cannot reach the service") as away:
             await asked(rollouts, gym_row(scribe_task("gym away")))
     assert away.value.http_status >= 500
@@ -221,14 +225,13 @@ async def test_equal_rows_at_once_are_rollouts_of_their_own(tmp_path: Path) -> N
     assert len({reply["response"]["id"] for reply in replies}) == 2
 
 
-async def test_a_rollout_that_nobody_wants_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.trainers.nemo_gym.RETRY_SECONDS", 0.05)
+async def test_a_rollout_that_nobody_wants_is_cancelled(tmp_path: Path) -> None:
     left = asyncio.Event()
     body = json.dumps(gym_row(scribe_task("gym unwanted"))).encode()
     engine = stalling(tmp_path)
     async with (
         running_service(tmp_path=tmp_path, engine=engine) as (service, url),
-        GymRollouts(NemoGymSettings(url=url)) as rollouts,
+        GymRollouts(NemoGymSettings(url=url), retry_seconds=0.05) as rollouts,
     ):
         first = asyncio.create_task(rollouts.run(body, left.wait))
         await engine.stalled.wait()
@@ -299,10 +302,7 @@ async def test_servers_that_cannot_be_attached_or_refuse_the_sampling_are_failur
     assert refused.value.http_status >= 500
 
 
-async def test_a_rollout_with_attached_servers_waits_for_a_service_that_restarts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.trainers.attached_engines.LOOK_SECONDS", 0.0)
+async def test_a_rollout_with_attached_servers_waits_for_a_service_that_restarts(tmp_path: Path) -> None:
     server = NemoRLServer(Tokenizer.load(write_tokenizer(tmp_path / "tokenizer")))
     row = gym_row(scribe_task("gym restarted"))
     with socket.socket() as probe:
@@ -310,7 +310,7 @@ async def test_a_rollout_with_attached_servers_waits_for_a_service_that_restarts
         port = probe.getsockname()[1]
     async with serving(server) as engine:
         settings = NemoGymSettings(url=f"http://127.0.0.1:{port}", engines=[f"{engine}/v1"], model="m")
-        async with GymRollouts(settings) as rollouts:
+        async with GymRollouts(settings, limits=AttachLimits(look_seconds=0.0)) as rollouts:
             async with running_service(tmp_path=tmp_path, engines=(), port=port):
                 first = await asked(rollouts, row)
             waiting = asyncio.create_task(asked(rollouts, row))
@@ -321,12 +321,9 @@ async def test_a_rollout_with_attached_servers_waits_for_a_service_that_restarts
     assert first["response"]["id"] != second["response"]["id"]
 
 
-async def test_rollouts_that_wait_for_the_first_look_fail_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.trainers.attached_engines.FIRST_PATIENCE", 0.5)
+async def test_rollouts_that_wait_for_the_first_look_fail_together() -> None:
     settings = NemoGymSettings(url="http://127.0.0.1:9", engines=["http://127.0.0.1:9/v1"], model="m")
-    async with GymRollouts(settings) as rollouts:
+    async with GymRollouts(settings, limits=AttachLimits(first_patience=0.5)) as rollouts:
         clock = asyncio.get_running_loop().time
         begun = clock()
         rows = [gym_row(scribe_task("gym down"), number) for number in range(20)]

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from outrider.client.client import AsyncClient
 from outrider.errors import InvalidField, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState, StopReason
-from outrider.schemas import ServiceStatus
-from outrider.trainers.shared_client import SharedClient, shared_client
+from outrider.trainers.shared_client import SharedClient, SharedClientLimits, shared_client
 from outrider.trainers.shared_settings import checked_url
+from support.answering import answering
 from support.coin import coin_task
 from support.service import running_service, say
 
@@ -123,27 +124,25 @@ async def test_a_service_that_is_restarted_goes_on_with_the_rollout(tmp_path: Pa
     assert group.samples
 
 
-async def test_a_service_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.trainers.shared_client.FIRST_PATIENCE", 0.0)
-    async with shared_client("http://127.0.0.1:9", None) as client:
+async def test_a_service_that_is_not_there_is_named() -> None:
+    async with shared_client("http://127.0.0.1:9", None, limits=SharedClientLimits(first_patience=0.0)) as client:
         with pytest.raises(ServiceError, match=r"http://127\.0\.0\.1:9: Connection refused"):
             await client.run(body(1))
 
 
-async def test_a_service_that_is_not_there_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_service_that_is_not_there_is_waited_for_once() -> None:
     """However many rollouts began: else a thousand of them would fail one after the other, for hours."""
     tries = 0
 
-    async def unreachable(call: object, patience: float) -> ServiceStatus:
+    async def unavailable(request: web.Request) -> web.Response:
         nonlocal tries
         tries += 1
-        await asyncio.sleep(0.01)
-        raise ServiceError("cannot reach the service")
+        return web.Response(text="Bad Gateway", status=502)
 
-    monkeypatch.setattr("outrider.trainers.shared_client.patiently", unreachable)
-    async with shared_client("http://127.0.0.1:9", None) as client:
+    limits = SharedClientLimits(first_patience=0.0)
+    async with answering(unavailable) as url, shared_client(url, None, limits=limits) as client:
         found = await asyncio.gather(*(client.run(body(number)) for number in range(20)), return_exceptions=True)
-        assert [str(error) for error in found] == ["cannot reach the service"] * 20
+        assert {type(error) for error in found} == {ServiceError}
         assert tries == 1
         with pytest.raises(ServiceError):  # one that begins later tries again
             await client.run(body(20))
@@ -151,15 +150,13 @@ async def test_a_service_that_is_not_there_is_waited_for_once(monkeypatch: pytes
 
 
 @pytest.mark.deep
-async def test_a_service_that_has_lost_its_data_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.trainers.shared_client.LONG_POLL", 0.2)
+async def test_a_service_that_has_lost_its_data_is_not_waited_for(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     roll = None
-    async with shared_client(f"http://127.0.0.1:{port}", None) as client:
+    limits = SharedClientLimits(long_poll=0.2)
+    async with shared_client(f"http://127.0.0.1:{port}", None, limits=limits) as client:
         async with running_service(tmp_path=tmp_path, port=port) as (_, url), AsyncClient(url) as watcher:
             roll = asyncio.create_task(client.run(body(1, seconds=60.0)))
             await submitted(watcher, 1)

@@ -16,7 +16,7 @@ import pytest
 from outrider.errors import HarnessError, InvalidField
 from outrider.schemas import GroupView
 from outrider.service.service import Service
-from outrider.trainers.skyrl import OutriderGenerator
+from outrider.trainers.skyrl import FAILED_IN_A_ROW, OutriderGenerator
 from support.scribe import scribe_task
 from support.service import running_service, say
 
@@ -241,16 +241,13 @@ async def test_when_all_of_a_batch_fail_the_first_error_is_raised(tmp_path: Path
             await generator_for(url).generate(generator_input(tasks[:1], 2, phase="eval"))
 
 
-async def test_one_group_that_fails_does_not_end_the_asynchronous_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_group_that_fails_does_not_end_the_asynchronous_trainer(tmp_path: Path) -> None:
     """It asks for one group at a time, and ends its process with any error. A service where nothing works does."""
-    monkeypatch.setattr("outrider.trainers.skyrl.FAILED_IN_A_ROW", 3)
     ill = generator_input([scribe_task("skyrl alone ill", fails=range(99))], 2)
     well = generator_input([scribe_task("skyrl alone well")], 2)
     async with running_service(tmp_path=tmp_path) as (_, url):
         generator = generator_for(url)
-        for batch in (ill, ill, well, ill, ill):
+        for batch in (ill, well, *[ill] * (FAILED_IN_A_ROW - 1)):
             output = await generator.generate(batch)
             check_output(2, output)
             assert output["stop_reasons"] == (["stop"] * 2 if batch is well else ["error"] * 2)

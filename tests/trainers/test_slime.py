@@ -536,11 +536,12 @@ async def test_a_graded_sample_without_a_token_to_train_on_is_removed(tmp_path: 
     assert (kept.remove_sample, kept.reward) == (False, 1.0)
 
 
-async def test_a_wrong_address_or_token_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.trainers.slime.FIRST_PATIENCE", 0.0)
+async def test_a_wrong_address_or_token_is_told_at_the_start(tmp_path: Path) -> None:
     args = slime_args("http://127.0.0.1:9")
+    source = DataSource(args, [prompt("slime nobody")])
     with pytest.raises(ServiceError, match="cannot reach the service"):
-        await train(args, DataSource(args, [prompt("slime nobody")]))
+        await asyncio.to_thread(slime._Bridge.of, args, source, first_patience=0.0)
+    assert source not in slime._Bridge.open_bridges
     async with running_service(tmp_path=tmp_path, token="right") as (_, url):
         args = slime_args(url)
         args.outrider["token"] = "wrong"

@@ -22,6 +22,8 @@ from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trainers.attached_engines import AttachLimits
+from outrider.trainers.shared_client import SharedClientLimits, shared_client
 from outrider.trainers.verifiers import ModelServer, TraceParts, VerifiersRollouts, VerifiersSettings
 from outrider.trajectory import ChatRow, Sample
 from support.scribe import scribe_task
@@ -131,8 +133,7 @@ async def test_the_sampling_of_training_and_of_evaluation(tmp_path: Path) -> Non
     assert priorities == {0, 100}
 
 
-async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.trainers.shared_client.FIRST_PATIENCE", 0.1)
+async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url):
         rollouts = VerifiersRollouts(VerifiersSettings(url=url))
         for server in (TRAINS, EVALUATES):
@@ -142,10 +143,11 @@ async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path, monkeypa
             await run(rollouts, scribe_task("vf odd") | {"colour": "red"})
         limited = await run(rollouts, scribe_task("vf limited") | {"limits": {"turns": 1}})
     assert limited.stop == "max_turns"
-    with pytest.raises(ServiceError, match="cannot reach the service"):
-        await run(rollouts, scribe_task("vf away"))
-    monkeypatch.setattr("outrider.trainers.attached_engines.FIRST_PATIENCE", 0.5)
-    attaching = VerifiersRollouts(VerifiersSettings(url=url, engines="client"))
+    async with shared_client(url, None, limits=SharedClientLimits(first_patience=0.1)):
+        with pytest.raises(ServiceError, match="cannot reach the service"):
+            await run(rollouts, scribe_task("vf away"))
+    settings = VerifiersSettings(url=url, engines="client")
+    attaching = VerifiersRollouts(settings, limits=AttachLimits(first_patience=0.5))
     began = asyncio.get_running_loop().time()
     away = await asyncio.gather(
         *(run(attaching, scribe_task("vf all away")) for _ in range(20)), return_exceptions=True

@@ -16,21 +16,35 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from outrider.client.client import PATIENCE, AsyncClient, patiently
 from outrider.errors import Conflict, NotFound, OutriderError
 from outrider.schemas import EngineStatus
 from outrider.trainers.shared_client import FIRST_PATIENCE
 
-LOOK_SECONDS = 5.0
-"""The minimum time, in seconds, between two checks that the service still has the engines."""
+
+class AttachLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the waits for the service, in seconds.
+
+    - `look_seconds`: the minimum time between two checks that the service still has the engines.
+    - `first_patience`: how long the first check is repeated.
+    """
+
+    look_seconds: float = 5.0
+    first_patience: float = FIRST_PATIENCE
+
+
+LIMITS = AttachLimits()
 
 
 class AttachedEngines:
     """Attaches the inference servers of a training run to a service as engines. An engine's name is `prefix` and a
     number, such as `nemo-rl-0`."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, *, limits: AttachLimits = LIMITS) -> None:
         self._prefix = prefix
+        self._limits = limits
         self._looking = asyncio.Lock()
         self._looked: float | None = None
         self._not_attached: OutriderError | None = None
@@ -38,7 +52,7 @@ class AttachedEngines:
 
     async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False) -> bool:
         """Attach those engines that the service does not have, for example because it has restarted. Unless `renamed`
-        is True, the service is asked for its engines at most once in LOOK_SECONDS.
+        is True, the service is asked for its engines at most once in `look_seconds`.
 
         Each item of `engines` has `url`, `model` and any other fields of `spec.EngineSpec` except the name. The name is
         made from the item's position, which must therefore be the same in every call. The first call also removes an
@@ -59,9 +73,9 @@ class AttachedEngines:
                 # only wait for the service again.
                 raise self._not_attached
             clock = asyncio.get_running_loop().time
-            if self._looked is not None and clock() - self._looked < LOOK_SECONDS and not renamed:
+            if self._looked is not None and clock() - self._looked < self._limits.look_seconds and not renamed:
                 return False
-            patience = FIRST_PATIENCE if self._looked is None else PATIENCE
+            patience = self._limits.first_patience if self._looked is None else PATIENCE
             try:
                 added = await patiently(partial(self._attach_missing, client, engines, renamed), patience)
             except OutriderError as error:

@@ -36,7 +36,7 @@ from starlette.requests import ClientDisconnect
 from outrider.errors import InvalidField, OutriderError, ServiceStopping, TooLarge
 from outrider.sessions.calls.limits import MAX_BODY
 from outrider.spec import Name
-from outrider.trainers.attached_engines import AttachedEngines
+from outrider.trainers.attached_engines import LIMITS, AttachedEngines, AttachLimits
 from outrider.trainers.exports import nemo_gym_reply
 from outrider.trainers.shared_client import SharedClient, shared_client
 from outrider.trainers.shared_settings import (
@@ -92,21 +92,25 @@ class NemoGymSettings(BridgeSettings):
 
 class GymRollouts:
     """Runs rows of the dataset as sessions: `async with GymRollouts(settings) as rollouts`. Leaving the block cancels
-    all rollouts."""
+    all rollouts. A rollout whose client has disconnected continues for `retry_seconds`. `limits` apply to engines that
+    are attached."""
 
-    def __init__(self, settings: NemoGymSettings) -> None:
+    def __init__(
+        self, settings: NemoGymSettings, *, retry_seconds: float = RETRY_SECONDS, limits: AttachLimits = LIMITS
+    ) -> None:
         if settings.engines and settings.model is None:
             raise InvalidField(
                 "the setting engines needs the setting model", field="model", hint="write model: ${policy_model_name}"
             )
         self._settings = settings
+        self._retry_seconds = retry_seconds
         self._held = AsyncExitStack()
         self._tasks: asyncio.TaskGroup
         self._running: set[asyncio.Task[Any]] = set()
         self._shared: SharedClient
         self._left: defaultdict[bytes, list[_LeftRollout]] = defaultdict(list)
         """The rollouts whose clients have disconnected, by the digest of their requests."""
-        self._engines = AttachedEngines("nemo-rl")
+        self._engines = AttachedEngines("nemo-rl", limits=limits)
 
     async def __aenter__(self) -> GymRollouts:
         async with AsyncExitStack() as held:
@@ -125,7 +129,7 @@ class GymRollouts:
         """Run the row in `body`, the JSON of a request to `/run`, and return NeMo Gym's reply.
 
         `left()` returns when the client has disconnected. `run` then returns None, and the rollout continues for
-        RETRY_SECONDS. If an equal request arrives in this time, it takes over the rollout. But while the first client
+        `retry_seconds`. If an equal request arrives in this time, it takes over the rollout. But while the first client
         is still connected, an equal request starts its own rollout, because a dataset may have a row twice.
 
         Raises InvalidField for a row that cannot be converted to a task. Raises the error of a failed session.
@@ -166,8 +170,8 @@ class GymRollouts:
 
     def _keep(self, key: bytes, rollout: asyncio.Task[_Outcome]) -> None:
         kept: _LeftRollout
-        # If no request takes the rollout over within RETRY_SECONDS, cancel it and its group.
-        end = asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._taken(key, kept).cancel())
+        # If no request takes the rollout over within `retry_seconds`, cancel it and its group.
+        end = asyncio.get_running_loop().call_later(self._retry_seconds, lambda: self._taken(key, kept).cancel())
         kept = _LeftRollout(rollout, end)
         self._left[key].append(kept)
 

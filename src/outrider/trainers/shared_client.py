@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from outrider.client.client import LONG_POLL, AsyncClient, check_known, patiently
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Broadcast
@@ -33,6 +35,20 @@ FIRST_PATIENCE = 10.0
 the address may be wrong."""
 
 
+class SharedClientLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the waits for the service, in seconds.
+
+    - `first_patience`: how long the first request of a client is repeated.
+    - `long_poll`: how long one request waits for groups to finish. The service allows at most 60.
+    """
+
+    first_patience: float = FIRST_PATIENCE
+    long_poll: float = LONG_POLL
+
+
+LIMITS = SharedClientLimits()
+
+
 class SharedClient:
     """Runs groups on a service. Use `shared_client` to get a SharedClient.
 
@@ -45,7 +61,8 @@ class SharedClient:
     """The open clients of each event loop, by URL and token. They are in a class attribute, because no object of the
     trainer lives long enough to hold a client."""
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: str | None, limits: SharedClientLimits) -> None:
+        self._limits = limits
         self.users = 0
         self.client = AsyncClient(url, token=token)
         self._cursor: int | None = None
@@ -71,7 +88,7 @@ class SharedClient:
             # comes after it.
             if self._cursor is None:
                 try:
-                    self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
+                    self._cursor = (await patiently(self.client.status, self._limits.first_patience)).cursor
                 except OutriderError as error:
                     self._no_answer = error
                     raise
@@ -125,7 +142,7 @@ class SharedClient:
         waiting rollouts raise its error."""
         self._following = True
         try:
-            page = await patiently(partial(self.client.results, after=self._cursor or 0, wait=LONG_POLL))
+            page = await patiently(partial(self.client.results, after=self._cursor or 0, wait=self._limits.long_poll))
             self._cursor = page.cursor
             if not page.groups and self._waiting:
                 await check_known(self.client.group, next(iter(self._waiting)))
@@ -144,13 +161,15 @@ class SharedClient:
 
 
 @asynccontextmanager
-async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClient]:
-    """Use the client of the running event loop for this service. The first user opens the client, and the last user
-    closes it."""
+async def shared_client(
+    url: str, token: str | None, *, limits: SharedClientLimits = LIMITS
+) -> AsyncIterator[SharedClient]:
+    """Use the client of the running event loop for this service. The first user opens the client with its `limits`, and
+    the last user closes it."""
     clients = SharedClient._open.setdefault(asyncio.get_running_loop(), {})
     shared = clients.get((url, token))
     if shared is None:
-        shared = clients[url, token] = SharedClient(url, token)
+        shared = clients[url, token] = SharedClient(url, token, limits)
         # This call does not yield to the event loop, so no other rollout can get a half-open client.
         await shared.client.__aenter__()
     shared.users += 1

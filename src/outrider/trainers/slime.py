@@ -252,14 +252,14 @@ class _Bridge:
         atexit.register(self.opened.close)
 
     @classmethod
-    def of(cls, args: Any, data_source: Any) -> _Bridge:
+    def of(cls, args: Any, data_source: Any, *, first_patience: float = FIRST_PATIENCE) -> _Bridge:
         bridge = cls.open_bridges.get(data_source)
         if bridge is None:
             settings = _settings(args, {**UNSUPPORTED, **OWN_LOOP_ONLY})
             _check_normalisation(args, settings)
             bridge = cls(settings)
             try:  # a wrong address or token raises an error now, and not only after minutes
-                bridge.client.run(patiently(bridge.client.asynchronous.status, FIRST_PATIENCE))
+                bridge.client.run(patiently(bridge.client.asynchronous.status, first_patience))
             except OutriderError:
                 bridge.opened.close()
                 raise

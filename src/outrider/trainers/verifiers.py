@@ -25,7 +25,7 @@ from outrider.errors import Conflict, InvalidField, OutriderError
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
 from outrider.spec import Name
-from outrider.trainers.attached_engines import LOOK_SECONDS, AttachedEngines
+from outrider.trainers.attached_engines import LIMITS, AttachedEngines, AttachLimits
 from outrider.trainers.shared_client import shared_client
 from outrider.trainers.shared_settings import PLAIN_SAMPLING, BridgeSettings, group_of, task_for
 from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metrics, left_out_of, trajectories_of
@@ -89,11 +89,12 @@ class TraceParts:
 
 
 class VerifiersRollouts:
-    """Runs dataset rows as sessions of a service."""
+    """Runs dataset rows as sessions of a service. `limits` apply to the attached inference server."""
 
-    def __init__(self, settings: VerifiersSettings) -> None:
+    def __init__(self, settings: VerifiersSettings, *, limits: AttachLimits = LIMITS) -> None:
         self._settings = settings
-        self._engines = AttachedEngines("verifiers")
+        self._limits = limits
+        self._engines = AttachedEngines("verifiers", limits=limits)
         self._attached: ModelServer | None = None
         self._earlier: set[str] = set()
         """Names that the model at the attached server had before."""
@@ -115,7 +116,7 @@ class VerifiersRollouts:
 
     async def _keep_attached(self, client: AsyncClient) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(self._limits.look_seconds)
             if self._attached is not None:
                 with suppress(OutriderError):  # the loop tries again, and a new rollout raises the error
                     await self._attach(client, self._attached, salted=True)

@@ -293,8 +293,9 @@ class VerlGenerate:
     not stream, so each request gives one chunk, whose tokens all have the same version.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, *, abort_pause: float = ABORT_PAUSE) -> None:
         self._client = client
+        self._abort_pause = abort_pause
 
     async def __call__(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Generate a reply, and yield its chunks.
@@ -329,7 +330,7 @@ class VerlGenerate:
             if aborted and len(ids) < most:
                 if new:
                     yield Chunk(ids=new, logprobs=logprobs)
-                await asyncio.sleep(ABORT_PAUSE)
+                await asyncio.sleep(self._abort_pause)
                 continue
             yield Chunk(
                 ids=new,

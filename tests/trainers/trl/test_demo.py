@@ -32,11 +32,10 @@ pytestmark = [
 ]
 
 
-def test_the_reward_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(training, "MAX_STEPS", STEPS)
+def test_the_reward_rises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runtime, _ = default_runtime()
     seen: list[training.TrainStep] = []
-    run = training.train(0, POLICY, runtime, tmp_path / "trained", seen.append)
+    run = training.train(0, POLICY, runtime, tmp_path / "trained", seen.append, max_steps=STEPS)
     assert tuple(seen) == run.steps
     assert [step.stats.version for step in run.steps] == list(range(2, STEPS + 2))
     assert run.first_reward is not None

@@ -15,7 +15,6 @@ from verl.workers.rollout.replica import TokenOutput
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
-from outrider.trainers import verl as bridge
 from outrider.trainers.verl import VerlGenerate
 from outrider.trajectory import FinishReason, VersionSpan
 
@@ -78,12 +77,7 @@ def request(tokens: int = 4, **sampling: Any) -> GenerateRequest:
 
 
 async def chunks(made: Any, asked: GenerateRequest | None = None) -> list[Chunk]:
-    return [chunk async for chunk in VerlGenerate(made)(asked or request())]
-
-
-@pytest.fixture(autouse=True)
-def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bridge, "ABORT_PAUSE", 0.0)
+    return [chunk async for chunk in VerlGenerate(made, abort_pause=0.0)(asked or request())]
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

@@ -144,10 +144,17 @@ def check_installed() -> None:
 
 
 def train(
-    seed: int, policy: Path, runtime: str, out: Path, watch: Watch, stop: Callable[[], bool] = lambda: False
+    seed: int,
+    policy: Path,
+    runtime: str,
+    out: Path,
+    watch: Watch,
+    stop: Callable[[], bool] = lambda: False,
+    *,
+    max_steps: int = MAX_STEPS,
 ) -> SeedRun:
-    """Train the policy in the folder `policy`, with sandboxes of the kind `runtime`, and write the trained policy to
-    `out`.
+    """Train the policy in the folder `policy` for at most `max_steps` steps, with sandboxes of the kind `runtime`, and
+    write the trained policy to `out`.
 
     Calls `watch` after each step. If `stop()` then returns True, the training ends and the trained policy is not
     evaluated. If it returns True before the first step, nothing is written to `out`. Raises the service's errors, and
@@ -174,7 +181,9 @@ def train(
             episodes = [make_task(random.Random(f"fresh {seed} {number}")) for number in range(EPISODES)]
             fresh = [group_spec(episode, 1, runtime=runtime)["task"] for episode in episodes]
             first = client.run(evaluate(client.asynchronous, fresh, seed=seed))
-            steps = [] if stop() else _train(client, weights, model, seed, policy, runtime, folder, watch, stop)
+            steps = (
+                [] if stop() else _train(client, weights, model, seed, policy, runtime, folder, watch, stop, max_steps)
+            )
             last = None if stop() else client.run(evaluate(client.asynchronous, fresh, seed=seed))
             totals = {"sessions": 0, "errors": 0, "drift": 0}
             after = 0
@@ -263,6 +272,7 @@ def _train(
     folder: Path,
     watch: Watch,
     stop: Callable[[], bool],
+    max_steps: int,
 ) -> list[TrainStep]:
     from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -298,7 +308,7 @@ def _train(
         seed=seed,
         per_device_train_batch_size=GROUPS * SAMPLES,
         num_generations=SAMPLES,
-        max_steps=MAX_STEPS * PASSES,
+        max_steps=max_steps * PASSES,
         num_iterations=PASSES,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",  # TRL keeps it constant; `Steps` changes it
@@ -330,7 +340,7 @@ def _train(
             processing_class=AutoTokenizer.from_pretrained(policy),
             reward_funcs=service_reward,
             args=arguments,
-            train_dataset=steps_dataset(MAX_STEPS * GROUPS),
+            train_dataset=steps_dataset(max_steps * GROUPS),
             rollout_func=rollouts,
             callbacks=[Steps()],
         )
