@@ -6,6 +6,7 @@ The tests in `tests/trainers/verifiers` run verifiers' own environment, evaluati
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -207,6 +208,32 @@ async def test_the_clients_server_is_attached_and_versions_are_named_by_the_salt
     assert first.metrics["outrider_version_min"] == 3
     assert "/inference/v1/generate" in orders
     assert not {"/pause", "/resume", "/update_weight_version", "/collective_rpc"} & set(orders)
+
+
+async def test_the_clients_server_is_attached_again_after_a_restart_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    replies = [{"reply": say("one"), "stall": 1}, say("two")]
+    fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": replies}))
+    await fake.start()
+    app = engine_app(fake, "vllm", ServeSettings(tokenizer=Tokenizer.load(folder), labels=False))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = VerifiersSettings(url=f"http://127.0.0.1:{port}", engines="client")
+    rollouts = VerifiersRollouts(settings, limits=AttachLimits(look_seconds=0.2))
+    async with serving(app) as engine, rollouts.held():
+        server = ModelServer(url=f"{engine}/v1", model="policy", api_key=None, trains=True)
+        async with running_service(tmp_path=tmp_path, engines=(), port=port):
+            task = scribe_task("vf anew", rewards=[0.5])
+            running = asyncio.create_task(run(rollouts, task, server, SAMPLING | {"cache_salt": "7"}))
+            await fake.stalled.wait()
+        fake.release()
+        async with running_service(tmp_path=tmp_path, engines=(), port=port) as (service, _):
+            parts = await running
+            [sample] = await samples_of(service)
+    await fake.close()
+    assert sample.reward == 0.5
+    assert parts.metrics["outrider_version_min"] == 7
 
 
 async def test_environment_servers_of_several_processes_attach_one_engine(tmp_path: Path) -> None:

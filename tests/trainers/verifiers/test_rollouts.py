@@ -241,11 +241,8 @@ async def test_episodes_at_once_are_sampled_by_prime_rls_server_with_its_version
         assert {call.sampling.temperature for call in trace.calls} == {1.0}
 
 
-async def test_prime_rls_server_is_attached_again_after_a_restart_in_the_middle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("attached_engines", "verifiers"):
-        monkeypatch.setattr(f"outrider.trainers.{module}.LOOK_SECONDS", 0.2)
+async def test_prime_rls_server_is_attached_again_after_a_restart_in_the_middle(tmp_path: Path) -> None:
+    """Takes ten seconds: two looks of `AttachLimits.look_seconds`."""
     folder = write_tokenizer(tmp_path / "tokenizer")
     replies = [{"reply": say("one"), "stall": 1}, say("two")]
     fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": replies}))
