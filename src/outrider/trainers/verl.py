@@ -289,8 +289,9 @@ class VerlGenerate:
     """The `generate` function of a relay worker. It generates on verl's own servers through `client`, an
     LLMServerClient of verl. The client can be pickled, and therefore this object, too.
 
-    If verl aborts a generation to load new weights, another request continues after the ids sampled so far. verl does
-    not stream, so each request gives one chunk, whose tokens all have the same version.
+    If verl aborts a generation to load new weights, another request continues after the ids sampled so far. It is sent
+    after `abort_pause` seconds. verl does not stream, so each request gives one chunk, whose tokens all have the same
+    version.
     """
 
     def __init__(self, client: Any, *, abort_pause: float = ABORT_PAUSE) -> None:
