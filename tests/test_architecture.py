@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -13,6 +13,13 @@ from pathlib import Path
 
 import pytest
 
+SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__")
+PROPERTIES = {"property", "cached_property", "setter"}
+EVERY_ERROR = (
+    *("message", "hint", "field", "log_tail", "inside"),
+    *("args", "__context__", "__cause__", "__traceback__", "__suppress_context__", "__notes__"),
+)
+"""Attributes of each error. They are not changed on any other object either."""
 PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 
 LAYERS = (
@@ -113,6 +120,7 @@ def _trees_are_no_garbage() -> Iterator[None]:
     yield
     _parsed.cache_clear()
     _nodes.cache_clear()
+    changes.cache_clear()
     gc.enable()
 
 
@@ -209,15 +217,134 @@ def only_the_cli_prints(module: Module) -> Iterator[str]:
             yield module.at(node, f"{name}: only the command line prints and configures logging")
 
 
-def errors_are_never_changed(module: Module) -> Iterator[str]:
+@dataclass(frozen=True)
+class Change:
+    """A change of the attribute `name` of `changed`, within the class `kind` ("" outside of classes) and the function
+    `function` ("" outside of functions)."""
+
+    node: ast.Attribute | ast.Call
+    changed: str
+    name: str
+    kind: str
+    function: str
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+@cache
+def changes(module: Module) -> tuple[Change, ...]:
+    """Every change of an attribute, by an assignment of any form, `del`, `setattr` or `delattr`."""
+    classes = [node for node in module.nodes if isinstance(node, ast.ClassDef)]
+    functions = [node for node in module.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+    def around(scopes: Sequence[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef], line: int) -> str:
+        """The name of the innermost one. Outer ones come first in the walk."""
+        return next((each.name for each in reversed(scopes) if each.lineno <= line <= (each.end_lineno or 0)), "")
+
+    found = []
     for node in module.nodes:
-        for target in node.targets if isinstance(node, ast.Assign) else []:
-            if (
-                isinstance(target, ast.Attribute)
-                and target.attr in ("message", "hint", "field", "log_tail", "inside")
-                and dotted(target.value) != "self"
-            ):
-                yield module.at(node, f"{dotted(target)}: `OutriderError.replace` makes an error with other attributes")
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            changed, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and _last_name(node.func) in SETTERS and len(node.args) > 1:
+            if not isinstance(node.args[1], ast.Constant):
+                continue
+            changed, name = node.args[0], str(node.args[1].value)
+        else:
+            continue
+        scope = around(classes, node.lineno), around(functions, node.lineno)
+        found.append(Change(node, dotted(changed), name, *scope))
+    return tuple(found)
+
+
+class Names:
+    """What the classes of the package define, by class name. `data`: fields, properties, and what methods assign to
+    `self`."""
+
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self.methods: defaultdict[str, set[str]] = defaultdict(set)
+        self.data: defaultdict[str, set[str]] = defaultdict(set)
+        self.bases: defaultdict[str, set[str]] = defaultdict(set)
+        for module in modules:
+            for node in module.nodes:
+                if isinstance(node, ast.ClassDef):
+                    self._read(node)
+            for change in changes(module):
+                if change.changed == "self" and isinstance(change.node, ast.Attribute):
+                    self.data[change.kind].add(change.name)
+        self.errors = {kind for kind in self.bases if "OutriderError" in self.family(kind)}
+        self.of_errors = {name for kind in self.errors for name in self.data[kind]}
+        self.of_others = {name for kind, names in self.data.items() if kind not in self.errors for name in names}
+        self.every_method = {name for names in self.methods.values() for name in names}
+        self.only_methods = self.every_method - self.of_errors - self.of_others
+
+    def family(self, kind: str) -> set[str]:
+        """The class, and all classes of the package that it inherits from."""
+        return {kind}.union(*(self.family(base) for base in self.bases.get(kind, ())))
+
+    def _read(self, kind: ast.ClassDef) -> None:
+        self.bases[kind.name] |= {dotted(base).rpartition(".")[2] for base in kind.bases} - {kind.name}
+        for node in kind.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_data = PROPERTIES & {dotted(each).rpartition(".")[2] for each in node.decorator_list}
+                (self.data if is_data else self.methods)[kind.name].add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                self.data[kind.name] |= {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+@cache
+def names() -> Names:
+    return Names(package().values())
+
+
+def errors_are_never_changed(module: Module) -> Iterator[str]:
+    """Only its `__init__` assigns an error's attributes; Python sets `__context__` while another error is handled.
+
+    An attribute of a subclass that other classes have as well, such as `status`, counts where the name of the changed
+    object is seen to be an error's."""
+    known = names()
+    for change in changes(module):
+        inside = change.kind in known.errors
+        if inside and (change.function == "__init__" or (change.kind, change.function) == ("OutriderError", "replace")):
+            continue
+        if change.changed == "self":
+            wrong = inside
+        elif change.name in EVERY_ERROR:
+            wrong = True
+        else:
+            wrong = change.name in known.of_errors and (
+                change.name not in known.of_others or change.changed in _names_of_errors(module)
+            )
+        if wrong:
+            what = f"{change.changed}.{change.name}"
+            yield module.at(change.node, f"{what}: `OutriderError.replace` makes an error with other attributes")
+
+
+@cache
+def _names_of_errors(module: Module) -> set[str]:
+    """The names that a module binds to errors: by `except`, by calls of their classes, by annotations, and those that
+    it asks about with `isinstance`."""
+
+    def names_one(node: ast.AST | None) -> bool:
+        parts = (part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)) if node else ()
+        return any(dotted(part).rpartition(".")[2] in names().errors for part in parts)
+
+    found = set()
+    for node in module.nodes:
+        if isinstance(node, ast.ExceptHandler) and node.name:
+            found.add(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            if names_one(node.value.func) or dotted(node.value.func).rpartition(".")[2] == "error_from":
+                found |= {dotted(target) for target in node.targets}
+        elif isinstance(node, ast.AnnAssign) and names_one(node.annotation):
+            found.add(dotted(node.target))
+        elif isinstance(node, ast.arg) and names_one(node.annotation):
+            found.add(node.arg)
+        elif isinstance(node, ast.Call) and dotted(node.func) == "isinstance" and names_one(node.args[1]):
+            found.add(dotted(node.args[0]))
+    return found - {"self"}
 
 
 def methods_are_never_replaced(module: Module) -> Iterator[str]:
@@ -241,6 +368,16 @@ def methods_are_never_replaced(module: Module) -> Iterator[str]:
             )
             if dotted(target.value) != "self" and (function or target.attr.startswith("on_")):
                 yield module.at(node, f"{dotted(target)} is another object's method")
+                return
+    known = names()
+    for change in changes(module):
+        of_self = change.changed == "self" and change.name in known.every_method
+        own = known.family(change.kind) if of_self else set()
+        if change.name in known.only_methods or any(change.name in known.methods[kind] for kind in own):
+            yield module.at(change.node, f"{change.changed}.{change.name} is a method")
+    for node, name in calls(module):
+        if name == "setattr" and not isinstance(node.args[1], ast.Constant) and not isinstance(node.args[2], ast.BinOp):
+            yield module.at(node, "setattr with a name that is not written out: only a count is seen to be no method")
 
 
 def modules_say_what_they_are(module: Module) -> Iterator[str]:
@@ -280,6 +417,67 @@ def test_a_public_class_name_stands_once() -> None:
 def test_a_broken_rule_is_seen_where_it_is_broken(rule: Callable[[Module], Iterator[str]], source: str) -> None:
     [line] = list(rule(Module("outrider.store.x", "store/x.py", source)))
     assert line.startswith("store/x.py:")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "error.message += 'more'",
+        "error.hint: str = 'more'",
+        "failed.__context__ = error",
+        "error.inside, n = True, 1",
+        "setattr(error, 'log_tail', 'more')",
+        "object.__setattr__(error, 'field', 'more')",
+        "del error.hint",
+        "error = error_from(record)\nerror.overflow = None",
+        "refused = Refused('text', status=400)\nrefused.status += 1",
+        "try: pass\nexcept Exception as error: error.retry_after = 2",
+        "if isinstance(failure, errors.Busy): failure.retry_after -= 2",
+        "def f(given: Busy | None): given.retry_after = 2",
+        "class Busy(ServiceError):\n    def wait(self): self.retry_after = 2",
+        "class ContextOverflow(EngineError):\n    def f(self): self.anything = 2",
+    ],
+)
+def test_a_changed_error_is_seen(source: str) -> None:
+    [line] = list(errors_are_never_changed(Module("outrider.store.x", "store/x.py", f"'x'\n{source}")))
+    assert line.endswith("`OutriderError.replace` makes an error with other attributes")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "pool.adopt = replaced",
+        "self.pool.adopt = None",
+        "a, pool.adopt = 1, replaced",
+        "EnginePool.adopt = replaced",
+        "setattr(pool, 'adopt', replaced)",
+        "object.__setattr__(pool, 'adopt', replaced)",
+        "del pool.adopt",
+        "setattr(pool, name, replaced)",
+        "pool.on_change = replaced",
+        "pool.changed = partial(f, 1)",
+        "class EnginePool:\n    def __init__(self): self.status = replaced",
+        "class Busy(ServiceError):\n    def __init__(self): self.record = replaced",
+    ],
+)
+def test_a_replaced_method_is_seen(source: str) -> None:
+    assert list(methods_are_never_replaced(Module("outrider.store.x", "store/x.py", f"'x'\n{source}")))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "seen.status = 2\nline.overflow = ''\nprocess.code = 1",
+        "class Busy(ServiceError):\n    def __init__(self): self.retry_after = 2",
+        "class Mine:\n    def __init__(self): self.message, self.adopt = 'x', None",
+        "setattr(counts, name, getattr(counts, name) + 1)",
+    ],
+)
+def test_data_may_change(source: str) -> None:
+    module = Module("outrider.store.x", "store/x.py", f"'x'\n{source}")
+    assert not list(errors_are_never_changed(module))
+    if "adopt" not in source:
+        assert not list(methods_are_never_replaced(module))
 
 
 def test_folders_of_a_layer_meet_in_their_base_modules() -> None:

@@ -146,7 +146,7 @@ class OutriderError(Exception):
         self.log_tail = log_tail
         self.inside = inside
 
-    def replace(self, **changes: str | bool | None) -> Self:
+    def replace(self, **changes: str | float | bool | None) -> Self:
         """Return a copy with the attributes in `changes` replaced. The error itself stays unchanged, because it may
         already have been raised."""
         other = type(self).__new__(type(self), *self.args)
@@ -430,10 +430,8 @@ def error_from(record: ErrorRecord) -> OutriderError:
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
     record = bounded(record)
-    error = kind(record.message, hint=record.hint, field=record.field, log_tail=record.log_tail)
-    if isinstance(error, ContextOverflow):
-        error.overflow = record.overflow or None
-    return error
+    sizes: dict[str, Any] = {"overflow": record.overflow or None} if issubclass(kind, ContextOverflow) else {}
+    return kind(record.message, hint=record.hint, field=record.field, log_tail=record.log_tail, **sizes)
 
 
 def known_codes() -> dict[str, Boundary]:

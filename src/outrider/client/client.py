@@ -1218,7 +1218,8 @@ def _refusal(body: bytes, reply: Response) -> OutriderError:
         error = ServiceUnusable(error.message, hint=error.hint, field=error.field, log_tail=error.log_tail)
     if isinstance(error, Busy):
         with suppress(ValueError):  # a proxy may send a date instead of a number
-            error.retry_after = max(error.retry_after, float(reply.header(b"retry-after") or b""))
+            seconds = float(reply.header(b"retry-after") or b"")
+            error = error.replace(retry_after=max(error.retry_after, seconds))
     for name, value in (("field", error.field), ("hint", error.hint)):
         if value is not None:
             # Tracebacks show notes, but not an error's field and hint.

@@ -30,7 +30,9 @@ MAX_SAID = 2000
 class Refused(EvaluatorError):
     """A grader replied with a `status` that is neither 2xx nor transient. `log_tail` is the text of the reply."""
 
-    status = 0
+    def __init__(self, message: str, *, status: int, **about: Any) -> None:
+        super().__init__(message, **about)
+        self.status = status
 
 
 async def post(
@@ -86,15 +88,14 @@ async def post(
             if reply.status not in transient:
                 # Keys are removed before the reply is shortened, because a key that is cut in two would not be found.
                 said = redacted(content.decode("utf-8", "replace"), [key] if key else ())[:MAX_SAID]
-                refused = Refused(
+                raise Refused(
                     f"grader {grader.name!r} {failure}",
                     hint="redirects are not followed: name the final address in the setting graders"
                     if reply.status // 100 == 3
                     else None,
                     log_tail=said,
+                    status=reply.status,
                 )
-                refused.status = reply.status
-                raise refused
         finally:
             load[url] -= 1
         failed[url] += 1
