@@ -136,8 +136,8 @@ def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
         try:
             writable = asyncio.run(_try(name, runtime, Path(folder)))
         except OutriderError as error:
-            told = (error.log_tail or "").strip().splitlines()
-            detail = f"a sandbox was tried, and does not work: {told[-1] if told else error.message}"
+            lines = (error.log_tail or "").strip().splitlines()
+            detail = f"a sandbox was tried, and does not work: {lines[-1] if lines else error.message}"
             return Availability(ok=False, detail=detail, hint=error.hint or HINTS[name])
     if name == "namespace" and os.stat("/usr").st_uid == os.geteuid() and not writable:
         detail = f"{can.detail}; /usr is read-only in the sandboxes, because of its own mount or a mount below it"

@@ -151,7 +151,7 @@ async def test_calls_that_were_answered_with_an_error_are_counted_by_kind(tmp_pa
         await http.post(CHAT, json=HELLO)
         counted = world.models.failed_calls.counted
         assert counted == {"not_found: POST /v1/embeddings": 2, "not_found: POST /v1/rerank": 1, "bad_request: n": 1}
-        assert world.models.failed_calls.told() == (
+        assert world.models.failed_calls.summary() == (
             "; calls answered with an error: not_found: POST /v1/embeddings (2), not_found: POST /v1/rerank (1), "
             "bad_request: n (1)"
         )

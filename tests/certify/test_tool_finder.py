@@ -22,7 +22,7 @@ from outrider.lab.certify.subagent_trial import (
     STARTS,
     TOO_MANY,
     SubagentTrial,
-    told,
+    summary,
 )
 from outrider.lab.certify.tool_finder import describe, find_tools, find_waiter, marked_calls
 from outrider.messages import ToolSpec
@@ -273,7 +273,7 @@ async def test_a_trial_calls_no_tool_twice_and_says_what_it_did_not_call() -> No
         assert trial.outcomes["do_02"] == outcome
     assert await trial.next_call("s-2", tools, 1) is None
     assert trial.starter is not None
-    said = dict(part.split(": ") for part in told(trial.outcomes).split("; "))
+    said = dict(part.split(": ") for part in summary(trial.outcomes).split("; "))
     not_reached = ", ".join(f"do_{n:02}" for n in range(3, 16))
     assert {outcome: said[outcome] for outcome in (STARTS, NOTHING, OPEN)} == {
         STARTS: "do_02",

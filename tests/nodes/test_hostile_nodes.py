@@ -322,7 +322,7 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
         lambda told: [Gate(model="other", report=GateReport(mode_changes=0, in_flight=0, whole=0))],
         "a model that the service does not have",
     ),
-    "a doubt of no model": (lambda told: [CheckEngine(model="other", engine="e")], "a model that"),
+    "a check of an engine of no model": (lambda told: [CheckEngine(model="other", engine="e")], "a model that"),
     "a report that cannot be": (lambda told: [report(-5)], "impossible numbers"),
     "counts of failed calls below zero": (
         lambda told: [counted(failed_calls={"chat": {"x": -1}})],

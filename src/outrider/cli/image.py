@@ -71,7 +71,9 @@ def import_image(
         outrider image import python.tar python:3.12
     """
     store = ImageStore()
-    _told(terminal, ImageRow(name=name, image=store.import_(source, name), path=str(store.root(store.image(name)))))
+    _print_row(
+        terminal, ImageRow(name=name, image=store.import_(source, name), path=str(store.root(store.image(name))))
+    )
 
 
 @command
@@ -103,7 +105,7 @@ def pull_image(terminal: Terminal, images: Annotated[list[str], CliArgument(meta
         terminal.write_json(Images(tuple(rows), failed))
     else:
         for row in rows:
-            _told(terminal, row)
+            _print_row(terminal, row)
     if failed:
         raise Exit(FAILURE)
 
@@ -144,11 +146,11 @@ def pull_ahead_image(
             hint=f"name 1 to {MOST_IMAGES} images, or tasks of the runtime kind kubernetes",
         )
     settings = load_config({}, file=config).sandboxes.kubernetes
-    told = [-1]
+    printed = [-1]
 
     def progress(have: int, machines: int) -> None:
-        if told[0] != have:
-            told[0] = have
+        if printed[0] != have:
+            printed[0] = have
             terminal.note(f"{have} of {machines} machines have all {len(wanted)} images")
 
     pulled = asyncio.run(pull_ahead(list(wanted), settings, seconds=seconds, progress=progress))
@@ -243,13 +245,13 @@ def build_image(
             terminal.write_json(Images(tuple(rows)))
             return
         for row in rows:
-            _told(terminal, row)
+            _print_row(terminal, row)
         return
     if name is None:
         raise InvalidField("the image of a recipe needs a name", field="name")
     sif = Builder(store, note=terminal.note).build(load_recipe(recipe), reuse)
     terminal.note(f"importing {sif}")
-    _told(terminal, ImageRow(name=name, image=store.import_(sif, name), path=str(store.root(store.image(name)))))
+    _print_row(terminal, ImageRow(name=name, image=store.import_(sif, name), path=str(store.root(store.image(name)))))
 
 
 @command
@@ -297,7 +299,7 @@ def pod_images(task: Mapping[str, Any]) -> Iterator[str]:
             yield runtime["image"]
 
 
-def _told(terminal: Terminal, row: ImageRow) -> None:
+def _print_row(terminal: Terminal, row: ImageRow) -> None:
     left_out = f" ({row.image.left_out} special files left out)" if row.image.left_out else ""
     owned = f"; sandboxes need several users for {row.image.owners.foreign}" if row.image.owners.foreign else ""
     size = f"{row.image.bytes / MEGABYTE:,.1f} MB"

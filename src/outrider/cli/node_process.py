@@ -69,17 +69,17 @@ def _end_with_the_service(end: int) -> None:
 
 async def _serve(end: socket.socket) -> None:
     pipe = await Pipe.over(end, MAX_MESSAGE)
-    told = TO_PROCESS.decode(await pipe.receive())
-    if isinstance(told, NodeSetup):
-        sys.path[:] = told.path
-        start_log(told.level, process=told.name, as_json=told.json_log)
+    order = TO_PROCESS.decode(await pipe.receive())
+    if isinstance(order, NodeSetup):
+        sys.path[:] = order.path
+        start_log(order.level, process=order.name, as_json=order.json_log)
         with suppress(OutriderError):  # `_work` has already sent the error to the service
-            await _work(told, pipe)
+            await _work(order, pipe)
     else:
-        assert isinstance(told, Join)
-        sys.path[:] = told.own.path
-        start_log(told.own.level, process=told.own.name, as_json=told.own.json_log)
-        await _join(told, Starter(pipe))
+        assert isinstance(order, Join)
+        sys.path[:] = order.own.path
+        start_log(order.own.level, process=order.own.name, as_json=order.own.json_log)
+        await _join(order, Starter(pipe))
 
 
 class Starter:
@@ -98,11 +98,11 @@ class Starter:
         self._service = service
         if self._leaving:
             service.leave()
-        await self._tell(Ready())
+        await self._report(Ready())
 
     async def note_failure(self, error: OutriderError) -> None:
         """Tell the starting program about an error that keeps this process from working for the service."""
-        await self._tell(Ready(error=error.record()))
+        await self._report(Ready(error=error.record()))
 
     async def read_orders(self) -> None:
         """Read the starting program's orders to leave the service, and carry them out. Returns when the starting
@@ -120,7 +120,7 @@ class Starter:
         if self._service is not None:
             self._service.leave()
 
-    async def _tell(self, ready: Ready) -> None:
+    async def _report(self, ready: Ready) -> None:
         with suppress(Disconnected):
             await self._pipe.send(encode(ready))
 
@@ -152,9 +152,9 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
     try:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(dialled.open())
-            told = TO_NODE.decode(await dialled.socket.receive())
-            assert isinstance(told, NodeSetup)
-            setup = await stack.enter_async_context(merged_settings(told, join.own))
+            order = TO_NODE.decode(await dialled.socket.receive())
+            assert isinstance(order, NodeSetup)
+            setup = await stack.enter_async_context(merged_settings(order, join.own))
             await _work(msgspec.structs.replace(setup, service_url=join.url), dialled.socket, starter)
     except OutriderError as error:
         await starter.note_failure(error)

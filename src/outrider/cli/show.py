@@ -116,13 +116,13 @@ def _lines(session: SessionView, turns: Sequence[TurnView], network: Sequence[Sp
 def _server(span: SpanView) -> Text:
     """Return the line for a server that a sandbox has called."""
     data = span.data
-    said = [f"{data['requests']} requests", f"{data['sent']:,} bytes sent, {data['received']:,} received"]
+    parts = [f"{data['requests']} requests", f"{data['sent']:,} bytes sent, {data['received']:,} received"]
     for name, reason in (("refused", "refusal"), ("failed", "failure")):
         if data.get(name):
-            said.append(f"{data[name]} {name}: {data.get(reason, '')}")
+            parts.append(f"{data[name]} {name}: {data.get(reason, '')}")
     style = "yellow" if data.get("refused") or data.get("failed") else "dim"
     return Text(
-        printable(f"network ({data['phase']}, {data['sandbox']}) {span.name} · {' · '.join(said)}"), style=style
+        printable(f"network ({data['phase']}, {data['sandbox']}) {span.name} · {' · '.join(parts)}"), style=style
     )
 
 

@@ -245,6 +245,6 @@ def _submit(script: str) -> str:
         hint = "run this where Slurm's commands are, such as a login node, or write the script with --output FILE"
         raise ServiceError(f"cannot run sbatch: {error.strerror}", hint=hint) from error
     if done.returncode:
-        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise ServiceError(f"sbatch refused the job: {said}", hint="see the options of outrider slurm, and --sbatch")
+        output = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise ServiceError(f"sbatch refused the job: {output}", hint="see the options of outrider slurm, and --sbatch")
     return done.stdout.strip().partition(";")[0]  # sbatch may print the number, a semicolon and the cluster's name

@@ -150,7 +150,7 @@ def faulty_tables(listed: Sequence[Listed]) -> list[RenderableType]:
         for one in bad
     ]
     counts = Counter(fault for one in bad for fault in one.missing)
-    told = [
+    faults = [
         textwrap.fill(
             printable(f"{fault.column} {fault.problem} in {count} {'row' if count == 1 else 'rows'}: {fault.remedy}"),
             WIDTH,
@@ -163,7 +163,7 @@ def faulty_tables(listed: Sequence[Listed]) -> list[RenderableType]:
     more = [f"{len(counts) - MAX_TOLD} more kinds of faults: see --json"] if len(counts) > MAX_TOLD else []
     return [
         table(("row>", "task", "missing or wrong"), rows),
-        *told,
+        *faults,
         *more,
         f"{len(bad)} of {len(listed)} rows are no tasks yet",
     ]

@@ -55,8 +55,8 @@ class Terminal:
     def error(self, record: ErrorRecord) -> None:
         """Write a line `error: ...` that names the field, a line `hint: ...` and the end of the log. What the record
         lacks is left out. With --json, also write a JSON document."""
-        told = record.field and re.search(rf"\b{re.escape(record.field)}\b", record.message)
-        named = f"{record.field}: " if record.field and not told else ""
+        mentioned = record.field and re.search(rf"\b{re.escape(record.field)}\b", record.message)
+        named = f"{record.field}: " if record.field and not mentioned else ""
         self._line("error", f"{named}{record.message}", "bold red")
         if record.hint:
             self._line("hint", record.hint, "cyan")

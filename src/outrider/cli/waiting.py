@@ -28,7 +28,7 @@ async def waits_noted(terminal: Terminal, client: AsyncClient, *, every: float =
 
 
 async def _look(terminal: Terminal, client: AsyncClient, every: float) -> None:
-    before, told = None, ""
+    before, printed = None, ""
     while True:
         await asyncio.sleep(every)
         try:
@@ -36,9 +36,9 @@ async def _look(terminal: Terminal, client: AsyncClient, every: float) -> None:
         except OutriderError:  # the block also calls the service, and raises a better error
             continue
         reason = reason_of_wait(status)
-        if _progress(status) == before and reason != told:
+        if _progress(status) == before and reason != printed:
             terminal.note(f"waiting: {reason}")
-            told = reason
+            printed = reason
         before = _progress(status)
 
 

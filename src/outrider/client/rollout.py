@@ -93,7 +93,7 @@ async def roll_out(
         raise InvalidField("a run needs a task and a session", field="n" if tasks else "source")
     groups: dict[str, GroupView] = {}
 
-    def tell(waited_for: Iterable[GroupView]) -> None:
+    def report(waited_for: Iterable[GroupView]) -> None:
         if watch is None:
             return
         states = Counter(session.state for group in waited_for for session in group.sessions)
@@ -120,16 +120,16 @@ async def roll_out(
                 hint="give the options with which the run began, or begin another one",
             ) from error
         groups[group.id] = group
-        tell(())
+        report(())
     earlier = sum(group.state is GroupState.DONE for group in groups.values())
     while active := [group for group in groups.values() if group.state is not GroupState.DONE][:WAITED_FOR]:
-        tell(active)
+        report(active)
         # Only the request for the first group waits, for up to WAIT_SECONDS. This is the pause between two polls.
         waits = [WAIT_SECONDS] + [0.0] * (len(active) - 1)
         calls = [partial(client.group, group.id, wait=wait) for group, wait in zip(active, waits, strict=True)]
         for group in await asyncio.gather(*map(patiently, calls)):
             groups[group.id] = group
-    tell(())
+    report(())
     return _rolled_out(run, list(groups.values()), earlier)
 
 

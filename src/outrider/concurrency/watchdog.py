@@ -121,9 +121,9 @@ class Watchdog:
         """Record that this process waited `seconds` seconds for another process whose loop stalled. `stalls` excludes
         these seconds, because this process's own loop did not stall."""
         self._noted += seconds
-        self._tell(seconds)
+        self._record(seconds)
 
-    def _tell(self, stalled: float) -> None:
+    def _record(self, stalled: float) -> None:
         for witness in self._witnesses:
             witness.total += stalled
             witness.longest = max(witness.longest, stalled)
@@ -177,7 +177,7 @@ class Watchdog:
                 held=max(seen.held, held),
                 starved=seen.starved + (kind is StallKind.STARVED),
             )
-            self._tell(stalled)
+            self._record(stalled)
             # `_where` is empty if a single call held the interpreter lock, so that the sampling thread could not run.
             self._report.note(now, kind, stalled, held, self._where or "in one call")
         self._report.sum_up(now)

@@ -33,8 +33,8 @@ def last_reply(outcome: Outcome) -> str:
     reply."""
     if outcome.harness.answer is not None:
         return storable(outcome.harness.answer)
-    said = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
-    return storable(next(said, ""))
+    replies = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
+    return storable(next(replies, ""))
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:

@@ -87,13 +87,13 @@ async def post(
             failure = f"answered {reply.status}"
             if reply.status not in transient:
                 # Keys are removed before the reply is shortened, because a key that is cut in two would not be found.
-                said = redacted(content.decode("utf-8", "replace"), [key] if key else ())[:MAX_SAID]
+                text = redacted(content.decode("utf-8", "replace"), [key] if key else ())[:MAX_SAID]
                 raise Refused(
                     f"grader {grader.name!r} {failure}",
                     hint="redirects are not followed: name the final address in the setting graders"
                     if reply.status // 100 == 3
                     else None,
-                    log_tail=said,
+                    log_tail=text,
                     status=reply.status,
                 )
         finally:

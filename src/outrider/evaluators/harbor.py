@@ -135,8 +135,8 @@ async def failure(runtime: Runtime, done: ExecResult, message: str) -> Evaluator
 
 async def output(runtime: Runtime, done: ExecResult) -> str:
     """Return the end of test.sh's output, then the log tail of `done`, the command that ran it."""
-    told = await runtime.exec(TAIL, seconds=STEP_SECONDS)
-    return "\n".join(filter(None, (told.log_tail() if told.exit_code == 0 else "", done.log_tail())))
+    tail = await runtime.exec(TAIL, seconds=STEP_SECONDS)
+    return "\n".join(filter(None, (tail.log_tail() if tail.exit_code == 0 else "", done.log_tail())))
 
 
 async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> None:

@@ -91,9 +91,9 @@ class HttpEvaluator:
         options, grader, nemo_gym = self._options, self._grader, self._options.contract == "nemo_gym"
         reward_route = REWARD_ROUTES.get(options.contract)
         number = f"eval-{secrets.token_hex(16)}"
-        said = [with_images(message, lambda image: replace(image, data=b"")) for message in outcome.transcript]
+        transcript = [with_images(message, lambda image: replace(image, data=b"")) for message in outcome.transcript]
         if nemo_gym:
-            body = verify_request(options.data, said, number)
+            body = verify_request(options.data, transcript, number)
         elif reward_route is not None:
             body = {**options.data, reward_route.answer: last_reply(outcome)}
         else:
@@ -105,7 +105,7 @@ class HttpEvaluator:
                 "labels": outcome.task.labels,
                 "stop_reason": outcome.stop_reason.value,
                 "answer": last_reply(outcome),
-                "transcript": said,
+                "transcript": transcript,
                 "metrics": {"turns": outcome.turns, "exit_code": outcome.harness.exit_code},
             }
         # The body is encoded by `json`, because msgspec refuses lone surrogates, which tools and models can produce.
@@ -166,16 +166,16 @@ def scored(answer: dict[str, Any]) -> Verdict:
     return read_verdict({"reward": score})
 
 
-def verify_request(row: dict[str, Any], said: Sequence[Message], number: str) -> dict[str, Any]:
+def verify_request(row: dict[str, Any], transcript: Sequence[Message], number: str) -> dict[str, Any]:
     """Return the body of NeMo Gym's `POST /verify`: the row's fields and two more.
 
     responses_create_params: the messages before the model's first reply, unless the row has this field.
     response: the rest of the conversation, as an object of OpenAI's Responses API. `number` is the id of the
         evaluation."""
-    first = next((at for at, message in enumerate(said) if message.role is Role.ASSISTANT), len(said))
-    asked = [{"role": message.role.value, "content": message.content} for message in said[:first]]
+    first = next((at for at, message in enumerate(transcript) if message.role is Role.ASSISTANT), len(transcript))
+    asked = [{"role": message.role.value, "content": message.content} for message in transcript[:first]]
     output: list[dict[str, Any]] = []
-    for message in said[first:]:
+    for message in transcript[first:]:
         where = f"{number}-{len(output)}"
         if message.role is Role.TOOL:
             output.append(

@@ -82,15 +82,15 @@ class MathEvaluator:
     async def evaluate(self, outcome: Outcome) -> Verdict:
         file = self._options.answer_file
         try:
-            said = await last_words(outcome, file)
+            text = await last_words(outcome, file)
         except NoAnswer as none:
             return Verdict(reward=0.0, metrics={"answered": 0.0}, reason=str(none))
-        answer = said if file is not None else marked_answer(said)
+        answer = text if file is not None else marked_answer(text)
         request = {
             "golds": self._options.gold,
-            "answer": said if answer is None else answer,
+            "answer": text if answer is None else answer,
             "whole": answer is not None,
-            "after": "" if file is not None else after_box(said),
+            "after": "" if file is not None else after_box(text),
             "relative_tolerance": self._options.relative_tolerance,
         }
         checks = await checks_of(outcome.host, CHECKS)

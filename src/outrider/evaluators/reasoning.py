@@ -73,11 +73,11 @@ class ReasoningGymEvaluator:
     async def evaluate(self, outcome: Outcome) -> Verdict:
         file = self._options.answer_file
         try:
-            said = await last_words(outcome, file)
+            text = await last_words(outcome, file)
         except NoAnswer as none:
             return Verdict(reward=0.0, metrics={"answered": 0.0}, reason=str(none))
-        marked = said if file is not None else marked_answer(said)
-        request = {"entry": self._options.entry, "answer": said if marked is None else marked}
+        marked = text if file is not None else marked_answer(text)
+        request = {"entry": self._options.entry, "answer": text if marked is None else marked}
         checks = await checks_of(outcome.host, CHECKS)
         checked = await checks.check(
             request, seconds=self._options.seconds, bucket=outcome.bucket, off_the_clock=outcome.off_the_clock

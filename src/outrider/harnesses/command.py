@@ -105,13 +105,13 @@ class CommandHarness:
         if not files and not self._skills:
             return
         env = self._environment(context, words)
-        told = await context.runtime.exec(FIND_HOME, env=env, seconds=LOOKUP_SECONDS)
-        home = PurePosixPath(told.stdout.decode("utf-8", errors="replace"))
-        if told.exit_code != 0 or not home.is_absolute():
+        done = await context.runtime.exec(FIND_HOME, env=env, seconds=LOOKUP_SECONDS)
+        home = PurePosixPath(done.stdout.decode("utf-8", errors="replace"))
+        if done.exit_code != 0 or not home.is_absolute():
             raise HarnessError(
                 f"the sandbox has no HOME for {self._preset.name}'s config files",
                 hint="set HOME in task.harness.env, or use an image whose user has one",
-                log_tail=told.log_tail(),
+                log_tail=done.log_tail(),
             )
         self._home = str(home)
         words = self._words(context)
@@ -183,8 +183,8 @@ class CommandHarness:
         if self._preset.logs:
             script = TAIL_OF_NEWEST.format(patterns=" ".join(f'"$HOME"/{pattern}' for pattern in self._preset.logs))
             try:
-                told = await context.runtime.exec(script, env=environment, seconds=LOOKUP_SECONDS)
-                own = told.stdout.decode("utf-8", errors="replace").strip()
+                found = await context.runtime.exec(script, env=environment, seconds=LOOKUP_SECONDS)
+                own = found.stdout.decode("utf-8", errors="replace").strip()
                 log_tail += f"\n--- {self._preset.name}'s own log ---\n{own}" if own else ""
             except RuntimeFailure as error:  # the program has ended, so an unreadable log must not change the outcome
                 log_tail += f"\n--- {self._preset.name}'s own log cannot be read: {error} ---"

@@ -228,10 +228,10 @@ def _node_requirement(package: Path) -> str | None:
     """Return the versions of Node.js that an installed npm package requires, as in its package.json, or None if it
     names none."""
     try:
-        told = msgspec.json.decode((package / "package.json").read_bytes(), type=_PackageJson)
+        manifest = msgspec.json.decode((package / "package.json").read_bytes(), type=_PackageJson)
     except (OSError, msgspec.MsgspecError):
         return None
-    return told.engines.get("node")
+    return manifest.engines.get("node")
 
 
 def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:

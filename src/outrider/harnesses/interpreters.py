@@ -30,10 +30,10 @@ def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
     for candidate in _candidates(minor, uv):
         if not candidate.is_file():
             continue
-        told = (_output([str(candidate), "-c", _ASK]) or "").splitlines()
-        if len(told) == 2 and told[0] == minor:
+        lines = (_output([str(candidate), "-c", _ASK]) or "").splitlines()
+        if len(lines) == 2 and lines[0] == minor:
             # The candidate may be a wrapper script, as in pyenv. So the interpreter itself reports its path.
-            return Path(told[1]).resolve()
+            return Path(lines[1]).resolve()
     raise HarnessUnavailable(
         f"needs Python {minor}, which was not found on this machine",
         hint=f"put a python{minor} on PATH, or run: uv python install {minor} (or: pyenv install {minor})",

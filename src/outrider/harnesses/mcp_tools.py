@@ -120,13 +120,13 @@ async def _started(session: ClientSession, runtime: Runtime, server: McpServer, 
             return tools
     except Exception as error:  # the package mcp raises several types of errors
         try:
-            said = (await runtime.read(f"{folder}/err")).decode("utf-8", errors="replace")
+            errors = (await runtime.read(f"{folder}/err")).decode("utf-8", errors="replace")
         except FileNotFoundError:
-            said = ""
+            errors = ""
         raise HarnessError(
             f"the MCP server {server.name!r} did not start: {type(error).__name__}: {error}",
             hint="the log tail is the end of what the server wrote to its standard error",
-            log_tail=said[-LOG_TAIL:],
+            log_tail=errors[-LOG_TAIL:],
         ) from error
 
 

@@ -73,13 +73,13 @@ async def find_missing(
     if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
         return None
     sandbox = _Sandbox(runtime, env)
-    said = result.stderr.decode("utf-8", errors="replace")
-    complaints = [match for pattern in _COMPLAINTS for match in pattern.finditer(said)]
+    stderr = result.stderr.decode("utf-8", errors="replace")
+    complaints = [match for pattern in _COMPLAINTS for match in pattern.finditer(stderr)]
     try:
         found = await sandbox.unusable(command[0])
         if found is None and complaints:  # check the last program that a shell or `env` did not find
             found = await sandbox.unusable(max(complaints, key=lambda match: match.start())["name"])
-        if found is None and (library := _LIBRARY.search(said)):
+        if found is None and (library := _LIBRARY.search(stderr)):
             found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", OTHER_ROOT)
     except (RuntimeFailure, OSError):
         return None  # the sandbox no longer responds
@@ -90,8 +90,8 @@ async def search_path(runtime: Runtime, env: Mapping[str, str], *, seconds: floa
     """Return the PATH of a program that is started in the sandbox with the variables `env`. Raises RuntimeFailure."""
     if own := env.get("PATH"):
         return own
-    told = await runtime.exec(FIND_PATH, seconds=seconds)
-    return told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH
+    found = await runtime.exec(FIND_PATH, seconds=seconds)
+    return found.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH
 
 
 class _Sandbox:

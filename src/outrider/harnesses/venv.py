@@ -241,9 +241,9 @@ def _outside(packages: Path) -> list[Path]:
     # For an editable install, every installer writes this file.
     for record in sorted(packages.glob("*.dist-info/direct_url.json")):
         try:
-            told = json.loads(_text(record))
-            editable = bool(told["dir_info"]["editable"])
-            project = Path(unquote(urlsplit(told["url"]).path))
+            origin = json.loads(_text(record))
+            editable = bool(origin["dir_info"]["editable"])
+            project = Path(unquote(urlsplit(origin["url"]).path))
         except (ValueError, KeyError, TypeError):
             continue  # not an editable install
         if editable and project.is_dir() and not any(place.is_relative_to(project) for place in found):

@@ -145,10 +145,10 @@ class AttemptRecords:
 
 def _is_same(result: SessionResult, records: AttemptRecords) -> bool:
     session, regrades = records.attempt.session, records.attempt.regrades
-    said = (result.session_id, result.group_id, result.sample_index, result.attempt, result.labels, result.regrades)
+    reported = (result.session_id, result.group_id, result.sample_index, result.attempt, result.labels, result.regrades)
     none_read = result.stop_reason is StopReason.ERROR and not result.labels and result.regrades is None
     known = (session.id, session.group_id, session.sample_index, session.attempt, records.task.labels, regrades)
-    return said == known or (none_read and said[:4] == known[:4])
+    return reported == known or (none_read and reported[:4] == known[:4])
 
 
 def _rewards_turns(result: SessionResult, records: AttemptRecords) -> bool:

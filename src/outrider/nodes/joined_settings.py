@@ -53,15 +53,15 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
 
 
 @asynccontextmanager
-async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
-    """Yield the service's settings (`told`) merged with this machine's settings (`own`). The tokenizers are copied to a
+async def merged_settings(sent: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
+    """Yield the service's settings (`sent`) merged with this machine's settings (`own`). The tokenizers are copied to a
     folder that exists while the block runs. If this process is killed, another node on this machine removes the
     folder."""
-    service, here = (Config.model_validate_json(each.config) for each in (told, own))
+    service, here = (Config.model_validate_json(each.config) for each in (sent, own))
     async with opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder:
         # `shielded` waits for the thread even if the caller is cancelled. Otherwise the thread could still write files
         # after the folder was removed.
-        copies = await shielded(lambda: asyncio.to_thread(_copies, told.folders, folder.path))
+        copies = await shielded(lambda: asyncio.to_thread(_copies, sent.folders, folder.path))
 
         def with_copy(model: M) -> M:
             return model.model_copy(update={"tokenizer": model.tokenizer and copies[model.tokenizer]})
@@ -75,7 +75,7 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
         }
         config = service.model_copy(update=changes)
         yield msgspec.structs.replace(
-            told,
+            sent,
             config=config.model_dump_json().encode(),
             path=own.path,
             level=own.level,

@@ -217,7 +217,7 @@ class Gate(msgspec.Struct, tag="gate", frozen=True, kw_only=True):
     report: GateReport
 
 
-class CheckEngine(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
+class CheckEngine(msgspec.Struct, tag="check_engine", frozen=True, kw_only=True):
     """An engine has failed for the node. The service then checks the engine."""
 
     model: ModelName

@@ -215,9 +215,9 @@ class Worker:
         loop = self._loop
         if loop is not None:
             with suppress(RuntimeError):  # raised if the loop has been closed
-                loop.call_soon_threadsafe(self._tell_version, version)
+                loop.call_soon_threadsafe(self._send_version, version)
 
-    def _tell_version(self, version: int) -> None:
+    def _send_version(self, version: int) -> None:
         if self._link is not None:
             self._link.send(Version(version))
 

@@ -66,8 +66,8 @@ def engine_name(context: Path) -> str:
     ignore = read_ignore(context)
     out = frozenset(left_out(context, ignore)) if ignore.patterns else frozenset()
     text = read_text_file(context / DOCKERFILE, field="dockerfile", limit=MAX_FILE)
-    said = f"{hashlib.sha256(text.encode()).hexdigest()} {digest_of(context, out)}"
-    return f"engine/{hashlib.sha256(said.encode()).hexdigest()[:32]}"
+    hashed = f"{hashlib.sha256(text.encode()).hexdigest()} {digest_of(context, out)}"
+    return f"engine/{hashlib.sha256(hashed.encode()).hexdigest()[:32]}"
 
 
 def left_out(context: Path, ignore: Ignore) -> list[str]:

@@ -724,8 +724,8 @@ def _too_many_images() -> RequestError:
 
 def _bytes_of(turn: Turn) -> int:
     """Return the approximate size in bytes of the text and images that the client added with a turn."""
-    said = sum(len(message.content) for message in turn.messages)
-    return said + sum(image.size for message in turn.messages for image in images_in(message))
+    size = sum(len(message.content) for message in turn.messages)
+    return size + sum(image.size for message in turn.messages for image in images_in(message))
 
 
 def overdue_error(overdue: float, what: str) -> OutriderError:

@@ -491,7 +491,7 @@ class _LiveSession:
             Cause.OVERDUE: overdue_error(self._overdue.in_run(), self._overdue.what),
             Cause.IN_VAIN: in_vain,
             Cause.NO_CALL: AgentFailed(
-                "the session was completed without a single model call" + models.failed_calls.told(),
+                "the session was completed without a single model call" + models.failed_calls.summary(),
                 hint="check the base URL and key that the agent uses",
             ),
         }

@@ -259,17 +259,17 @@ class HarborRemoteRun:
         return result if result.status == state.status else state
 
     def _report(self, state: HarborRemoteState) -> ReportSpec:
-        said = state.error or f"the run ended as {state.status}"
+        reason = state.error or f"the run ended as {state.status}"
         if state.status == "failed":
-            raise RemoteRunFailed(f"agent service {self._service.name!r}: {said}")
+            raise RemoteRunFailed(f"agent service {self._service.name!r}: {reason}")
         timeout = state.status == "timeout"
         stop: ReportedStop = "agent_timeout" if timeout else "completed"
         if self._task.evaluator.kind != REPORTED:
             return ReportSpec(stop_reason=stop)
         if not state.rewards:
             if timeout:  # no retry: the agent caused the timeout, so another attempt would take as long
-                return ReportSpec(error=said[:1000])
-            raise RemoteRunFailed(f"agent service {self._service.name!r} gave no rewards: {said}")
+                return ReportSpec(error=reason[:1000])
+            raise RemoteRunFailed(f"agent service {self._service.name!r} gave no rewards: {reason}")
         reward = reward_of(state.rewards, self._options.reward)
         try:
             return ReportSpec(reward=reward, metrics=state.rewards, reason=state.error, stop_reason=stop)

@@ -54,7 +54,7 @@ class FailureCounts:
             name = OTHER
         self.counted[name] = self.counted.get(name, 0) + 1
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return a summary of the counted calls, to be appended to an error message, or "" if there are none."""
         if not self.counted:
             return ""

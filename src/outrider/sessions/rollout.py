@@ -519,7 +519,7 @@ class Rollout:
                 hint="see whether an engine was available, and whether the harness made a model call",
             ),
             Cause.NO_CALL: HarnessError(
-                "the harness ended without a single model call" + models.failed_calls.told(),
+                "the harness ended without a single model call" + models.failed_calls.summary(),
                 hint="check its base URL, key and model settings in the log",
             ),
         }
@@ -678,13 +678,13 @@ class Rollout:
     async def _outcome(self, runtime: Runtime, ended: AgentRun, off_the_clock: OffTheClock) -> Outcome:
         turns = await self._turns(images=True)
         policy = policy_of(self._task.branches)
-        said, calls = await self._node.model.offload.run(lambda: (transcript(turns), model_calls(turns, policy)))
+        messages, calls = await self._node.model.offload.run(lambda: (transcript(turns), model_calls(turns, policy)))
         return Outcome(
             task=self._step,
             runtime=runtime,
             stop_reason=ended.reason,
             harness=ended.outcome,
-            transcript=said,
+            transcript=messages,
             turns=len(turns),
             calls=calls,
             ids=self._attempt.ids,
@@ -717,11 +717,13 @@ class Rollout:
         plain = frozen.backend.renderer.tokenizer.without_special
         texts = [msgspec.structs.replace(message, content=plain(message.content)) for message in messages]
         try:
-            said = await completed(conversation, texts, max_tokens=max_tokens)
+            completion = await completed(conversation, texts, max_tokens=max_tokens)
         finally:
             await conversation.close()
         return FrozenReply(
-            text=said.reply.content, prompt_tokens=said.prompt_tokens, completion_tokens=said.completion_tokens
+            text=completion.reply.content,
+            prompt_tokens=completion.prompt_tokens,
+            completion_tokens=completion.completion_tokens,
         )
 
     async def _enter(self, state: SessionState) -> None:

@@ -10,9 +10,9 @@
 
 set -euo pipefail
 
-told=  # `limit` after USR1, `end` after TERM
-trap 'told=${told:-limit}' USR1
-trap 'told=end' TERM
+order=  # `limit` after USR1, `end` after TERM
+trap 'order=${order:-limit}' USR1
+trap 'order=end' TERM
 
 say() { printf '%(%F %T)T outrider slurm: %s\n' -1 "$*"; }
 
@@ -76,8 +76,8 @@ failed() {
 
 # The program of each node: runs `outrider nodes join`, and starts it again when it fails.
 node() {
-    local told= failures=0 began child code
-    trap 'told=1' TERM
+    local order= failures=0 began child code
+    trap 'order=1' TERM
     exec >>"$folder/node-$SLURMD_NODENAME.log" 2>&1
     export OUTRIDER_TOKEN
     OUTRIDER_TOKEN=$(<"$folder/token")
@@ -91,13 +91,13 @@ node() {
             wait "$child" || code=$?
         done
         # Exit code 2 means an error that another start would repeat, such as a wrong setting.
-        if [[ $told ]] || ((code == 0)); then exit 0; elif ((code == 2)); then exit 2; fi
+        if [[ $order ]] || ((code == 0)); then exit 0; elif ((code == 2)); then exit 2; fi
         if ((SECONDS - began > 60)); then failures=0; fi
         failures=$((failures + 1))
         echo "outrider slurm: the node ended with exit code $code" >&2
         if ((failures == 10)); then exit 1; fi
         pause $((2 * failures))
-        if [[ $told ]]; then exit 0; fi
+        if [[ $order ]]; then exit 0; fi
     done
 }
 
@@ -117,14 +117,14 @@ OUTRIDER_TOKEN=$(<"$folder/token") "${serve[@]}" >"$ready" 2>>"$log" &
 service=$! nodes=
 
 url= ran=0
-while [[ ! $url && ! $told ]]; do
+while [[ ! $url && ! $order ]]; do
     if ! running "$service"; then failed "$log" "the service has ended before it was ready"; fi
     if ((SECONDS >= start_seconds)); then failed "$log" "the service was not ready after $start_seconds s"; fi
     pause 0.5
     url=$(sed -n 's/^outrider is ready at //p' "$ready") || true
 done
 
-if [[ ! $told ]]; then
+if [[ ! $order ]]; then
     url=${url/'//0.0.0.0:'/"//$address:"}
     url=${url/'//[::]:'/"//$address:"}
     echo "$url" >"$folder/$address_file"
@@ -139,11 +139,11 @@ if [[ ! $told ]]; then
         --kill-on-bad-exit=0 --wait=0 --no-kill \
         bash -c "$(declare -p folder url join; declare -f pause node); node" &
     nodes=$!
-    while [[ ! $told ]] && running "$service" && running "$nodes"; do pause 1; done
+    while [[ ! $order ]] && running "$service" && running "$nodes"; do pause 1; done
     ran=$((SECONDS - began))
 fi
 
-if [[ $told == end ]]; then
+if [[ $order == end ]]; then
     say "Slurm ends this job: what is under way is interrupted"
     pause 1  # The service has received TERM, too. After the second one, from `stop_service`, it waits for no session.
     stop_service 20
@@ -151,7 +151,7 @@ if [[ $told == end ]]; then
     say "stopped"
     exit 143
 fi
-if [[ ! $told ]]; then
+if [[ ! $order ]]; then
     if ! running "$service"; then failed "$log" "the service has ended"; fi
     code=0
     wait "$nodes" || code=$?
@@ -172,7 +172,7 @@ stop_nodes
 left=$("${unfinished[@]}" 2>>"$log") || left=unknown
 say "stopped; sessions that are left: $left"
 if [[ $left == 0 ]]; then exit 0; fi
-if [[ $told == end ]]; then exit 143; fi  # cancelled meanwhile
+if [[ $order == end ]]; then exit 143; fi  # cancelled meanwhile
 if ((ran < least_seconds && ${SLURM_RESTART_COUNT:-0} >= 3)); then
     # A job whose time is too short for any session would come back for ever.
     say "not queued again: the nodes ran for only $ran s; submit the job again, with more time"

@@ -219,8 +219,8 @@ class _Connection:
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         # The reply ends with the number of rows, as in `UPDATE 3` or `INSERT 0 1`. For statements that change no rows,
         # such as `CREATE TABLE`, it has no number.
-        said: str = await self._raw.execute(_numbered(sql), *values, timeout=self._limit)
-        count = said.rpartition(" ")[2]
+        status: str = await self._raw.execute(_numbered(sql), *values, timeout=self._limit)
+        count = status.rpartition(" ")[2]
         return int(count) if count.isdigit() else 0
 
     async def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:

@@ -70,8 +70,8 @@ def nemo_gym(columns: Columns, given: Additions) -> Draft:
         return nemo_gym_swe(columns, given)
     instruction = question(columns, "responses_create_params.input")
     number = str(columns.number)
-    if told := columns.optional_text("responses_create_params.instructions"):
-        instruction = f"{told.strip()}\n\n{instruction}"
+    if instructions := columns.optional_text("responses_create_params.instructions"):
+        instruction = f"{instructions.strip()}\n\n{instruction}"
     agent = columns.get("agent_ref.name")
     labels = {"nemo_gym": agent} if isinstance(agent, str) and agent else {}
     if "evaluator" in given.own:

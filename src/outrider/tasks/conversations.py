@@ -23,14 +23,14 @@ def text_of(messages: list[Any]) -> str:
     """Return the text of a conversation. Empty lines separate its messages. If there are several messages besides those
     with a role in FIRST, each of them begins with its role (`User: …`). Raises ValueError for what a text cannot show,
     such as images and tool calls."""
-    said = [(message.get("role"), content_of(message, number)) for number, message in enumerate(messages)]
-    said = [(role, text) for role, text in said if text]
-    if not said:
+    texts = [(message.get("role"), content_of(message, number)) for number, message in enumerate(messages)]
+    texts = [(role, text) for role, text in texts if text]
+    if not texts:
         raise ValueError("has no text")
-    spoken = [role for role, _ in said if role not in FIRST]
+    spoken = [role for role, _ in texts if role not in FIRST]
     if len(spoken) <= 1:
-        return "\n\n".join(text for _, text in said)
-    return "\n\n".join(text if role in FIRST else f"{str(role).capitalize()}: {text}" for role, text in said)
+        return "\n\n".join(text for _, text in texts)
+    return "\n\n".join(text if role in FIRST else f"{str(role).capitalize()}: {text}" for role, text in texts)
 
 
 def content_of(message: Mapping[str, Any], number: int) -> str:

@@ -381,14 +381,14 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
         return column(whole)
 
     def text(match: re.Match[str]) -> str:
-        found = said(column(match), f"{match[1]} of {where}")
+        found = without_messages(column(match), f"{match[1]} of {where}")
         # `default` is for values that only Parquet has within a list, such as dates.
         return json.dumps(found, ensure_ascii=False, default=str) if isinstance(found, JSON_TYPES) else str(found)
 
     return PLACEHOLDER.sub(text, value)
 
 
-def said(value: Any, where: str) -> Any:
+def without_messages(value: Any, where: str) -> Any:
     """Return the text of messages, and any other value unchanged. Raises InvalidField for messages that cannot be
     written as text, such as images and tool calls."""
     if not is_conversation(value):
@@ -407,7 +407,7 @@ def with_texts(task: dict[str, Any], where: str) -> dict[str, Any]:
     """Replace messages by their text in the instructions of the task and of its later steps. Returns the task."""
     for step in (task, *(then if isinstance(then := task.get("then"), list) else ())):
         if isinstance(step, dict) and "instruction" in step:
-            step["instruction"] = said(step["instruction"], f"the instruction of {where}")
+            step["instruction"] = without_messages(step["instruction"], f"the instruction of {where}")
     return task
 
 

@@ -74,7 +74,7 @@ class OutriderGenerator:
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
         self._settings = read_settings(SkyRLSettings, settings, source="settings", variable=VARIABLE)
-        self._told = 0
+        self._reported = 0
         self._failed_in_a_row = 0
         self._by_token = self._settings.rewards == "token"
         self._step_wise = bool(generator_cfg.step_wise_trajectories)
@@ -114,8 +114,8 @@ class OutriderGenerator:
             places.setdefault(trajectory_id.instance_id, []).append(place)
         groups = [self._group(input_batch, uid, at, evaluating) for uid, at in places.items()]
         async with shared_client(self._settings.url, self._settings.token) as client:
-            if self._settings.versions == "step" and steps > self._told:
-                self._told = steps
+            if self._settings.versions == "step" and steps > self._reported:
+                self._reported = steps
                 await client.client.resume_policy(steps)
             done = await client.run_all(groups)
         taken = self._settings if self._step_wise else self._settings.model_copy(update={"rows": "main"})

@@ -36,16 +36,16 @@ number."""
 
 
 def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
-    said = completion.reply
+    answer = completion.reply
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": said.content or (None if said.tool_calls else ""),
+        "content": answer.content or (None if answer.tool_calls else ""),
         "refusal": None,
     }
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.tool_calls:
-        message["tool_calls"] = [tool_call_object(call) for call in said.tool_calls]
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [tool_call_object(call) for call in answer.tool_calls]
     logprobs = None
     if request.logprobs and completion.logprobs is not None:
         ids = None if completion.output_ids is None else completion.output_ids.tolist()

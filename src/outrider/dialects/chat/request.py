@@ -158,7 +158,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     tools = cached_tools(memory, bytes(wire.tools), lambda: _read_tools(bytes(wire.tools)))
     notes += [TOOL + kind for kind in tools.hosted]
     choice = _read_tool_choice(wire, tools.specs, notes)
-    told = tools.specs and wire.tool_choice != "none"
+    offered = tools.specs and wire.tool_choice != "none"
     # A request can turn thinking on or off in several fields. If they disagree, the first of these is used:
     # `reasoning.enabled`, the effort `none`, `thinking`, the variables of the chat template.
     thinking = read_thinking(wire, wire.thinking, notes)
@@ -185,8 +185,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     return ModelRequest(
         model=wire.model,
         messages=ChatMessages(wire.messages),
-        tools=tools.specs if told else (),
-        tools_raw=tools.raw if told else b"",
+        tools=tools.specs if offered else (),
+        tools_raw=tools.raw if offered else b"",
         tool_choice=choice,
         sampling=sampling,
         ignored=bounded_notes(notes),

@@ -90,15 +90,15 @@ class _PartRange(msgspec.Struct, frozen=True, gc=False):
 
 class _ReadContent(msgspec.Struct, frozen=True, gc=False):
     """The stored facts about one content of a conversation. A user's content has `ranges`; a model's content has the
-    fields below `ranges`. `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` has
-    the names of the fields that tools on Google's servers wrote."""
+    fields below `ranges`. `reply_digest` is the digest of the model's text and calls, without ids and thoughts.
+    `hosted` has the names of the fields that tools on Google's servers wrote."""
 
     role: Role
     digest: bytes
     ranges: tuple[_PartRange, ...] = ()
     text: str = ""
     calls: tuple[_Call, ...] = ()
-    said: bytes = b""
+    reply_digest: bytes = b""
     hosted: tuple[str, ...] = ()
 
 
@@ -201,10 +201,10 @@ class GeminiHistory:
             (call.name, _one_spelling(Raw(arguments_on_wire(call.arguments)), "functionCall.args"))
             for call in reply.tool_calls
         ]
-        said = _reply_digest(reply.content, calls)
+        reply_digest = _reply_digest(reply.content, calls)
         self._memory.given_ids.update(ids)
-        self._memory.ids_by_path[digest(self._place + said)] = ids
-        self._memory.ids_by_reply.setdefault(said, []).append(ids)
+        self._memory.ids_by_path[digest(self._place + reply_digest)] = ids
+        self._memory.ids_by_reply.setdefault(reply_digest, []).append(ids)
 
 
 class _WaitingCall(msgspec.Struct, gc=False):
@@ -277,13 +277,13 @@ class _HistoryReader:
             return
         run, self._model_run = self._model_run, []
         calls: Sequence[_Call] = run[0].calls
-        said = run[0].said
+        reply_digest = run[0].reply_digest
         if len(run) > 1:
             calls = [call for content in run for call in content.calls]
             text = "".join([content.text for content in run])
-            said = _reply_digest(text, [(call.name, call.arguments) for call in calls])
-        self.place = digest(self.place + said)
-        ids = self._ids_of(calls, said) if calls else ()
+            reply_digest = _reply_digest(text, [(call.name, call.arguments) for call in calls])
+        self.place = digest(self.place + reply_digest)
+        ids = self._ids_of(calls, reply_digest) if calls else ()
         if calls:
             self._calls += len(calls)
             self._used.add(ids)
@@ -293,9 +293,9 @@ class _HistoryReader:
         key = b"m%d:" % len(run) + b"".join([content.digest for content in run]) + "\0".join(ids).encode()
         self.spans.append(_Span(key, Role.ASSISTANT, tuple(range(stop - len(run), stop)), ids=ids))
 
-    def _ids_of(self, calls: Sequence[_Call], said: bytes) -> tuple[str, ...]:
-        """Return the ids of a message's calls, chosen as the module's docstring describes. `said` is the digest of the
-        message's text and calls."""
+    def _ids_of(self, calls: Sequence[_Call], reply_digest: bytes) -> tuple[str, ...]:
+        """Return the ids of a message's calls, chosen as the module's docstring describes. `reply_digest` is the digest
+        of the message's text and calls."""
         memory = self._memory
         ours = [call.id if call.id in memory.given_ids else call.signed for call in calls]
         # A client may attach the first call's signature to all calls of a reply, so only the first use of an id is
@@ -305,7 +305,7 @@ class _HistoryReader:
             return tuple([call_id for call_id in ours if call_id is not None])
         recorded = memory.ids_by_path.get(self.place)
         if recorded is None and not any(call.id for call in calls):
-            recorded = next((ids for ids in memory.ids_by_reply.get(said, ()) if ids not in self._used), None)
+            recorded = next((ids for ids in memory.ids_by_reply.get(reply_digest, ()) if ids not in self._used), None)
         ids: list[str] = []
         for index, (call, own) in enumerate(zip(calls, ours, strict=True)):
             found = own or (recorded[index] if recorded is not None else call.id)
@@ -371,7 +371,7 @@ def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
         key,
         text=text,
         calls=tuple(calls),
-        said=_reply_digest(text, [(call.name, call.arguments) for call in calls]),
+        reply_digest=_reply_digest(text, [(call.name, call.arguments) for call in calls]),
         hosted=tuple([name for part in parts for name in part.hosted]),
     )
 

@@ -306,8 +306,8 @@ def _tool_message(at: _PlacedBlock) -> Message:
     content = optional(_CONTENT, block.content, f"{where}.content")
     parts = [_part(inner) for inner in _placed(content, f"{where}.content")]
     if optional(_FLAG, block.is_error, f"{where}.is_error"):
-        said = joined_text(parts)
-        parts.append(Text(TOOL_ERROR if not said or said.endswith("\n") else f"\n{TOOL_ERROR}"))
+        text = joined_text(parts)
+        parts.append(Text(TOOL_ERROR if not text or text.endswith("\n") else f"\n{TOOL_ERROR}"))
     return message_of_parts(Role.TOOL, parts, tool_call_id=string(block.tool_use_id, f"{where}.tool_use_id"))
 
 

@@ -61,15 +61,15 @@ class Signer:
 
 
 def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
-    said = completion.reply
+    answer = completion.reply
     blocks: list[dict[str, Any]] = []
-    if said.reasoning:
+    if answer.reasoning:
         signer = Signer()
-        signer.add(said.reasoning)
-        blocks.append(thinking_block_object(said.reasoning, signer.signature()))
-    if said.content:
-        blocks.append(text_block_object(said.content))
-    blocks += [tool_use_object(call, msgspec.Raw(input_json(call.arguments))) for call in said.tool_calls]
+        signer.add(answer.reasoning)
+        blocks.append(thinking_block_object(answer.reasoning, signer.signature()))
+    if answer.content:
+        blocks.append(text_block_object(answer.content))
+    blocks += [tool_use_object(call, msgspec.Raw(input_json(call.arguments))) for call in answer.tool_calls]
     reply = {
         **message_head(completion.id, completion.model),
         "content": blocks or [text_block_object("")],  # clients expect at least one block

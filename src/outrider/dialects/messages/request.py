@@ -153,15 +153,15 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         thinking=read_thinking(wire, wire.thinking, notes),
         constraint=constraint,
     )
-    told = tools.specs and (wire.tool_choice is None or wire.tool_choice.type != "none")
+    offered = tools.specs and (wire.tool_choice is None or wire.tool_choice.type != "none")
     caller = opencode_caller(call)
     if own := call.header(b"x-claude-code-agent-id"):
         caller = Caller(agent_id=own, parent_id=caller.parent_id)
     return ModelRequest(
         model=wire.model,
         messages=history,
-        tools=tools.specs if told else (),
-        tools_raw=tools.raw if told else b"",
+        tools=tools.specs if offered else (),
+        tools_raw=tools.raw if offered else b"",
         tool_choice=choice,
         sampling=sampling,
         ignored=bounded_notes(notes),

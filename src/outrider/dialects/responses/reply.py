@@ -229,12 +229,12 @@ _SUMMARY = _ItemForm("rs", "summary_index", "reasoning_summary_part", "response.
 
 
 class _OpenItem(msgspec.Struct, frozen=True):
-    """The item that a stream is writing. `said` has the pieces of its text so far."""
+    """The item that a stream is writing. `pieces` has the pieces of its text so far."""
 
     form: _ItemForm
     id: str
     index: int
-    said: list[str]
+    pieces: list[str]
 
     def place(self) -> dict[str, Any]:
         """Return the fields of an event that locate the item and its part."""
@@ -272,8 +272,8 @@ class ResponsesStream:
         return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
     def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes:
-        written = self._say(self._reasoning_form, delta.reasoning) if delta.reasoning else b""
-        return written + self._say(_TEXT, delta.text) if delta.text else written
+        written = self._add(self._reasoning_form, delta.reasoning) if delta.reasoning else b""
+        return written + self._add(_TEXT, delta.text) if delta.text else written
 
     def close(self, completion: Completion) -> bytes:
         status, calls = message_status(completion), completion.reply.tool_calls
@@ -292,18 +292,18 @@ class ResponsesStream:
     def error(self, error: OutriderError) -> bytes:
         """Write two events for an error: `error`, which makes OpenAI's clients raise an exception, and
         `response.failed`, which Codex reads."""
-        told = openai_error(error)["error"]
-        flat = {"code": told["code"], "message": told["message"], "param": told["param"]}
+        fields = openai_error(error)["error"]
+        flat = {"code": fields["code"], "message": fields["message"], "param": fields["param"]}
         outcome = ResponseOutcome(status="failed", output=self._items, error=failure(error))
         failed = {"response": response_object(self._context, self._about, outcome)}
-        return self._event("error", {**flat, "error": told}) + self._event("response.failed", failed)
+        return self._event("error", {**flat, "error": fields}) + self._event("response.failed", failed)
 
-    def _say(self, form: _ItemForm, text: str) -> bytes:
+    def _add(self, form: _ItemForm, text: str) -> bytes:
         """Add text to the open item if it has this form, or else to a new item."""
         before = b"" if self._open is not None and self._open.form is form else self._begin_item(form)
         item = self._open
         assert item is not None
-        item.said.append(text)
+        item.pieces.append(text)
         number, self._next = self._next, self._next + 1
         return b'%b%b%b,"sequence_number":%d}\n\n' % (before, self._delta_head, line(text), number)
 
@@ -326,7 +326,7 @@ class ResponsesStream:
         item, self._open = self._open, None
         if item is None:
             return b""
-        text, form = "".join(item.said), item.form
+        text, form = "".join(item.pieces), item.form
         done = message_item(item.id, text, status) if form is _TEXT else reasoning_item(self._context, item.id, text)
         self._items.append(done)
         return (

@@ -131,12 +131,12 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         thinking = False
     elif reasoning.effort not in NOTHING:
         notes.append("reasoning.effort")
-    told = tools if wire.tool_choice != "none" else Tools()
+    offered = tools if wire.tool_choice != "none" else Tools()
     return ModelRequest(
         model=wire.model or "",
         messages=history,
-        tools=told.specs(),
-        tools_raw=told.raw if told.table else b"",
+        tools=offered.specs(),
+        tools_raw=offered.raw if offered.table else b"",
         tool_choice=chosen,
         sampling=read_sampling(
             wire,
@@ -150,7 +150,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         caller=_caller(call),
         reply_context=ResponsesContext(
             echo=_echo(wire, text, reasoning, tools.in_force),
-            table=told.table,
+            table=offered.table,
             keep=None if wire.store is False else partial(store.keep, stored),
             summary=reasoning.summary is not None,
             encrypted=_ENCRYPTED in include,

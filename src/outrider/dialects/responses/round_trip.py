@@ -78,12 +78,12 @@ def custom_call(call: ToolCall) -> CustomCall:
         value: Any = json.loads(call.arguments)
     except (ValueError, RecursionError):
         value = None
-    said = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
+    text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
     # Python's JSON parser accepts unpaired surrogates, but a reply cannot encode them. An input that contains one is
     # sent as JSON.
-    if not isinstance(said, str) or _SURROGATE.search(said):
+    if not isinstance(text, str) or _SURROGATE.search(text):
         return CustomCall(call.id + _AS_JSON, call.arguments)
-    return CustomCall(call.id + _AS_TEXT if call.id.endswith((_AS_JSON, _AS_TEXT)) else call.id, said)
+    return CustomCall(call.id + _AS_TEXT if call.id.endswith((_AS_JSON, _AS_TEXT)) else call.id, text)
 
 
 def arguments_of_custom_call(sent: CustomCall) -> str:

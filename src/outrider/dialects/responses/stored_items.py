@@ -105,9 +105,9 @@ class ResponseStore:
         items, at least one."""
         references: dict[str, Item] = {}
         for item in output:
-            said = _ITEM.decode(msgspec.json.encode(item))
-            conversation = self._extended(conversation, said)
-            references[_STRING.decode(said.id)] = conversation.item
+            stored = _ITEM.decode(msgspec.json.encode(item))
+            conversation = self._extended(conversation, stored)
+            references[_STRING.decode(stored.id)] = conversation.item
         assert conversation is not None
         self._make_room(ENTRY_BYTES * (1 + len(references)))
         self._references |= references

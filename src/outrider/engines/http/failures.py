@@ -99,21 +99,21 @@ def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> En
             code = inner.get("code")
             words = inner.get("message") or inner.get("detail")
         message = (words if isinstance(words, str) else _written(words or inner).decode())[:MAX_QUOTED]
-    said = f"engine {engine!r} answered {failure.status or 'an error'}: {message}"
+    text = f"engine {engine!r} answered {failure.status or 'an error'}: {message}"
     if code == "context_length_exceeded" or _overflows(failure.status, message, sizes):
-        return ContextOverflow(said, overflow=sizes.overflow())
+        return ContextOverflow(text, overflow=sizes.overflow())
     if failure.transient:
-        return EngineUnavailable(said)
+        return EngineUnavailable(text)
     if failure.status == UNKNOWN_STATUS:
-        return EngineError(said)
-    return EngineRejected(said, hint=_HINTS.get(failure.status))
+        return EngineError(text)
+    return EngineRejected(text, hint=_HINTS.get(failure.status))
 
 
-def _written(said: Any) -> bytes:
+def _written(value: Any) -> bytes:
     """Encode the error value of an engine as JSON. Returns a fixed text if it is nested too deeply: orjson reads 1,024
     nested lists but writes only 254."""
     try:
-        return orjson.dumps(said)
+        return orjson.dumps(value)
     except orjson.JSONEncodeError:
         return b'"an error that is nested too deeply"'
 

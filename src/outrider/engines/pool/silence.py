@@ -273,5 +273,5 @@ def probe_request(request: AnyRequest) -> AnyRequest:
         # images are left out, so their placeholders must be left out, too
         end = min([16, *(image.span.start for image in request.images[:1])])
         return msgspec.structs.replace(request, input_ids=request.input_ids[:end], sampling=sampling, images=())
-    said = Message(role=Role.USER, content="Say one word.")
-    return msgspec.structs.replace(request, messages=(said,), tools=(), sampling=sampling)
+    message = Message(role=Role.USER, content="Say one word.")
+    return msgspec.structs.replace(request, messages=(message,), tools=(), sampling=sampling)

@@ -255,10 +255,10 @@ class AttachedWorker:
             raise self._error(answer.error)
         return answer
 
-    def _error(self, said: ErrorRecord) -> EngineError:
+    def _error(self, record: ErrorRecord) -> EngineError:
         """Convert an error that a worker has reported. An error that is not an EngineError means that the worker
         misbehaves."""
-        error = error_from(said)
+        error = error_from(record)
         if isinstance(error, EngineError):
             return error
         return EngineMisbehaved(f"worker {self.name!r} failed: {error.message}")

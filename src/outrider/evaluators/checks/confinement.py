@@ -28,8 +28,8 @@ from outrider.sandbox.runtimes.guest.isolation.seccomp import (
 SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OPENS = {"x86_64": {2: SECOND, 257: THIRD}, "aarch64": {56: THIRD}}
-"""By machine architecture: the numbers of the system calls `open` and `openat`, each with the position of the argument
-that holds the flags."""
+"""The numbers of the system calls `open` and `openat` of each machine architecture, each with the position of the
+argument that holds the flags."""
 CALCULATION = {
     "x86_64": (
         *(0, 1, 3, 4, 5, 6, 8),  # read, write, close, stat, fstat, lstat, lseek
@@ -44,11 +44,11 @@ CALCULATION = {
         *(172, 93, 160, 165, 179, 178, 98, 123, 61, 128, 113, 114, 94, 79, 78, 48, 99, 278, 291, 293),
     ),
 }
-"""By machine architecture: the numbers of the system calls that Python needs to calculate and to import. aarch64 has
-the same calls, if they exist there. Files may also be opened for reading (see OPENS). All other calls fail."""
+"""The numbers of the system calls of each machine architecture that Python needs to calculate and to import. aarch64
+has the same calls, if they exist there. Files may also be opened for reading (see OPENS). All other calls fail."""
 SETITIMER = {"x86_64": 38, "aarch64": 103}
-"""By machine architecture: the number of the system call `setitimer`. CALCULATION does not contain it, because with it
-a check could extend its own limit of processor time."""
+"""The number of the system call `setitimer` of each machine architecture. CALCULATION does not contain it, because
+with it a check could extend its own limit of processor time."""
 
 
 def confine_zygote() -> None:

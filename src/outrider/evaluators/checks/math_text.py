@@ -240,9 +240,9 @@ def candidates(reply: str) -> list[str]:
     considered."""
     reply = HOPE.sub("", reply.strip())
     found = []
-    said = [match.end() for match in SAID.finditer(reply)]
-    if said:
-        rest = reply[said[-1] :].strip()
+    stated = [match.end() for match in SAID.finditer(reply)]
+    if stated:
+        rest = reply[stated[-1] :].strip()
         sentence = SENTENCE.split(rest, maxsplit=1)[0]
         found.append(EXPLAINED.sub("", sentence))
         if rest[len(sentence) :].startswith("?"):
@@ -261,7 +261,7 @@ def candidates(reply: str) -> list[str]:
             found.append(texts[0])
         return found
     sentences = [one for one in SENTENCE.split(reply[-2000:]) if one and one.strip()]
-    if not said and sentences and unsure(sentences[-1]):
+    if not stated and sentences and unsure(sentences[-1]):
         return [sentences[-1]]
     if sentences and (last := LAST_WORDS.search(sentences[-1])):
         found.append(last[1])

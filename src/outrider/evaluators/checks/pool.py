@@ -185,10 +185,10 @@ class Checks:
         """Run a check in a process. Returns None if it exceeded `seconds`."""
         child, control = self._zygote or await self._spawn()
         try:
-            said = await self._exchange(control, body, LIMITS.pack(seconds, MAX_MEMORY, nicer))
+            output = await self._exchange(control, body, LIMITS.pack(seconds, MAX_MEMORY, nicer))
         except OSError as error:
             raise await self._failure(child, control, str(error)) from error
-        answer, _, end = said.rpartition(b"\n")
+        answer, _, end = output.rpartition(b"\n")
         try:
             ended = msgspec.json.decode(end, type=Ended)
         except msgspec.DecodeError as error:
@@ -224,12 +224,12 @@ class Checks:
         try:
             writer.write(body)
             writer.write_eof()
-            said = b""
+            output = b""
             while piece := await reader.read(MAX_ANSWER):
-                said += piece
-                if len(said) > MAX_ANSWER:
+                output += piece
+                if len(output) > MAX_ANSWER:
                     raise ConnectionError("it says too much")
-            return said
+            return output
         finally:
             writer.transport.abort()  # the connection closes at once, and the zygote kills the check if it still runs
 

@@ -131,12 +131,14 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         if in_pytest:
             lists = ("fail_to_pass", "pass_to_pass")
             witnessed = {kind: [test for test in request[kind] if NODE in test] for kind in lists}
-            told = report_of(spec_of({**request, **witnessed}, parser), log_of(request["records"], request["key"]))
+            witnessed_report = report_of(
+                spec_of({**request, **witnessed}, parser), log_of(request["records"], request["key"])
+            )
             passed = {
-                kind: {test for test in tests if NODE not in test or test in passing(told)[kind]}
+                kind: {test for test in tests if NODE not in test or test in passing(witnessed_report)[kind]}
                 for kind, tests in passed.items()
             }
-            report["resolved"] = report["resolved"] and told["resolved"]
+            report["resolved"] = report["resolved"] and witnessed_report["resolved"]
     except NotBelieved as error:
         return nothing_of(str(error))
     except Exception as error:  # parsers can raise any exception for a log in another format

@@ -106,10 +106,10 @@ class CheckForker:
         _, status, used = os.wait4(pid, 0)
         with contextlib.suppress(KeyError):  # the connection was unregistered when the caller closed it
             self._poll.unregister(end)
-        told = {"status": status, "seconds": used.ru_utime + used.ru_stime}
+        usage = {"status": status, "seconds": used.ru_utime + used.ru_stime}
         # If the caller no longer reads, or has left earlier output unread, the connection closes without this line.
         with contextlib.suppress(OSError):
-            end.send(b"\n" + json.dumps(told).encode(), socket.MSG_DONTWAIT)
+            end.send(b"\n" + json.dumps(usage).encode(), socket.MSG_DONTWAIT)
         # Read the rest of the request, which a check that was killed early has left unread. Closing the connection with
         # unread data would reset it, and lose the line just sent.
         with contextlib.suppress(OSError):

@@ -137,24 +137,24 @@ class CodeEvaluator:
             # The time limit starts only here, because the start of the second sandbox must not count.
             candidate = CandidateProgram(outcome, program, options, self._seconds)
             try:
-                said = await stepped(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()", candidate.left)
-                while call := said.get("call"):
+                event = await stepped(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()", candidate.left)
+                while call := event.get("call"):
                     calls += 1
                     assert options.entry_point is not None
                     answer = await candidate.asked(options.entry_point, call, prompt=options.prompt)
-                    said = await stepped(shell, f"checker.step({json.dumps(answer)!r})", candidate.left)
+                    event = await stepped(shell, f"checker.step({json.dumps(answer)!r})", candidate.left)
             except WrongAnswer as error:
-                said = {"failed": f"call {calls}: {error}"}
+                event = {"failed": f"call {calls}: {error}"}
             except TimeoutError as error:
                 if not calls:
                     raise EvaluatorError("the check did not call the candidate in time") from error
-                said = {"failed": "the check did not end in time with this candidate"}
-        if "broken" in said or said == {"passed": 0}:
+                event = {"failed": "the check did not end in time with this candidate"}
+        if "broken" in event or event == {"passed": 0}:
             raise EvaluatorError(
-                f"the check does not work: {said.get('broken', 'it passed without a call of the candidate')}",
+                f"the check does not work: {event.get('broken', 'it passed without a call of the candidate')}",
                 hint="`test` must define check(candidate), and call the candidate",
             )
-        verdict = self._verdict(int("passed" in said), said.get("failed"))
+        verdict = self._verdict(int("passed" in event), event.get("failed"))
         verdict.metrics["calls"] = float(calls)
         return verdict
 
@@ -213,7 +213,7 @@ class CandidateProgram:
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
         done = await self._ran(command, json.dumps(request).encode())
         try:
-            return await asyncio.to_thread(told, done.stdout)
+            return await asyncio.to_thread(read_result, done.stdout)
         except (ValueError, RecursionError) as error:  # the candidate has written to the same output stream
             raise WrongAnswer("the program gave no answer to the call") from error
 
@@ -274,7 +274,7 @@ def small(resources: Resources) -> Resources:
     )
 
 
-def told(answer: bytes) -> dict[str, Any]:
+def read_result(answer: bytes) -> dict[str, Any]:
     """Parse the output of `guest.run_call`. Raises ValueError or RecursionError if the output has another form.
 
     The value stays encoded: the candidate has made it, and decoding it could take very long.
@@ -320,9 +320,9 @@ async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
     done: ShellResult = await shell.run(text, seconds=seconds)
     if done.timed_out:
         raise TimeoutError
-    said = [line for line in done.output.split("\n") if line.startswith(MARK)]
+    events = [line for line in done.output.split("\n") if line.startswith(MARK)]
     try:
-        step: dict[str, Any] = json.loads(said[-1].removeprefix(MARK))
+        step: dict[str, Any] = json.loads(events[-1].removeprefix(MARK))
     except (IndexError, ValueError, RecursionError) as error:
         raise EvaluatorError("the check says nothing that can be read", log_tail=done.output[-4096:]) from error
     return step

@@ -89,7 +89,7 @@ def run_call() -> None:
     value, or `raised`. What the candidate prints goes to standard error.
     """
     request = json.load(sys.stdin)
-    told = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # The module is not named "__main__", so that Python skips the part of a program that runs only as a script.
@@ -105,8 +105,8 @@ def run_call() -> None:
         answer = {"value": encode(function(*decode(request["args"]), **decode(request["kwargs"])))}
     except BaseException as error:  # SystemExit also counts as the result of the call
         answer = {"raised": [type(error).__name__, str(error)[:1000]]}
-    told.write(json.dumps(answer))
-    told.flush()
+    output.write(json.dumps(answer))
+    output.flush()
     os._exit(0)  # this waits for no threads and runs no exit handlers
 
 
@@ -119,7 +119,7 @@ class Checker:
     """
 
     def __init__(self, prompt: str, name: str, test: str) -> None:
-        self._said: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._answered = 0
         threading.Thread(target=self._run, args=(prompt, name, test), daemon=True).start()
@@ -127,7 +127,7 @@ class Checker:
     def step(self, answer: str | None = None) -> None:
         if answer is not None:
             self._answers.put(json.loads(answer))
-        sys.stdout.write(f"\n{MARK}{json.dumps(self._said.get())}\n")
+        sys.stdout.write(f"\n{MARK}{json.dumps(self._events.get())}\n")
 
     def _run(self, prompt: str, name: str, test: str) -> None:
         scope: dict[str, Any] = {"__name__": "check"}
@@ -140,23 +140,23 @@ class Checker:
             scope[name] = self._candidate  # some checks call the function by its name
             exec(compile(test, "test", "exec"), scope)
             scope["check"](self._candidate)
-            self._said.put({"passed": self._answered})
+            self._events.put({"passed": self._answered})
         except BaseException as error:  # an AssertionError, or any exception that a wrong value causes
             what = f"{type(error).__name__}: {error}"[:1000]
-            self._said.put({"failed" if self._answered else "broken": what})
+            self._events.put({"failed" if self._answered else "broken": what})
 
     def _candidate(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            self._said.put({"call": {"args": encode(list(args)), "kwargs": encode(kwargs)}})
+            self._events.put({"call": {"args": encode(list(args)), "kwargs": encode(kwargs)}})
         except TypeError as error:
-            self._said.put({"broken": str(error)})
+            self._events.put({"broken": str(error)})
         answer = self._answers.get()
         self._answered += 1
         if "value" in answer:
             try:
                 return decode(answer["value"])
             except Exception as error:  # the candidate has forged the output of `run_call`
-                self._said.put({"failed": f"the program gave no value: {error}"[:1000]})
+                self._events.put({"failed": f"the program gave no value: {error}"[:1000]})
                 self._answers.get()  # this never returns, so that the check cannot hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)

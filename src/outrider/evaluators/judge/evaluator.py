@@ -86,14 +86,14 @@ class JudgeEvaluator:
         reward = sum(weights[name] * score for name, score in means.items()) / best
         criteria = {f"criterion.{one.name}": means[one.name] for one in options.criteria}
         return Verdict(
-            reward=min(max(reward, 0.0), 1.0), metrics=judge.metrics() | criteria, reason="\n\n".join(judge.said)
+            reward=min(max(reward, 0.0), 1.0), metrics=judge.metrics() | criteria, reason="\n\n".join(judge.quotes)
         )
 
 
 class Judge:
     """Asks the judging model the questions for one verdict.
 
-    said: the end of each reply, for the verdict's reason."""
+    quotes: the end of each reply, for the verdict's reason."""
 
     def __init__(
         self, options: JudgeOptions, grader: GraderConfig | None, endpoints: Endpoints, outcome: Outcome
@@ -103,7 +103,7 @@ class Judge:
         self._endpoints = endpoints
         self._outcome = outcome
         self._counts = {"calls": 0, "cached": 0, "prompt_tokens": 0, "completion_tokens": 0}
-        self.said: list[str] = []
+        self.quotes: list[str] = []
 
     def metrics(self) -> dict[str, float]:
         return {f"judge_{name}": float(count) for name, count in self._counts.items()}
@@ -120,7 +120,7 @@ class Judge:
         key = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()
         if (known := self._endpoints.cached(key)) is not None and (scores := question.read(known.text)):
             self._counts["cached"] += 1
-            self.said.append(f"[judge, remembered] {known.text[-QUOTED:]}")
+            self.quotes.append(f"[judge, remembered] {known.text[-QUOTED:]}")
             return scores
         for _ in range(options.tries):
             try:
@@ -131,16 +131,16 @@ class Judge:
             self._counts["calls"] += 1
             self._counts["prompt_tokens"] += reply.prompt_tokens
             self._counts["completion_tokens"] += reply.completion_tokens
-            self.said.append(f"[judge] {reply.text[-QUOTED:]}")
+            self.quotes.append(f"[judge] {reply.text[-QUOTED:]}")
             if scores := question.read(reply.text):
                 self._endpoints.cache(key, reply)
                 return scores
-            said = Message(role=Role.ASSISTANT, content=reply.text)
-            messages = (*question.messages, said, Message(role=Role.USER, content=question.again))
+            answer = Message(role=Role.ASSISTANT, content=reply.text)
+            messages = (*question.messages, answer, Message(role=Role.USER, content=question.again))
         raise EvaluatorError(
             f"the judge gave no grade in {options.tries} replies",
             hint="read the replies in the log tail, and try another model or template, or a higher max_tokens",
-            log_tail="\n\n".join(self.said)[-4096:],
+            log_tail="\n\n".join(self.quotes)[-4096:],
         )
 
     async def call_model(self, messages: tuple[Message, ...], seed: int | None) -> FrozenReply:

@@ -46,7 +46,7 @@ class ReportFile:
         self._key = key
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def tell(self, **what: Any) -> None:
+    def write(self, **what: Any) -> None:
         os.write(self._file, (json.dumps({"key": self._key, **what}) + "\n").encode())
 
 
@@ -58,18 +58,18 @@ class Reporter:
         self._canary = canary_name(key)
         self._planted = "::" + planted
         self._report = report
-        report.tell(begun=True)
+        report.write(begun=True)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = report.nodeid
         if report.when != "call" and report.outcome == "passed":
             return
         if name.endswith(self._canary):
-            self._report.tell(canary=report.outcome, when=report.when)
+            self._report.write(canary=report.outcome, when=report.when)
             return
         excused = getattr(report, "outrider_excused_by", None)
         if name.endswith(self._planted):
-            self._report.tell(
+            self._report.write(
                 planted=report.outcome, when=report.when, file=name.partition("::")[0], excused_by=excused
             )
             return
@@ -77,10 +77,10 @@ class Reporter:
             return
         shown = getattr(self._config, "cwd_relative_nodeid", str)(name)  # the name that pytest's own summary shows
         expected = hasattr(report, "wasxfail")
-        self._report.tell(test=shown, when=report.when, outcome=report.outcome, expected=expected, excused_by=excused)
+        self._report.write(test=shown, when=report.when, outcome=report.outcome, expected=expected, excused_by=excused)
 
     def pytest_sessionfinish(self, exitstatus: Any) -> None:
-        self._report.tell(ended=int(exitstatus))
+        self._report.write(ended=int(exitstatus))
 
 
 class Guard:
@@ -116,7 +116,7 @@ class Guard:
         if isinstance(collector, pytest.Module):
             text = text_of(collector)
             if self._texts.setdefault(str(collector.fspath), text) != text:
-                self._report.tell(changed=f"the file {collector.fspath}")
+                self._report.write(changed=f"the file {collector.fspath}")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: Any) -> None:
@@ -140,13 +140,13 @@ class Guard:
             # A function without a file was made by `exec`. Under a name that existed before, it has replaced something.
             made = before is not None and isinstance(value, types.FunctionType) and not files_of(value)
             if made or self._is_under_test(value, folders):
-                self._report.tell(changed=f"{module}.{name}")
+                self._report.write(changed=f"{module}.{name}")
         for name, value in self._added(session.config, items):
             if self._is_under_test(value, folders):
-                self._report.tell(changed=name)
+                self._report.write(changed=name)
         for function, code in self._codes:
             if function.__code__ is not code:
-                self._report.tell(changed=f"the code of {function.__qualname__}")
+                self._report.write(changed=f"the code of {function.__qualname__}")
 
     def _added(self, config: Any, items: Any) -> Any:
         """Yield objects that the code under test may have added after pytest imported the tests, each with a name for

@@ -56,5 +56,5 @@ class GoldAgent:
             if done.exit_code != 0:
                 ended = "did not end in time" if done.exit_code is None else f"exited with code {done.exit_code}"
                 raise HarnessError(f"the gold solution {ended}", log_tail=done.log_tail())
-        said = await context.model.chat([Message(role=Role.USER, content=step["ask"])])
-        return HarnessOutcome(answer=said.content)
+        completion = await context.model.chat([Message(role=Role.USER, content=step["ask"])])
+        return HarnessOutcome(answer=completion.content)

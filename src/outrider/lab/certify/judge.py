@@ -19,7 +19,7 @@ from outrider.harnesses.mcp_servers import FIELD as MCP_SERVERS
 from outrider.harnesses.presets import Certify, Finding
 from outrider.lab.certify.rows import OFFERED, READ, CertificationRow
 from outrider.lab.certify.scripted_model import ScriptedCall, choose_call
-from outrider.lab.certify.subagent_trial import STARTS, told
+from outrider.lab.certify.subagent_trial import STARTS, summary
 from outrider.lab.certify.tool_finder import COMMAND, IMAGE, WRITE, describe, find_tools
 from outrider.lab.certify.tool_finder import READ as READER
 from outrider.lab.fakes.scripted_engine import scripted_logprob
@@ -138,7 +138,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
             + ("" if declared else "; a program without tools is tried by its own task on a scripted engine instead")
         )
     elif evidence.calls and row.needs == "subagent" and STARTS not in evidence.tried.values():
-        reason = f"no tool started a sub-agent; {told(evidence.tried) or 'none is offered'}"
+        reason = f"no tool started a sub-agent; {summary(evidence.tried) or 'none is offered'}"
     elif evidence.calls and row.needs == "stream" and not evidence.streams:
         reason = "it asks for its replies in one piece"
     elif failure := next(_failures(row, evidence, dialect), None):
@@ -146,7 +146,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     else:
         unread = ", ".join(f"{name} ({count})" for name, count in result.ignored.items() if name.startswith(RESULT))
         remarks = (
-            told(evidence.tried),
+            summary(evidence.tried),
             "the program sent no image to the model" if row.needs == "image" and not unread else "",
             f"forked: {forks}" if forks else "",
             f"{result.tokens.unsure} tokens in unsure branches" if result.tokens.unsure else "",
@@ -195,8 +195,8 @@ def _failures(row: CertificationRow, evidence: RowEvidence, dialect: str | None)
         yield f"{tokens.drift} tokens drifted"
     if tokens.sampled != tokens.trained + tokens.masked + tokens.dropped:
         yield f"{tokens.sampled} sampled tokens are not {tokens.trained} trained + the rest"
-    if (said := sum(len(call.output) for call in evidence.calls)) != tokens.sampled:
-        yield f"the model said {said} tokens, and {tokens.sampled} were recorded"
+    if (sampled := sum(len(call.output) for call in evidence.calls)) != tokens.sampled:
+        yield f"the model sampled {sampled} tokens, and {tokens.sampled} were recorded"
     if (trained := sum(sample.trained_tokens for sample in evidence.samples)) != tokens.trained:
         yield f"the rows train on {trained} tokens, and {tokens.trained} were counted"
     if found := sample_faults(evidence.samples, evidence.calls):

@@ -45,7 +45,7 @@ NO_TEXT = "not called, because it takes no free text"
 TOO_MANY = f"not called, because {CALLS} tools are the limit"
 NOT_REACHED = "not called, because the trial was over"
 ORDER = (STARTS, NOTHING, HELPLESS, IDLE, ALONE, OPEN, NOT_REACHED, TOO_MANY, NO_TEXT, KNOWN)
-"""The order in which `told` lists the outcomes of the tools."""
+"""The order in which `summary` lists the outcomes of the tools."""
 
 
 class SubagentTrial:
@@ -139,7 +139,7 @@ class SubagentTrial:
                     self.outcomes[name] = TOO_MANY
 
 
-def told(outcomes: Mapping[str, str]) -> str:
+def summary(outcomes: Mapping[str, str]) -> str:
     """Return a readable text with each outcome and its tools."""
     tools = {each: sorted(name for name, outcome in outcomes.items() if outcome == each) for each in ORDER}
     return "; ".join(f"{outcome}: {', '.join(names)}" for outcome, names in tools.items() if names)

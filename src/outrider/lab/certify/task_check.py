@@ -184,17 +184,17 @@ def report_of(id: str, gold: GroupView, nothing: GroupView) -> TaskReport:
         for result in results:
             if result.error is not None:
                 tail = f": {result.error.log_tail.strip()[-200:]}" if result.error.log_tail else ""
-                said = f"{name} is not graded: {result.error.message}{tail}"
-                said += f"; {result.error.hint}" if result.error.hint else ""
+                problem = f"{name} is not graded: {result.error.message}{tail}"
+                problem += f"; {result.error.hint}" if result.error.hint else ""
             elif result.verdict is None:
-                said = f"{name} is not graded: it ended with {result.stop_reason.value}"
+                problem = f"{name} is not graded: it ended with {result.stop_reason.value}"
             elif result.verdict.reward != wanted:
                 why = f" ({result.verdict.reason})" if result.verdict.reason else ""
-                said = f"{name} earns {result.verdict.reward:g}, not {wanted:g}{why}"
+                problem = f"{name} earns {result.verdict.reward:g}, not {wanted:g}{why}"
             else:
                 continue
-            if said not in problems:
-                problems.append(said)
+            if problem not in problems:
+                problems.append(problem)
         if len({*rewards[name]} - {None}) > 1:
             problems.append(f"{name} earns one thing and then another: {', '.join(map(str, rewards[name]))}")
     return TaskReport(

@@ -297,9 +297,9 @@ def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int
         return CERTAIN
     if words & role.excluding:
         return 0
-    said = [word in words or (len(word) > 3 and word in name.lower()) for word in role.certain]
-    if any(said):
-        return CERTAIN + 20 - said.index(True)
+    matches = [word in words or (len(word) > 3 and word in name.lower()) for word in role.certain]
+    if any(matches):
+        return CERTAIN + 20 - matches.index(True)
     if role.read_description and described & {*role.certain}:
         return 20 if words & role.possible else 15
     return 10 if words & role.possible else 0

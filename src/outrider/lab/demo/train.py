@@ -254,7 +254,7 @@ def _undertrained(policy: Path, seed: int) -> Any:
         rows = [encode(tokenizer, script.guess(make_task(rng), rng.choice(ZONES))) for _ in range(dialogues)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
-        spoken = torch.tensor([said + [False] * (width - len(said)) for _, said in rows])
+        spoken = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in rows])
         loss = model(input_ids=ids, labels=ids.masked_fill(~spoken, -100)).loss
         optimizer.zero_grad()
         loss.backward()

@@ -69,8 +69,8 @@ class WireTranscript:
         try:
             await self._gateway(scope, received, sent)
         finally:
-            headers, told = _headers(scope["headers"]), _headers(start["headers"])
-            is_stream = told.get("content-type", "").startswith(EVENT_STREAM)
+            headers, reply_headers = _headers(scope["headers"]), _headers(start["headers"])
+            is_stream = reply_headers.get("content-type", "").startswith(EVENT_STREAM)
             self.streamed = self.streamed or is_stream
             self.calls += 1
             asked = request.read(events=False)
@@ -84,7 +84,7 @@ class WireTranscript:
                 "headers": headers,
                 "request": asked,
                 "status": start["status"],
-                "reply_headers": told,
+                "reply_headers": reply_headers,
                 "reply": reply.read(events=is_stream),
             }
             if (start["status"] or 0) >= 400:

@@ -311,7 +311,7 @@ class Reader:
         return self._stages[-1]
 
     def _plan_of(self, stage: BuildStage) -> BuildPlan:
-        said: list[object] = [FORMAT, stage.base.digest, stage.env, stage.workdir]
+        hashed: list[object] = [FORMAT, stage.base.digest, stage.env, stage.workdir]
         for step in stage.steps:
             fields: dict[str, Any] = {
                 name: value
@@ -331,14 +331,14 @@ class Reader:
                 fields["origin"] = step.origin.digest
             # The key contains a step's tag and not its class name, so that existing images keep their keys if the class
             # is renamed.
-            said.append([type(step).__struct_config__.tag, fields])
+            hashed.append([type(step).__struct_config__.tag, fields])
         return BuildPlan(
             file=self._file,
             base=stage.base,
             steps=tuple(stage.steps),
             env={**stage.base.env, **stage.env},
             workdir=stage.workdir,
-            digest=f"sha256:{hashlib.sha256(msgspec.json.encode(said, order='sorted')).hexdigest()}",
+            digest=f"sha256:{hashlib.sha256(msgspec.json.encode(hashed, order='sorted')).hexdigest()}",
             shell=stage.shell,
             health=stage.health,
         )

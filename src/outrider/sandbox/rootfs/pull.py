@@ -133,7 +133,7 @@ async def _download(tool: str, reference: str, layout: Path) -> None:
     )
     try:
         async with asyncio.timeout(PULL_SECONDS):
-            _, said = await process.communicate()
+            _, errors = await process.communicate()
     except TimeoutError as error:
         raise BadImage(f"skopeo did not get {reference} within {PULL_SECONDS} s") from error
     finally:
@@ -142,4 +142,4 @@ async def _download(tool: str, reference: str, layout: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode != 0:
-        raise BadImage(f"skopeo cannot get {reference}: {said.decode(errors='replace').strip()[-500:]}")
+        raise BadImage(f"skopeo cannot get {reference}: {errors.decode(errors='replace').strip()[-500:]}")

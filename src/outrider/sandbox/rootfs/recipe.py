@@ -94,8 +94,8 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
         """Return the key of the build, which also covers `parts`. A build may be reused for every definition with the
         same key. Blocks while the copied files are read."""
         contents = [(file.target, digest_of(Path(file.source))) for file in self.files]
-        said = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
-        return hashlib.sha256(msgspec.json.encode([FORMAT, said])).hexdigest()[:32]
+        hashed = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
+        return hashlib.sha256(msgspec.json.encode([FORMAT, hashed])).hexdigest()[:32]
 
     def render(self, requirements: Path) -> str:
         """Return the text of the Apptainer definition. `requirements` is the path of a file on the host that contains

@@ -103,20 +103,22 @@ def _check_size(tool: str, path: Path, offset: int, target: Path, seconds: float
     room, total = Room(target, path.stat().st_size), 0
     command = [tool, "-lln", "-offset", str(offset), str(path)]
     until = time.monotonic() + seconds
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as said:
-        assert said.stdout is not None
-        limit = Timer(seconds, said.kill)
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        limit = Timer(seconds, process.kill)
         limit.start()
         try:
             # A newline in a file name only adds a line to the list, so every size is still counted.
-            while line := said.stdout.readline(MAX_LINE):
+            while line := process.stdout.readline(MAX_LINE):
                 room.take_entry()
                 if line.startswith(b"-") and len(parts := line.split(maxsplit=3)) > 2 and parts[2].isdigit():
                     total += int(parts[2])
                     check_expansion(total, room.archived)
         finally:
             limit.cancel()
-            said.kill()
+            process.kill()
     if time.monotonic() >= until:  # unsquashfs was killed, so the list may be incomplete
         raise _too_slow(path, seconds)
     room.take(total)

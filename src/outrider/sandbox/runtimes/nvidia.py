@@ -168,13 +168,13 @@ def is_nvidia(name: str) -> bool:
 
 
 def _gpu(index: int, information: str) -> Gpu:
-    told = dict(line.split(":", 1) for line in information.splitlines() if ":" in line)
-    minor = told.get("Device Minor", "").strip()
+    fields = dict(line.split(":", 1) for line in information.splitlines() if ":" in line)
+    minor = fields.get("Device Minor", "").strip()
     return Gpu(
         index=index,
         minor=int(minor) if minor.isdigit() else index,
-        uuid=told.get("GPU UUID", "").strip(),
-        model=told.get("Model", "").strip() or "NVIDIA GPU",
+        uuid=fields.get("GPU UUID", "").strip(),
+        model=fields.get("Model", "").strip() or "NVIDIA GPU",
     )
 
 

@@ -248,7 +248,7 @@ class CapturedTurns:
     def restore(self, turns: Sequence[Turn]) -> None:
         """Take over the stored turns of an earlier attempt, in the order of their index. An index may be missing,
         because its turn was not stored."""
-        said: dict[int, tuple[Message, ...]] = {}
+        conversations: dict[int, tuple[Message, ...]] = {}
         for turn in turns:
             for _ in range(len(self._ends), turn.index):
                 self._ends.append(b"")
@@ -256,7 +256,7 @@ class CapturedTurns:
                 self._images.append(b"")
                 self._openings.append(NOTHING)
             before = b"" if turn.parent is None else self._ends[turn.parent]
-            messages = turn.messages if turn.parent is None else (*said[turn.parent], *turn.messages)
+            messages = turn.messages if turn.parent is None else (*conversations[turn.parent], *turn.messages)
             self.place(
                 unpack_ids(before + turn.prompt_delta).tolist(),
                 unpack_ids(turn.output_ids).tolist(),
@@ -265,7 +265,7 @@ class CapturedTurns:
                 messages=messages,
                 reply=turn.reply,
             )
-            said[turn.index] = messages if turn.reply is None else (*messages, turn.reply)
+            conversations[turn.index] = messages if turn.reply is None else (*messages, turn.reply)
 
     def known_ids(self, messages: Sequence[Message], tools: bytes) -> list[int] | None:
         """Return the ids of the recorded turn that `messages` continues, or None if there is no such turn. The turn
@@ -357,9 +357,9 @@ class CapturedTurns:
         conversation of `opening` itself gave the last known one."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
-                said = self._replies.get((opening.first, message_key(message).body))
-                if said is not None:
-                    return None if opening in said else max(said.values())
+                givers = self._replies.get((opening.first, message_key(message).body))
+                if givers is not None:
+                    return None if opening in givers else max(givers.values())
         return None
 
 

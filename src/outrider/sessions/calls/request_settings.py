@@ -182,9 +182,9 @@ def for_openai_api(
     neutral = SamplingParams(max_tokens=sampling.max_tokens)
     unknown = ("top_k", "min_p", "repetition_penalty", "min_tokens")
     asked = [name for name in unknown if getattr(sampling, name) != getattr(neutral, name)]
-    told = msgspec.structs.replace(sampling, **{name: getattr(neutral, name) for name in unknown})
+    sent = msgspec.structs.replace(sampling, **{name: getattr(neutral, name) for name in unknown})
     asked += ["stop_token_ids"] * bool(client.stop_token_ids) + ["thinking"] * (thinking is not None)
-    return told, tuple(asked)
+    return sent, tuple(asked)
 
 
 def clamped(sampling: SamplingParams, share: TokenShare) -> SamplingParams:
@@ -197,8 +197,8 @@ def clamped(sampling: SamplingParams, share: TokenShare) -> SamplingParams:
 
 def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
     """Return a turn's sampling parameters and its `thinking` setting in the form in which they are stored."""
-    told: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
-    return told | {"thinking": thinking}
+    sent: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
+    return sent | {"thinking": thinking}
 
 
 def described_notes(described: Mapping[int, Sequence[str]], *, first: int) -> tuple[str, ...]:

@@ -420,7 +420,7 @@ class _Ancestry:
     numbers from there to `_left` (exclusive).
     """
 
-    def __init__(self, turns: Sequence[Turn], said: Sequence[set[bytes]]) -> None:
+    def __init__(self, turns: Sequence[Turn], replies: Sequence[set[bytes]]) -> None:
         self._entered = [0] * len(turns)
         self._left = [0] * len(turns)
         self._first_replies: dict[bytes, tuple[list[int], list[int]]] = {}
@@ -440,7 +440,7 @@ class _Ancestry:
             last = children[index][-1] if children[index] else None
             self._left[index] = self._entered[index] + 1 if last is None else self._left[last]
         for index in order:
-            for digest in said[index]:
+            for digest in replies[index]:
                 if not self.reply_given_by(index, digest):
                     entered, left = self._first_replies.setdefault(digest, ([], []))
                     entered.append(self._entered[index])

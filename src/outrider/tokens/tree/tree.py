@@ -205,11 +205,11 @@ class TokenTree:
         The indexes may have gaps where a turn was not stored. No stored turn continues such a turn, because no client
         received its reply."""
         nodes: dict[int, TurnNode] = {}
-        said: dict[int, list[Message]] = {}
+        conversations: dict[int, list[Message]] = {}
         tools: dict[int, tuple[ToolSpec, ...]] = {}
         for turn in turns:
             parent = None if turn.parent is None else nodes[turn.parent]
-            messages = [*said[parent.index], *turn.messages] if parent is not None else list(turn.messages)
+            messages = [*conversations[parent.index], *turn.messages] if parent is not None else list(turn.messages)
             yield len(turn.prompt_delta) + len(turn.output_ids) + BYTES_OF_A_KEY * len(messages)
             specs = tools[parent.index] if parent is not None else turn.tool_specs
             raw = msgspec.json.encode(specs) if specs else b""
@@ -222,7 +222,7 @@ class TokenTree:
             nodes[turn.index] = self.commit(prompt, unpack_ids(turn.output_ids), turn.reply)
             tools[turn.index] = specs
             if turn.reply is not None:
-                said[turn.index] = [*messages, turn.reply]
+                conversations[turn.index] = [*messages, turn.reply]
 
     def _recorded_as(self, request: IndexedRequest, parent: TurnNode | None, delta: bytes) -> PromptNode | None:
         """Return the prompt of an earlier identical request that has the same ids, or None."""

@@ -94,8 +94,8 @@ class DockerApi:
             self._session.post(f"{URL}/{LIBPOD}/libpod/containers/create", json={**body, "name": name}) as answer,
         ):
             if answer.status != 201:
-                told = await answer.json(content_type=None)
-                raise DockerApiError(answer.status, str(told.get("message", told)))
+                reply = await answer.json(content_type=None)
+                raise DockerApiError(answer.status, str(reply.get("message", reply)))
 
     async def start(self, name: str) -> None:
         async with translated():

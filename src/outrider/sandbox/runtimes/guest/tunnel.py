@@ -40,9 +40,9 @@ class Tunnel(Bridge):
         self.number = 0
         self.ends: dict[int, TunnelEnd] = {}
         calls.running[call] = self.end
-        self.tell(READY, 0)
+        self.send(READY, 0)
 
-    def tell(self, kind: int, number: int, data: bytes = b"") -> None:
+    def send(self, kind: int, number: int, data: bytes = b"") -> None:
         self.calls.part(self.call, bytes((kind,)) + number.to_bytes(4, "big") + data)
 
     def take(self, number: int, data: bytes) -> None:
@@ -75,7 +75,7 @@ class Tunnel(Bridge):
         near.setblocking(False)
         far.setblocking(False)
         self.number += 1
-        self.tell(OPENED, self.number)
+        self.send(OPENED, self.number)
         self.ends[self.number] = TunnelEnd(self, self.number, far)
         BridgedConnection(self.loop, client, near, self._closed)
 
@@ -104,7 +104,7 @@ class TunnelEnd:
         del self.tunnel.ends[self.number]
         self.tunnel.loop.unwatch(self.socket.fileno())
         self.socket.close()
-        self.tunnel.tell(CLOSED, self.number)
+        self.tunnel.send(CLOSED, self.number)
 
     def _ready(self, events: int) -> None:
         if events & POLL_READ and not self.heard_all:
@@ -117,7 +117,7 @@ class TunnelEnd:
                 return
             if data is not None:
                 self.heard_all = not data
-                self.tunnel.tell(DATA if data else ENDED, self.number, data)
+                self.tunnel.send(DATA if data else ENDED, self.number, data)
         self._push()
 
     def _push(self) -> None:

@@ -168,13 +168,13 @@ class ZygoteClient:
         if not message:
             self._give_up()
             return
-        told = msgspec.msgpack.decode(message, type=ForkReply)
-        answer = self._waiting.pop(told.number)
-        if told.error or not fds:
-            fault = told.error or "no descriptor is left for its process"
+        reply = msgspec.msgpack.decode(message, type=ForkReply)
+        answer = self._waiting.pop(reply.number)
+        if reply.error or not fds:
+            fault = reply.error or "no descriptor is left for its process"
             answer.set_exception(RuntimeFailure(f"the sandbox cannot be forked: {fault}"))
         else:
-            answer.set_result((told.pid, fds[0]))
+            answer.set_result((reply.pid, fds[0]))
 
     def _give_up(self) -> None:
         """Abandon the zygote. Close the connection, so that the zygote exits, and let the pending requests fail."""

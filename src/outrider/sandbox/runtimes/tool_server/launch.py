@@ -178,10 +178,10 @@ async def environment_of(tools: ToolClient) -> dict[str, str]:
     server does not reply within START_SECONDS."""
     try:
         async with asyncio.timeout(START_SECONDS):
-            told = await tools.call("environ", {}, ToolPart)
+            reply = await tools.call("environ", {}, ToolPart)
     except TimeoutError as error:
         raise RuntimeFailure(f"the sandbox's tool server did not start within {START_SECONDS:.0f} s") from error
-    pairs = (entry.partition("=") for entry in told.data.decode("utf-8", "replace").split("\0") if entry)
+    pairs = (entry.partition("=") for entry in reply.data.decode("utf-8", "replace").split("\0") if entry)
     return {name: value for name, _, value in pairs if name != VARIABLE}
 
 

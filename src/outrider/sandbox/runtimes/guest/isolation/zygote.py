@@ -53,7 +53,7 @@ class Zygote:
         try:
             self._answer(number, self._fork(*given))
         except OSError as error:
-            self._say([number, 0, str(error)])
+            self._send([number, 0, str(error)])
         finally:
             for fd in given:
                 os.close(fd)
@@ -92,11 +92,11 @@ class Zygote:
         # the pid is still valid, because the loop collects exit codes only after this handler
         pidfd = os.pidfd_open(pid)
         try:
-            self._say([number, pid, ""], pidfd)
+            self._send([number, pid, ""], pidfd)
         finally:
             os.close(pidfd)
 
-    def _say(self, answer: list[object], *fds: int) -> None:
+    def _send(self, answer: list[object], *fds: int) -> None:
         packed = bytearray()
         pack(answer, packed)
         rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
