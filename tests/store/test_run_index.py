@@ -99,6 +99,8 @@ async def test_views_have_turns_errors_rewards_and_tokens(store: Store, tmp_path
             ["g.0", "reward", 1.0],
         ]
         assert await ask("SELECT count(*), sum(tokens) FROM tokens") == [[6, 0]]
+        kinds = await ask("SELECT training FROM tokens WHERE session_id = 'g.0' ORDER BY 1")
+        assert kinds == [["dropped"], ["masked"], ["trained"]]
         assert await ask("SELECT min_version, max_version FROM sessions") == [[7, 7]] * 2
         assert await ask("SELECT labels->>'run', labels->>'odd' FROM groups") == [["r", "a'\"b"]]
         assert await ask("SELECT length(task) FROM groups") == [[16]]

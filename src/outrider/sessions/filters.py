@@ -39,17 +39,17 @@ def filtered(run: EndedRun, verdict: Verdict, filters: Sequence[Filter]) -> tupl
     matching = [each for each in filters if MATCHES[each.when](run, each)]
     if not matching:
         return verdict, BranchPolicy.TRAIN
-    fates = {each.then for each in matching}
+    wanted = {each.then for each in matching}
     names = dict.fromkeys(each.when for each in matching)
     reason = f"filtered: {', '.join(names)}" + (f"; {verdict.reason}" if verdict.reason else "")
     verdict = msgspec.structs.replace(
         verdict, reason=reason, metrics={**verdict.metrics, **{f"filter_{name}": 1.0 for name in names}}
     )
-    if "zero" in fates:
+    if "zero" in wanted:
         verdict = msgspec.structs.replace(verdict, reward=min(0.0, verdict.reward), turns={}, rows={})
-    if "drop" in fates:
+    if "drop" in wanted:
         return verdict, BranchPolicy.DROP
-    return verdict, BranchPolicy.MASK if "mask" in fates else BranchPolicy.TRAIN
+    return verdict, BranchPolicy.MASK if "mask" in wanted else BranchPolicy.TRAIN
 
 
 def _cut_off(run: EndedRun, each: Filter) -> bool:

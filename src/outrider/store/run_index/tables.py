@@ -252,7 +252,7 @@ VIEWS = (
         "up to three rows for each session that is done: its sampled tokens by their use in training",
         (
             *_OF_SESSION,
-            ViewColumn("fate", "f.column1", "`trained`, `masked` or `dropped`"),
+            ViewColumn("training", "f.column1", "`trained`, `masked` or `dropped`"),
             ViewColumn(
                 "tokens",
                 "CASE f.column1 WHEN 'trained' THEN s.tokens_trained WHEN 'masked' THEN s.tokens_masked"
