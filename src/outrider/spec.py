@@ -117,7 +117,7 @@ class Limits(Spec):
     response_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 1 << 20
 
 
-class Run(Spec):
+class PrepareCommand(Spec):
     """Prepare step: a shell command in the sandbox. `env` is added to its environment.
 
     A run of the command fails if its exit code is not 0 or it takes longer than `seconds`. The command is repeated
@@ -178,7 +178,7 @@ class Write(Spec):
             raise ValueError(f"write is not base64: {error}") from error
 
 
-PrepareStep = Run | Upload | Write
+PrepareStep = PrepareCommand | Upload | Write
 
 
 class Collect(Spec):
@@ -628,7 +628,9 @@ class TaskSpec(Spec):
             for name in ("then", "collect", "artifacts"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is carried out in the agent's sandbox: an agent elsewhere has none")
-            if self.evaluator.kind == REPORTED and any(isinstance(step, Run) for step in self.runtime.prepare):
+            if self.evaluator.kind == REPORTED and any(
+                isinstance(step, PrepareCommand) for step in self.runtime.prepare
+            ):
                 raise ValueError("runtime.prepare runs commands in the agent's sandbox: an agent elsewhere has none")
             for name in ("agent_seconds", "prepare_seconds"):
                 if getattr(self.limits, name) != getattr(Limits(), name):

@@ -14,7 +14,7 @@ from outrider.lab.certify.rows import LONG, ROWS
 from outrider.lab.certify.run import certify
 from outrider.lab.certify.subagent_trial import ALONE, HELPLESS, IDLE, KNOWN, NOTHING, OPEN, STARTS
 from outrider.plugins import resolve
-from outrider.spec import HarnessSpec, Run, RuntimeSpec
+from outrider.spec import HarnessSpec, PrepareCommand, RuntimeSpec
 from support.environments import environment, program
 
 AGENT = Path(__file__).with_name("agent.py")
@@ -185,7 +185,7 @@ async def test_a_sandbox_without_python_has_no_server_to_try() -> None:
     if installation(load_preset("codex")) is None:
         pytest.skip("codex is not installed")
     harness = HarnessSpec(preset="codex", env={"PATH": "/tmp/only"})
-    only = Run(run="mkdir /tmp/only && ln -s $(command -v bash) /tmp/only/bash")
+    only = PrepareCommand(run="mkdir /tmp/only && ln -s $(command -v bash) /tmp/only/bash")
     subject = Subject(name="codex", harness=harness, runtime=RuntimeSpec(kind="namespace", prepare=[only]))
     [row] = (await certify(subject, [row for row in ROWS if row.name == "mcp"], agent_seconds=30)).rows
     assert row.verdict == "not tried"

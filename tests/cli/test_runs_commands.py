@@ -17,7 +17,7 @@ from outrider.cli.run_filter import time_of
 from outrider.client.client import AsyncClient
 from outrider.errors import InvalidField
 from outrider.service.run_diff import compare
-from outrider.store.run_index.lists import ListedRun
+from outrider.store.run_index.lists import ComparedSession
 from support.service import running_service, say
 
 TASK = {
@@ -120,8 +120,8 @@ async def test_two_runs_are_compared_in_80_columns(cli: Cli, tmp_path: Path, mon
         assert "see `outrider sessions --groups`" in (await cli("diff", "run=a", "run=none")).err
 
 
-def a_run(number: int, task: str, reward: float | None, *, error: str | None = None) -> ListedRun:
-    return ListedRun(
+def a_run(number: int, task: str, reward: float | None, *, error: str | None = None) -> ComparedSession:
+    return ComparedSession(
         id=f"s-0019a4e2b6c1f3d2-{number}",
         group_id=f"g-0019a4e2b6c1f{number:03d}",
         task=task,

@@ -10,10 +10,10 @@ import pytest
 from cli.world import TASK, write_task
 from outrider.cli.task_sources import load_group
 from outrider.errors import InvalidField, TooLarge
-from outrider.spec import MAX_INLINE_FILE, Run, Upload, Write
+from outrider.spec import MAX_INLINE_FILE, PrepareCommand, Upload, Write
 
 
-def prepared(folder: Path, step: str) -> list[Run | Upload | Write]:
+def prepared(folder: Path, step: str) -> list[PrepareCommand | Upload | Write]:
     text = TASK.replace('kind = "memory"', f'kind = "memory"\nprepare = [{step}]')
     return load_group(write_task(folder, text), n=2, priority=3).task.runtime.prepare
 
@@ -41,7 +41,7 @@ def test_a_folder_becomes_its_files_and_empty_folders(tmp_path: Path) -> None:
     steps = prepared(tmp_path, '{upload = "src", to = "/work/src"}')
     writes = {step.to: step.data() for step in steps if isinstance(step, Write)}
     assert writes == {"/work/src/a": b"1", "/work/src/deep/b": b"2"}
-    assert [shlex.split(step.run) for step in steps if isinstance(step, Run)] == [
+    assert [shlex.split(step.run) for step in steps if isinstance(step, PrepareCommand)] == [
         ["mkdir", "-p", "/work/src/deep/none yet"]
     ]
 
@@ -49,7 +49,7 @@ def test_a_folder_becomes_its_files_and_empty_folders(tmp_path: Path) -> None:
 def test_steps_keep_their_order_and_foreign_uploads_their_form(tmp_path: Path) -> None:
     (tmp_path / "here").write_text("x")
     steps = prepared(tmp_path, '{run = "true"}, {upload = "there", to = "t"}, {upload = "here", to = "h"}')
-    assert [type(step) for step in steps] == [Run, Upload, Write]
+    assert [type(step) for step in steps] == [PrepareCommand, Upload, Write]
 
 
 def test_files_for_graders_are_sent_along_too(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from outrider.errors import RuntimeFailure
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.base import ExecResult, Runtime
 from outrider.sandbox.sandbox import prepare
-from outrider.spec import PrepareStep, Run, Upload, Write
+from outrider.spec import PrepareCommand, PrepareStep, Upload, Write
 
 
 class Noting:
@@ -45,7 +45,7 @@ async def prepared(sandbox: Noting, *steps: PrepareStep, files: Path | None = No
 async def test_steps_are_done_in_order(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     steps = (
-        Run(run="one", env={"A": "b"}, seconds=5.0),
+        PrepareCommand(run="one", env={"A": "b"}, seconds=5.0),
         Upload(upload="folder", to="there"),
         Write(write="text", to="x"),
     )
@@ -58,7 +58,7 @@ async def test_steps_are_done_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("codes", "runs"), [((0,), 1), ((1, None, 0), 3), ((1, 1, 0), 3)])
 async def test_a_command_is_run_again_until_it_succeeds(codes: tuple[int | None, ...], runs: int) -> None:
-    assert len(await prepared(Noting(*codes), Run(run="fetch", attempts=3, pause_seconds=0.0))) == runs
+    assert len(await prepared(Noting(*codes), PrepareCommand(run="fetch", attempts=3, pause_seconds=0.0))) == runs
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ async def test_a_command_that_never_succeeds_fails_the_step(
 ) -> None:
     sandbox = Noting(*codes, 0)
     with pytest.raises(RuntimeFailure) as failed:
-        await prepared(sandbox, Run(run="fetch", attempts=attempts, pause_seconds=0.0))
+        await prepared(sandbox, PrepareCommand(run="fetch", attempts=attempts, pause_seconds=0.0))
     assert (failed.value.message, failed.value.field, failed.value.log_tail) == (
         message,
         "task.runtime.prepare.0",
@@ -87,5 +87,5 @@ async def test_a_command_that_never_succeeds_fails_the_step(
 async def test_a_broken_sandbox_is_not_tried_again() -> None:
     sandbox = Noting(breaks=True)
     with pytest.raises(RuntimeFailure, match="gone"):
-        await prepared(sandbox, Run(run="fetch", attempts=3, pause_seconds=0.0))
+        await prepared(sandbox, PrepareCommand(run="fetch", attempts=3, pause_seconds=0.0))
     assert len(sandbox.done) == 1

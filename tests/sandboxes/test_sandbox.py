@@ -19,7 +19,7 @@ from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.base import Availability, ExecResult, Runtime
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.sandbox import Sandboxes, run_step
-from outrider.spec import Run, RuntimeSpec
+from outrider.spec import PrepareCommand, RuntimeSpec
 
 STOPPED_ONCE = {("s", 1): 1}
 
@@ -203,7 +203,7 @@ async def test_a_health_check_fails_when_failures_that_count_are_too_many(
 ) -> None:
     """What begins to fail in the time of grace does not count, and has a pause of its own."""
     runtime = Failing(failures)
-    step = Run.model_validate({"run": "x", **fields})
+    step = PrepareCommand.model_validate({"run": "x", **fields})
     if tries is None:
         with pytest.raises(RuntimeFailure, match=rf"the check exited with 1, the last of {step.attempts} times"):
             await run_step(cast(Runtime, runtime), step, name="the check")

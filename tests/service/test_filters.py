@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role, ToolCall
 from outrider.service.admission import validate_group
-from outrider.sessions.filters import EndedRun, filtered
+from outrider.sessions.filters import EndedAgentRun, filtered
 from outrider.spec import EvaluatorSpec, Filter, RegradeSpec
 from outrider.trajectory import BranchPolicy, FinishReason, Turn, Verdict, pack_ids
 from store.world import turn
@@ -27,8 +27,8 @@ from .world import group, result_of
 GOOD = Verdict(reward=1.0, metrics={"m": 2.0}, reason="well done", turns={0: 0.5}, rows={0: 1.0})
 
 
-def run(*turns: Turn, reason: StopReason = StopReason.COMPLETED, patch: bytes | None = None) -> EndedRun:
-    return EndedRun(reason, turns or (turn(),), patch)
+def run(*turns: Turn, reason: StopReason = StopReason.COMPLETED, patch: bytes | None = None) -> EndedAgentRun:
+    return EndedAgentRun(reason, turns or (turn(),), patch)
 
 
 def calling(*calls: tuple[str, str]) -> Turn:
@@ -54,7 +54,7 @@ MATCHING = [
 
 
 @pytest.mark.parametrize(("given", "matching", "other"), MATCHING)
-def test_what_a_filter_finds(given: dict[str, Any], matching: EndedRun, other: EndedRun) -> None:
+def test_what_a_filter_finds(given: dict[str, Any], matching: EndedAgentRun, other: EndedAgentRun) -> None:
     each = Filter.model_validate({**given, "then": "zero"})
     verdict, fate = filtered(matching, GOOD, [each])
     assert (verdict.reward, verdict.turns, verdict.rows, fate) == (0.0, {}, {}, BranchPolicy.TRAIN)

@@ -26,7 +26,7 @@ from outrider.harnesses.presets import ConfigFile, Option, Preset, checked_optio
 from outrider.harnesses.skills import FIELD as SKILLS
 from outrider.plugins import resolve
 from outrider.sandbox.runtimes.tool_server.launch import HOME as ROOTS_HOME
-from outrider.spec import HarnessSpec, Run, TaskSpec
+from outrider.spec import HarnessSpec, PrepareCommand, TaskSpec
 
 FIELD = "task.harness"
 
@@ -91,7 +91,7 @@ def check_written(task: TaskSpec) -> None:
     files = load_preset(task.harness.preset).files_with(task.harness.mcp_servers)
     taken = {posixpath.normpath(posixpath.join(home, file.path)) for file in files}
     for number, step in enumerate(task.runtime.prepare):
-        if isinstance(step, Run):
+        if isinstance(step, PrepareCommand):
             continue
         path = posixpath.normpath(posixpath.join(task.runtime.workdir, step.to))
         if path in taken:

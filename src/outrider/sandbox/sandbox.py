@@ -34,7 +34,7 @@ from outrider.sandbox.runtimes.base import Runtime, RuntimeKind, SandboxContext
 from outrider.sandbox.runtimes.elsewhere import ELSEWHERE
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_URL
-from outrider.spec import RUNTIME, Collect, PrepareStep, Run, RuntimeSpec, TaskSpec, Upload, Write
+from outrider.spec import RUNTIME, Collect, PrepareCommand, PrepareStep, RuntimeSpec, TaskSpec, Upload, Write
 
 PREPARE_PAUSES = RetryPolicy(first=1.0, longest=30.0)
 """Seconds that a prepare step waits between two attempts if it sets no pause itself."""
@@ -361,7 +361,7 @@ async def prepare(
     """
     for number, step in enumerate(steps):
         match step:
-            case Run():
+            case PrepareCommand():
                 await run_step(runtime, step, name=f"prepare step {number}", field=f"{field}.{number}")
             case Upload():
                 source = partial(paths.upload_now, step.upload, field=f"{field}.{number}.upload")
@@ -381,7 +381,7 @@ async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
             await runtime.exec(hook.run, seconds=hook.seconds)
 
 
-async def run_step(runtime: Runtime, step: Run, *, name: str, field: str | None = None) -> None:
+async def run_step(runtime: Runtime, step: PrepareCommand, *, name: str, field: str | None = None) -> None:
     """Run the command of a step until it succeeds or has failed `attempts` times. Runs that start within the first
     `grace_seconds` do not count as failed attempts.
 

@@ -84,7 +84,7 @@ WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
 """Folders of a sandbox to which programs write. No virtual environment may be mounted over one, because the mount is
 read-only."""
 
-STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
+STEP_KINDS = frozenset({"PrepareCommand", "Upload", "function-after[_decodable(), Write]"})
 """The kinds of prepare steps, as pydantic names them in an error's location. Pydantic tries to read a step as each
 kind, and reports all errors."""
 NO_FIELDS = STEP_KINDS | {"[key]", "DiffSpec"}

@@ -13,7 +13,7 @@ from statistics import fmean
 from outrider.client.estimates import difference_interval, mean_interval, pass_at
 from outrider.lifecycle import SessionState
 from outrider.schemas import Estimate, Flip, RunDiff, RunSide
-from outrider.store.run_index.lists import ListedRun
+from outrider.store.run_index.lists import ComparedSession
 
 MAX_FLIPS = 200
 """Maximum number of flips in a reply. A flip is a pair of sessions of which only one is solved."""
@@ -22,7 +22,9 @@ Rewards = Mapping[str, Sequence[float]]
 """For each task, the rewards of its graded sessions."""
 
 
-def compare(a: Sequence[ListedRun], b: Sequence[ListedRun], *, names: tuple[str, str], passed: float = 1.0) -> RunDiff:
+def compare(
+    a: Sequence[ComparedSession], b: Sequence[ComparedSession], *, names: tuple[str, str], passed: float = 1.0
+) -> RunDiff:
     """Compare two runs. `a` and `b` are the sessions of the runs, in the order in which they were submitted. A session
     is solved if its reward is at least `passed`. `names` are the runs' selectors."""
     rewards = _rewards(a), _rewards(b)
@@ -45,7 +47,7 @@ def compare(a: Sequence[ListedRun], b: Sequence[ListedRun], *, names: tuple[str,
     )
 
 
-def _side(name: str, runs: Sequence[ListedRun], rewards: Rewards, passed: float) -> RunSide:
+def _side(name: str, runs: Sequence[ComparedSession], rewards: Rewards, passed: float) -> RunSide:
     done = [run for run in runs if run.state == SessionState.DONE]
     graded = [run for run in done if run.reward is not None]
     failures = Counter(run.error_code or run.stop_reason or "unknown" for run in done if run.reward is None)
@@ -73,12 +75,12 @@ def _side(name: str, runs: Sequence[ListedRun], rewards: Rewards, passed: float)
     )
 
 
-def _task(run: ListedRun) -> str:
+def _task(run: ComparedSession) -> str:
     """Return the name of a session's task. If it is unknown, the session's group counts as a separate task."""
     return run.task or f"group {run.group_id}"
 
 
-def _rewards(runs: Sequence[ListedRun]) -> dict[str, list[float]]:
+def _rewards(runs: Sequence[ComparedSession]) -> dict[str, list[float]]:
     found: defaultdict[str, list[float]] = defaultdict(list)
     for run in runs:
         if run.reward is not None:
@@ -116,7 +118,7 @@ def _difference(
     return Estimate(value=fmean(second) - fmean(first), low=low, high=high)
 
 
-def _flips(a: Sequence[ListedRun], b: Sequence[ListedRun], passed: float) -> list[Flip]:
+def _flips(a: Sequence[ComparedSession], b: Sequence[ComparedSession], passed: float) -> list[Flip]:
     """Return the pairs of graded sessions of which only one is solved. The nth session of a task in `a` is paired with
     its nth session in `b`. Pairs that are solved in `a` come first."""
     first, second = _places(a), _places(b)
@@ -133,7 +135,7 @@ def _flips(a: Sequence[ListedRun], b: Sequence[ListedRun], passed: float) -> lis
     return sorted(found, key=lambda flip: (flip.a_reward < passed, flip.task, flip.sample))
 
 
-def _places(runs: Sequence[ListedRun]) -> dict[tuple[str, int], ListedRun]:
+def _places(runs: Sequence[ComparedSession]) -> dict[tuple[str, int], ComparedSession]:
     """Return the sessions by task and number. The sessions of a task are numbered from 0 in the order of their
     submission."""
     counts: Counter[str] = Counter()

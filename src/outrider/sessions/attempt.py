@@ -20,7 +20,7 @@ from outrider.redaction import redacted, secrets_in
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats
 from outrider.sessions.priority_semaphore import URGENT
-from outrider.spec import Run, RuntimeSpec, TaskSpec, runtimes_of, steps_of, tenant_of
+from outrider.spec import PrepareCommand, RuntimeSpec, TaskSpec, runtimes_of, steps_of, tenant_of
 from outrider.store.rows import SessionRow
 from outrider.timeline import TimelinePart
 from outrider.tokens.samples import count_session, policy_of
@@ -129,7 +129,7 @@ class Node(Protocol):
 def secrets_of(task: TaskSpec) -> list[str]:
     """Return the secrets in the task's environment variables and MCP server settings."""
     runtimes = [steps_of(task)[-1].runtime, *(runtime for runtime, _ in runtimes_of(task))]
-    runs = (step for runtime in runtimes for step in runtime.prepare if isinstance(step, Run))
+    runs = (step for runtime in runtimes for step in runtime.prepare if isinstance(step, PrepareCommand))
     given = (task.harness.env, *(runtime.env for runtime in runtimes), *(step.env for step in runs))
     variables = (variable for env in given for variable in env.items())
     return secrets_in((*variables, *(each for server in task.harness.mcp_servers for each in server.secrets())))

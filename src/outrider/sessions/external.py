@@ -56,7 +56,7 @@ from outrider.sessions.blame import HARMFUL_SECONDS, Cause, End, Facts, Stage, d
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, FailedCall, RunEnded, overdue_error, stall_error
-from outrider.sessions.filters import EndedRun, filtered
+from outrider.sessions.filters import EndedAgentRun, filtered
 from outrider.sessions.models import SessionModels
 from outrider.sessions.remote_runs import archive_of
 from outrider.sessions.reports import check_report, verdict_of
@@ -515,7 +515,7 @@ class _LiveSession:
         turns = await self._store.turns(session.id, session.attempt)
         at_most = BranchPolicy.TRAIN
         if verdict is not None:
-            verdict, at_most = filtered(EndedRun(reason, turns, None), verdict, task.filters)
+            verdict, at_most = filtered(EndedAgentRun(reason, turns, None), verdict, task.filters)
         forks = {cause.value: number for cause, number in self._policy.tree.forks.items()}
         build = partial(
             session_result,

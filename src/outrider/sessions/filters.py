@@ -24,7 +24,7 @@ REPEATS = 4
 `limit` replaces this number."""
 
 
-class EndedRun(msgspec.Struct, frozen=True):
+class EndedAgentRun(msgspec.Struct, frozen=True):
     """The input of filters: why the agent's run ended, its turns, and its patch if `evaluator.carry` is a diff."""
 
     reason: StopReason
@@ -32,7 +32,7 @@ class EndedRun(msgspec.Struct, frozen=True):
     patch: bytes | None
 
 
-def filtered(run: EndedRun, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Verdict, BranchPolicy]:
+def filtered(run: EndedAgentRun, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Verdict, BranchPolicy]:
     """Apply the filters to a run. Returns the changed verdict, and an upper bound for what training may do with the
     session's rows: TRAIN, MASK or DROP. Matching filters are named in the verdict's reason and metrics
     (`filter_NAME`)."""
@@ -52,16 +52,16 @@ def filtered(run: EndedRun, verdict: Verdict, filters: Sequence[Filter]) -> tupl
     return verdict, BranchPolicy.MASK if "mask" in wanted else BranchPolicy.TRAIN
 
 
-def _cut_off(run: EndedRun, each: Filter) -> bool:
+def _cut_off(run: EndedAgentRun, each: Filter) -> bool:
     return run.reason in CUT_OFF or (bool(run.turns) and run.turns[-1].finish is FinishReason.LENGTH)
 
 
-def _repeated(run: EndedRun, each: Filter) -> bool:
+def _repeated(run: EndedAgentRun, each: Filter) -> bool:
     calls = ((call.name, call.arguments) for turn in run.turns if turn.reply for call in turn.reply.tool_calls)
     return any(len(list(same)) >= (each.limit or REPEATS) for _, same in groupby(calls))
 
 
-MATCHES: Mapping[FilterKind, Callable[[EndedRun, Filter], bool]] = {
+MATCHES: Mapping[FilterKind, Callable[[EndedAgentRun, Filter], bool]] = {
     "not_completed": lambda run, each: run.reason is not StopReason.COMPLETED,
     "truncated": _cut_off,
     "over_long": lambda run, each: sum(len(turn.output_ids) // 4 for turn in run.turns) > (each.limit or 0),

@@ -28,10 +28,10 @@ from outrider.sessions.agent_service_calls import TRANSIENT, NotConnected, Remot
 from outrider.spec import (
     REPORTED,
     Name,
+    PrepareCommand,
     RemoteSpec,
     ReportedStop,
     ReportSpec,
-    Run,
     Seconds,
     Spec,
     TaskSpec,
@@ -120,7 +120,7 @@ def check_harbor_task(task: TaskSpec, remote: RemoteSpec) -> None:
     options = harbor_options(remote)
     if (options.agent.name is None) == (options.agent.import_path is None):
         raise InvalidField("give exactly one of name and import_path", field=f"{FIELD}.agent")
-    if not any(not isinstance(step, Run) for step in task.runtime.prepare):
+    if not any(not isinstance(step, PrepareCommand) for step in task.runtime.prepare):
         raise InvalidField(
             "a Harbor run server needs a task folder",
             field="task.runtime.prepare",

@@ -61,7 +61,7 @@ from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation, overdue_error, stall_error
-from outrider.sessions.filters import EndedRun, filtered
+from outrider.sessions.filters import EndedAgentRun, filtered
 from outrider.sessions.grading import Grade, Grading, came_from_inside
 from outrider.sessions.lanes import HeldSlot, Lanes
 from outrider.sessions.models import InProcessClient, SessionModels, completed
@@ -230,7 +230,7 @@ class Rollout:
         session, store, stored = self._session, self._node.store, self._attempt.stored
         turns, verdict, at_most = await self._turns(), ending.verdict, BranchPolicy.TRAIN
         if verdict is not None and ending.reason is not StopReason.AGENT_EXCESS:
-            verdict, at_most = filtered(EndedRun(ending.reason, turns, ending.patch), verdict, self._task.filters)
+            verdict, at_most = filtered(EndedAgentRun(ending.reason, turns, ending.patch), verdict, self._task.filters)
         forks = {cause.value: number for cause, number in self.conversation.tree.forks.items()}
         build = partial(
             session_result,

@@ -16,7 +16,7 @@ from outrider.harnesses.factory import make_harness
 from outrider.harnesses.presets import preset_names
 from outrider.sandbox.host_paths import HostPaths
 from outrider.service.admission import check_group, parse_body
-from outrider.spec import DiffSpec, Run, StoredGroupSpec, Upload
+from outrider.spec import DiffSpec, PrepareCommand, StoredGroupSpec, Upload
 
 FILES = Path("/srv/files")
 TASK: dict[str, Any] = {"task_id": "t", "instruction": "Do it.", "agent": {"harness": "codex"}}
@@ -154,14 +154,14 @@ def test_sandboxes() -> None:
     assert given.prepare == [
         Upload(upload="a/b.txt", to="/x/b.txt"),
         Upload(upload="c", to="c"),
-        Run(run="cd /x || exit 1\nmake", seconds=50, env={"A": "1"}, attempts=3, pause_seconds=2),
+        PrepareCommand(run="cd /x || exit 1\nmake", seconds=50, env={"A": "1"}, attempts=3, pause_seconds=2),
     ]
     assert [(mount.source, mount.target) for mount in given.mounts] == [("/data", "/mnt")]
     assert translated(**runtime(backend="apptainer")).task.runtime.kind == "apptainer"
     assert translated(**runtime(import_path="a.b:C")).task.runtime.kind == "a.b:C"
     assert translated(**runtime(kwargs={"kind": "namespace"})).task.runtime.kind == "namespace"
     first, *_ = translated(**runtime()).task.runtime.prepare
-    assert isinstance(first, Run)
+    assert isinstance(first, PrepareCommand)
     assert "/tmp/polar-session/artifacts" in first.run  # the folders that the variables name
 
 

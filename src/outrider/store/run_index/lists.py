@@ -50,7 +50,7 @@ class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
         return self == SessionFilter()
 
 
-class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedSession(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a session that a comparison of runs needs. `seconds` is the sum over all stages, including
     waits."""
 
@@ -115,17 +115,19 @@ def find_groups(
     return [id for (id,) in db.execute(sql, (*values, limit)).fetchall()]
 
 
-def runs_of(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, limit: int) -> list[ListedRun]:
+def runs_of(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, limit: int) -> list[ComparedSession]:
     """Return up to `limit` sessions for a comparison of runs, oldest first."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
     computed = {
         "seconds": " + ".join(f"seconds_{stage}" for stage in SECONDS),
         "task": "(SELECT task FROM kept_groups WHERE no = group_no)",
     }
-    columns = ", ".join(computed.get(name, name) for name in ListedRun.__struct_fields__)
+    columns = ", ".join(computed.get(name, name) for name in ComparedSession.__struct_fields__)
     sql = f"SELECT {columns} FROM kept_sessions WHERE {where} ORDER BY created, group_id, sample_index LIMIT ?"
-    names = ListedRun.__struct_fields__
-    return [ListedRun(**dict(zip(names, row, strict=True))) for row in db.execute(sql, (*values, limit)).fetchall()]
+    names = ComparedSession.__struct_fields__
+    return [
+        ComparedSession(**dict(zip(names, row, strict=True))) for row in db.execute(sql, (*values, limit)).fetchall()
+    ]
 
 
 def _place(db: sqlite3.Connection, after: str, tenant: str | None) -> tuple[float, str, int]:
