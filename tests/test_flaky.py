@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.flaky import MAX_FLAKY
+from support.flaky import FLAKY_FILE, MAX_FLAKY
 
 SUPPORT = Path(__file__).parent
 
@@ -27,12 +27,14 @@ def test_is_well():
 """
 
 
-def run(folder: Path, tests: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, tests: str, *options: str, flaky_file: Path | None = None) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {SUPPORT}\nfilterwarnings = error\n")
     (folder / "test_crowd.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", FLAKY_FILE))}
+    if flaky_file is not None:
+        env[FLAKY_FILE] = str(flaky_file)
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the other plugins would only be imported, by every process
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 
@@ -46,6 +48,21 @@ def test_a_crowd(tmp_path: Path, flaky: int, broken: int, code: int, reported: i
     done = run(tmp_path, CROWDED.format(flaky=flaky, broken=broken), "-n", "2", "-p", "xdist")
     assert (done.returncode, done.stdout.count("FLAKY: ")) == (code, reported), done.stdout
     assert ("the others are loud" in done.stdout) == (flaky > 0)
+
+
+@pytest.mark.deep
+def test_runs_with_one_file_count_together(tmp_path: Path) -> None:
+    """Two runs of two flaky tests each: the second run passes the limit."""
+    file, names = tmp_path / "flaky", [f"test_crowd.py::test_needs_quiet[{number}]" for number in range(2)]
+    for code, before in ((0, 0), (1, 2)):
+        done = run(tmp_path, CROWDED.format(flaky=2, broken=0), "-n", "2", "-p", "xdist", flaky_file=file)
+        assert (done.returncode, done.stdout.count("FLAKY: ")) == (code, 2), done.stdout
+        assert ("4 tests have been flaky, and 3 may be" in done.stdout) == (code == 1)
+        assert len(file.read_text().splitlines()) == before + 2
+    assert sorted(file.read_text().splitlines()) == sorted(2 * names)
+    # A run without flaky tests is not to blame, whatever the file has.
+    done = run(tmp_path, CROWDED.format(flaky=0, broken=0), "-n", "2", "-p", "xdist", flaky_file=file)
+    assert done.returncode == 0, done.stdout
 
 
 WARY = """

@@ -3,17 +3,24 @@
 Only runs with several workers (`pytest -n`) and runs beside other runs (`--beside-others`) do this, and only for
 MAX_FLAKY failures or fewer. A flaky test is printed as FLAKY with its first failure, and is a defect to be mended next.
 A test that fails again, or more failures, fail the run. tests/conftest.py imports the hooks.
+
+If the environment variable FLAKY_FILE names a file, MAX_FLAKY counts for all runs that have this file, as those of
+`.ci/run`: each run appends its flaky tests, and fails if the file then has more than MAX_FLAKY.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from _pytest.terminal import TerminalReporter
 
 MAX_FLAKY = 3
+FLAKY_FILE = "FLAKY_FILE"
 RERUN_SECONDS = 600.0
 """Time limit of one test that runs alone."""
 
@@ -56,8 +63,21 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter, exitstatus: int,
     for test in flaky:
         terminalreporter.write_sep("=", f"FLAKY: {test} failed beside others and passed alone", yellow=True, bold=True)
         terminalreporter.write_line(failures[test])
-    if len(flaky) == len(failures):
+    count = counted(flaky)
+    if count > MAX_FLAKY:
+        terminalreporter.write_line(f"{count} tests have been flaky, and {MAX_FLAKY} may be: {os.environ[FLAKY_FILE]}")
+    elif len(flaky) == len(failures):
         config.stash[_session].exitstatus = pytest.ExitCode.OK
+
+
+def counted(flaky: Sequence[str]) -> int:
+    """Append the flaky tests to the file that runs share. Returns how many it has then; without a file, their number.
+    Runs beside each other may append at the same time: the last one sees all."""
+    if not flaky or not (name := os.environ.get(FLAKY_FILE)):
+        return len(flaky)
+    with open(name, "a", encoding="utf-8") as file:
+        file.write("".join(f"{test}\n" for test in flaky))
+    return len(Path(name).read_text(encoding="utf-8").splitlines())
 
 
 def passes_alone(test: str, config: pytest.Config) -> bool:
