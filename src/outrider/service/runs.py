@@ -95,7 +95,7 @@ class Runs:
         await self._index.catch_up()
         for field, selector in (("a", a), ("b", b)):
             wanted = selected(selector, field)
-            find = partial(lists.runs_of, wanted=wanted, tenant=caller.sees, limit=MOST_COMPARED + 1)
+            find = partial(lists.compared_sessions, wanted=wanted, tenant=caller.sees, limit=MOST_COMPARED + 1)
             runs = await self._index.read(find)
             if not runs:
                 raise NotFound(

@@ -115,7 +115,9 @@ def find_groups(
     return [id for (id,) in db.execute(sql, (*values, limit)).fetchall()]
 
 
-def runs_of(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, limit: int) -> list[ComparedSession]:
+def compared_sessions(
+    db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, limit: int
+) -> list[ComparedSession]:
     """Return up to `limit` sessions for a comparison of runs, oldest first."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
     computed = {
