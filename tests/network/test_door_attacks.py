@@ -10,9 +10,9 @@ import uvloop
 
 from network.world import HELLO, a_door, a_server, connect, get, said
 from outrider.destinations import Phase
-from outrider.sandbox.network import door as door_module
-from outrider.sandbox.network import proxy
-from outrider.sandbox.network.proxy import LEAST_CONNECTIONS, ConnectionPool
+from outrider.sandbox.network.door import CONNECTIONS, MAX_PLACES
+from outrider.sandbox.network.proxy import LEAST_CONNECTIONS, ConnectionPool, ProxyWaits
+from outrider.sandbox.network.requests import NotAllowed, read_request
 
 METADATA = [
     *("169.254.169.254", "2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "169.16689662", "0xa9.254.0251.254"),
@@ -315,11 +315,9 @@ async def test_many_requests_end_at_the_limit(tmp_path: Path) -> None:
         assert len(server.heard) == 3
 
 
-async def test_a_slow_drip_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_drip_ends(tmp_path: Path) -> None:
     """Neither a head that never ends nor a reply that drips holds a connection for ever."""
-    monkeypatch.setattr(proxy, "HEAD_SECONDS", 0.2)
-    monkeypatch.setattr(proxy, "SILENCE_SECONDS", 5.0)
-    monkeypatch.setattr(proxy, "CONNECTION_SECONDS", 0.5)
+    waits = ProxyWaits(head=0.2, silence=5.0, connection=0.5)
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -331,21 +329,21 @@ async def test_a_slow_drip_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     async with a_server(answer=drip) as server:
         place = f"files.test:{server.port}"
         names = {"files.test": [["127.0.0.1"]]}
-        async with a_door(tmp_path, place, names=names, internal=[place]):
+        async with a_door(tmp_path, place, names=names, internal=[place], waits=waits):
             assert await said(tmp_path, "GET http://files.test/ HT", seconds=3) == ""
             await said(tmp_path, get(f"http://{place}/"), seconds=3)
 
 
-async def test_a_silent_server_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "SILENCE_SECONDS", 0.2)
-    monkeypatch.setattr(proxy, "ANSWER_PATIENCE", 0.1)
+async def test_a_silent_server_is_said(tmp_path: Path) -> None:
+    waits = ProxyWaits(silence=0.2, answer=0.1)
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         await reader.read()
 
     async with a_server(answer=silent) as server:
         place = f"files.test:{server.port}"
-        async with a_door(tmp_path, place, names={"files.test": [["127.0.0.1"]]}, internal=[place]) as (door, _):
+        names = {"files.test": [["127.0.0.1"]]}
+        async with a_door(tmp_path, place, names=names, internal=[place], waits=waits) as (door, _):
             post = f"POST http://{place}/ HTTP/1.1\r\nHost: {place}\r\nContent-Length: 9\r\n\r\nx"
             for request in (get(f"http://{place}/"), post):
                 got = await said(tmp_path, request, seconds=3)
@@ -356,8 +354,7 @@ async def test_a_silent_server_is_said(tmp_path: Path, monkeypatch: pytest.Monke
             assert door.broken(Phase.AGENT) is None, "a program could make a server silent, to avoid its grade"
 
 
-async def test_connections_at_once_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "CONNECTIONS", 2)
+async def test_connections_at_once_are_bounded(tmp_path: Path) -> None:
     go, arrived = asyncio.Event(), asyncio.Semaphore(0)
 
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
@@ -369,12 +366,12 @@ async def test_connections_at_once_are_bounded(tmp_path: Path, monkeypatch: pyte
         place = f"files.test:{server.port}"
         async with a_door(tmp_path, place, names={"files.test": [["127.0.0.1"]]}, internal=[place]):
             async with asyncio.TaskGroup() as group:
-                first = [group.create_task(said(tmp_path, get(f"http://{place}/"))) for _ in range(2)]
-                for _ in range(2):
+                first = [group.create_task(said(tmp_path, get(f"http://{place}/"))) for _ in range(CONNECTIONS)]
+                for _ in first:
                     await arrived.acquire()
-                third = await said(tmp_path, get(f"http://{place}/"))
+                another = await said(tmp_path, get(f"http://{place}/"))
                 go.set()
-            assert third.startswith("HTTP/1.1 429")
+            assert another.startswith("HTTP/1.1 429")
             assert all(task.result().endswith("hi") for task in first)
 
 
@@ -416,12 +413,12 @@ async def test_a_refusal_is_read_although_the_request_is_not(tmp_path: Path, req
         writer.close()
 
 
-async def test_invented_names_are_counted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "MAX_PLACES", 5)
+async def test_invented_names_are_counted_together(tmp_path: Path) -> None:
     async with a_door(tmp_path, "files.test") as (door, _):
-        for number in range(12):
-            await said(tmp_path, connect(f"x{number}.evil.test:443"))
-        assert len(door.uses) == 6
+        for number in range(MAX_PLACES + 7):
+            with pytest.raises(NotAllowed):
+                door.admit(read_request(connect(f"x{number}.evil.test:443").encode()))
+        assert len(door.uses) == MAX_PLACES + 1
         assert door.uses[Phase.AGENT, "other servers"].refused == 7
 
 

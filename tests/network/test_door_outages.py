@@ -15,8 +15,8 @@ import pytest
 
 from network.world import Answer, Server, a_door, a_server, connect, get, said
 from outrider.destinations import Phase
-from outrider.sandbox.network import dialer, proxy
 from outrider.sandbox.network.door import Door
+from outrider.sandbox.network.proxy import WAITS, ProxyWaits
 from outrider.sandbox.network.shared import Lookups
 
 PAGE = "http://pip.mirror.internal/simple/x/"
@@ -24,11 +24,12 @@ START = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nhalf"
 
 
 @asynccontextmanager
-async def an_index(tmp_path: Path, answer: Answer) -> AsyncIterator[tuple[Door, Server]]:
+async def an_index(tmp_path: Path, answer: Answer, waits: ProxyWaits = WAITS) -> AsyncIterator[tuple[Door, Server]]:
     """A door with a package index that answers so."""
     async with a_server(answer=answer) as server:
         index = f"http://index.test:{server.port}/simple/"
-        async with a_door(tmp_path, "mirror:pip", names={"index.test": [["127.0.0.1"]]}, pip_index=index) as (door, _):
+        names = {"index.test": [["127.0.0.1"]]}
+        async with a_door(tmp_path, "mirror:pip", names=names, pip_index=index, waits=waits) as (door, _):
             yield door, server
 
 
@@ -66,11 +67,10 @@ async def give_up(folder: Path, text: str, taken: int) -> None:
     ("answer", "reason"), [(silent, "did not answer"), (stalled, "stopped in the middle of its reply")]
 )
 async def test_an_index_that_is_silent_when_the_phase_ends_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer, reason: str
+    tmp_path: Path, answer: Answer, reason: str
 ) -> None:
     """The client gives up long before the proxy does, as pip does after 15 s."""
-    monkeypatch.setattr(proxy, "ANSWER_PATIENCE", 0.2)
-    async with an_index(tmp_path, answer) as (door, _):
+    async with an_index(tmp_path, answer, ProxyWaits(answer=0.2)) as (door, _):
         await give_up(tmp_path, get(PAGE), 4 if answer is stalled else 0)
         await asyncio.sleep(0.1)
         assert door.broken(Phase.AGENT) == f"pip.mirror.internal:80 {reason}", "while the phase still runs"
@@ -96,18 +96,15 @@ async def test_an_index_that_cuts_its_reply_off_has_failed(tmp_path: Path) -> No
         assert door.broken(Phase.AGENT) == "pip.mirror.internal:80 ended its reply early"
 
 
-async def test_a_client_that_hangs_up_or_reads_slowly_is_no_failure_of_the_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_hangs_up_or_reads_slowly_is_no_failure_of_the_index(tmp_path: Path) -> None:
     """A program may stop reading until the server gives up."""
-    monkeypatch.setattr(proxy, "CLIENT_SECONDS", 0.2)
     gone = asyncio.Event()
 
     async def impatient(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n" + b"x" * 2_000_000)
         await gone.wait()
 
-    async with an_index(tmp_path, impatient) as (door, _):
+    async with an_index(tmp_path, impatient, ProxyWaits(client=0.2)) as (door, _):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "door", limit=1)
         writer.write(get(PAGE).encode())
         await reader.read(1)
@@ -124,11 +121,8 @@ async def test_a_client_that_hangs_up_or_reads_slowly_is_no_failure_of_the_index
         assert door.broken(Phase.AGENT) is None
 
 
-async def test_a_later_answer_counts_more_than_an_older_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_later_answer_counts_more_than_an_older_silence(tmp_path: Path) -> None:
     """A client gave a first request up, and its second one was answered."""
-    monkeypatch.setattr(proxy, "ANSWER_PATIENCE", 0.1)
     calls = 0
 
     async def second(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
@@ -138,7 +132,7 @@ async def test_a_later_answer_counts_more_than_an_older_silence(
             await reader.read()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
 
-    async with an_index(tmp_path, second) as (door, _):
+    async with an_index(tmp_path, second, ProxyWaits(answer=0.1)) as (door, _):
         await give_up(tmp_path, get(PAGE), 0)
         assert (await said(tmp_path, get(PAGE))).endswith("hi")
         await door.enter(None)
@@ -146,11 +140,8 @@ async def test_a_later_answer_counts_more_than_an_older_silence(
         assert door.broken(Phase.AGENT) is None
 
 
-async def test_a_new_grading_forgets_also_the_requests_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(proxy, "ANSWER_PATIENCE", 0.1)
-    async with an_index(tmp_path, silent) as (door, _):
+async def test_a_new_grading_forgets_also_the_requests_under_way(tmp_path: Path) -> None:
+    async with an_index(tmp_path, silent, ProxyWaits(answer=0.1)) as (door, _):
         await door.enter(Phase.VERIFIER)
         await give_up(tmp_path, get(PAGE), 0)
         assert door.broken(Phase.VERIFIER) is not None
@@ -225,15 +216,15 @@ async def test_requests_for_one_name_share_a_look_up(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def a_door_with_slow_names(tmp_path: Path, *allow: str) -> AsyncIterator[tuple[Door, Any]]:
-    async with slow_names() as (names, named, others), a_door(tmp_path, *allow) as (door, _):
-        door._proxy._dialer._resolve = Lookups(named, others, names.look_up).resolve
-        yield door, names
+async def a_door_with_slow_names(tmp_path: Path, *allow: str, **more: Any) -> AsyncIterator[tuple[Door, SlowNames]]:
+    async with slow_names() as (names, named, others):
+        resolve = Lookups(named, others, names.look_up).resolve
+        async with a_door(tmp_path, *allow, resolve=resolve, **more) as (door, _):
+            yield door, names
 
 
-async def test_a_name_server_that_never_answers_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialer, "CONNECT_SECONDS", 0.3)
-    async with a_door_with_slow_names(tmp_path, "named.test", "*.test:80") as (door, _):
+async def test_a_name_server_that_never_answers_is_said(tmp_path: Path) -> None:
+    async with a_door_with_slow_names(tmp_path, "named.test", "*.test:80", connect_seconds=0.3) as (door, _):
         for text in (get("http://named.test/"), connect("named.test:443"), get("http://made-up.test/")):
             got = await said(tmp_path, text, seconds=5)
             assert got.startswith("HTTP/1.1 502 Bad Gateway")
@@ -242,13 +233,11 @@ async def test_a_name_server_that_never_answers_is_said(tmp_path: Path, monkeypa
         assert not door.uses[Phase.AGENT, "made-up.test:80"].broken
 
 
-async def test_a_server_that_is_not_reached_before_the_phase_ends_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_is_not_reached_before_the_phase_ends_has_failed(tmp_path: Path) -> None:
     """An agent with a time limit shorter than that of a connection."""
     for patience, failure in ((0.1, "named.test:80 was not reached before the network of the phase ended"), (9, None)):
-        monkeypatch.setattr(proxy, "CONNECT_PATIENCE", patience)
-        async with a_door_with_slow_names(tmp_path, "named.test", "*.test:80") as (door, _):
+        waits = ProxyWaits(connect=patience)
+        async with a_door_with_slow_names(tmp_path, "named.test", "*.test:80", waits=waits) as (door, _):
             await give_up(tmp_path, get("http://named.test/"), 0)
             await give_up(tmp_path, get("http://made-up.test/"), 0)
             await door.enter(None)
@@ -256,10 +245,9 @@ async def test_a_server_that_is_not_reached_before_the_phase_ends_has_failed(
             assert not door.uses[Phase.AGENT, "made-up.test:80"].broken
 
 
-async def test_a_tunnel_that_is_reset_or_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tunnel_that_is_reset_or_never_ends(tmp_path: Path) -> None:
     """A server that resets the connection in a tunnel, and a client that ends its half of a tunnel and keeps the
     other."""
-    monkeypatch.setattr(proxy, "SILENCE_SECONDS", 0.3)
 
     async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         if b"reset" in head:
@@ -269,7 +257,8 @@ async def test_a_tunnel_that_is_reset_or_never_ends(tmp_path: Path, monkeypatch:
 
     async with a_server(answer=reset) as server:
         place = f"files.test:{server.port}"
-        async with a_door(tmp_path, place, names={"files.test": [["127.0.0.1"]]}, internal=[place]) as (door, _):
+        names, waits = {"files.test": [["127.0.0.1"]]}, ProxyWaits(silence=0.3)
+        async with a_door(tmp_path, place, names=names, internal=[place], waits=waits) as (door, _):
             for word in (b"reset", b"other"):
                 async with asyncio.timeout(5):
                     reader, writer = await asyncio.open_unix_connection(tmp_path / "door")

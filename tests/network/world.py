@@ -12,9 +12,9 @@ from typing import Any
 from outrider.config import Config
 from outrider.destinations import Phase
 from outrider.sandbox.network.addresses import Address
-from outrider.sandbox.network.dialer import Dialer
+from outrider.sandbox.network.dialer import CONNECT_SECONDS, Dialer, Resolve
 from outrider.sandbox.network.door import Door, limits_of
-from outrider.sandbox.network.proxy import ConnectionPool
+from outrider.sandbox.network.proxy import WAITS, ConnectionPool, ProxyWaits
 from outrider.sandbox.network.rules import NetworkRules
 from outrider.spec import NetworkSpec
 
@@ -81,10 +81,13 @@ async def a_door(
     environ: Mapping[str, str] = {},
     port: int = 8700,
     connections: ConnectionPool | None = None,
+    waits: ProxyWaits = WAITS,
+    resolve: Resolve | None = None,
+    connect_seconds: float = CONNECT_SECONDS,
     **settings: Any,
 ) -> AsyncIterator[tuple[Door, FakeNames]]:
-    """An open door at `folder / name`. The operator allows what the task asks for. `settings` are those of the section
-    network."""
+    """An open door at `folder / name`. The operator allows what the task asks for. `resolve` looks names up instead of
+    the table `names`. `settings` are those of the section network."""
     spec = {"allow": list(allow), **spec}
     asked = [text for value in spec.values() if isinstance(value, list) for text in value]
     config = Config.model_validate({"port": port, "network": {"allow": asked, **settings}})
@@ -92,13 +95,14 @@ async def a_door(
     network = NetworkSpec.model_validate(spec)
     door = Door(
         rules.allowed(network),
-        Dialer(fake.resolve, environ=environ, own=rules.own),
+        Dialer(resolve or fake.resolve, environ=environ, own=rules.own, seconds=connect_seconds),
         gateway=folder / "gateway",
         endpoint=ENDPOINT,
         limits=limits_of(rules),
         connections=connections,
         record=network.record,
         replay=None if network.replay is None else folder / network.replay,
+        waits=waits,
     )
     await door.open(folder / name)
     try:

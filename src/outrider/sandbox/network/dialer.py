@@ -24,6 +24,7 @@ from outrider.sandbox.network.addresses import Address, embedded_addresses, is_o
 from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, Unreachable, place_of
 
 CONNECT_SECONDS = 30.0
+"""Maximum seconds to look up a server's name and to connect to it."""
 
 Resolve = Callable[[str, int, bool], Awaitable[Sequence[Address]]]
 """A function that resolves a host name to addresses. Its arguments are the host's name, the port, and
@@ -75,28 +76,34 @@ class Dialer:
     `environ` may name the operator's HTTP proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts to reach without it
     (NO_PROXY). The default is this process's environment. The dialer never connects to the service's own addresses,
     which `own` contains as `host:port`. In these, `host` is an address, a name, or `*` for every address of this
-    machine.
+    machine. A connection must be open within `seconds`.
     """
 
     def __init__(
-        self, resolve: Resolve, *, environ: Mapping[str, str] | None = None, own: Collection[str] = frozenset()
+        self,
+        resolve: Resolve,
+        *,
+        environ: Mapping[str, str] | None = None,
+        own: Collection[str] = frozenset(),
+        seconds: float = CONNECT_SECONDS,
     ) -> None:
         self._resolve = resolve
         self._environ = variables() if environ is None else environ
         self._own = frozenset(own)
+        self._seconds = seconds
         self._tls: ssl.SSLContext | None = None
 
     async def connect(self, server: ProxiedServer, *, tunnel: bool) -> ServerConnection:
         """Connect to a server. Raises NotAllowed if one of its addresses is not allowed, and Unreachable if the
         connection fails."""
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(self._seconds):
                 proxy = self._proxy(server, tunnel=tunnel)
                 if proxy is None:
                     return await self._direct(server)
                 return await self._through(proxy, server, tunnel=tunnel)
         except TimeoutError as error:
-            raise Unreachable(f"cannot reach {server.place} within {CONNECT_SECONDS:g} s") from error
+            raise Unreachable(f"cannot reach {server.place} within {self._seconds:g} s") from error
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise Unreachable(f"cannot reach {server.place}: {_reason(error)}") from error
 

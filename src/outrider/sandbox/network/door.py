@@ -23,11 +23,13 @@ from outrider.destinations import Phase
 from outrider.sandbox.network.dialer import Dialer
 from outrider.sandbox.network.proxy import (
     CHUNK,
+    WAITS,
     ConnectionPool,
     LimitExceeded,
     Proxy,
     ProxyRoute,
     ProxyServer,
+    ProxyWaits,
     put,
 )
 from outrider.sandbox.network.record import NetworkRecord, NetworkReplay
@@ -104,6 +106,7 @@ class Door:
         connections: ConnectionPool | None = None,
         record: bool = False,
         replay: Path | None = None,
+        waits: ProxyWaits = WAITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Create a closed door. Blocks while `replay` is read. Raises RuntimeUnavailable if it cannot be read.
@@ -121,8 +124,8 @@ class Door:
         self._clock = clock
         self.record = NetworkRecord(lambda: self._phase) if record else None
         archive = self.record if replay is None else NetworkReplay.read(replay, lambda: self._phase)
-        self._proxy = Proxy(self, dialer, archive=archive)
-        self._server = ProxyServer(self._serve, most=MAX_CLIENTS, pool=connections)
+        self._proxy = Proxy(self, dialer, archive=archive, waits=waits)
+        self._server = ProxyServer(self._serve, most=MAX_CLIENTS, pool=connections, head_seconds=waits.head)
         self._path: Path | None = None
         self._held = AsyncExitStack()
         self._phase: Phase | None = None

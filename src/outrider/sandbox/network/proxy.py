@@ -29,25 +29,11 @@ from outrider.sandbox.network.requests import (
     read_request,
 )
 
-HEAD_SECONDS = 60.0
-SILENCE_SECONDS = 120.0
-"""A connection is closed after this many seconds without a byte."""
-CONNECTION_SECONDS = 3600.0
-"""Maximum duration of one connection, even while bytes arrive."""
 LATE_BODY_SECONDS = 5.0
 """Once the server has replied, the proxy forwards the rest of the request's body for at most this many seconds."""
 LINGER_SECONDS = 2.0
 """How many seconds a refused client has to read the reason. Meanwhile, the rest of its request is discarded, because
 closing a connection with unread bytes would reset it, and the reason would be lost."""
-CONNECT_PATIENCE = 5.0
-"""How long a request may wait for a connection to its server, in seconds. If it has waited longer when the phase ends,
-the server counts as failed. A shorter wait is no failure, because a program may send a request just before it exits."""
-ANSWER_PATIENCE = 30.0
-"""How long a request may wait for the reply or for its next bytes, in seconds. If it has waited longer when the
-connection ends, the server counts as failed."""
-CLIENT_SECONDS = 5.0
-"""A reply that ends too early is not the server's failure if the client took at least this many seconds to receive
-it."""
 LEAST_CONNECTIONS = 8
 """Number of connections that each sandbox may always have, however many the other sandboxes have."""
 CHUNK = 64 << 10
@@ -59,6 +45,32 @@ INDEX_FIELDS = frozenset(
 Without `accept-encoding`, the index sends uncompressed pages, in which the proxy can replace addresses."""
 BODILESS = frozenset({204, 304})
 OVERLOADED = frozenset({502, 503, 504})
+
+
+class ProxyWaits(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a proxy waits, in seconds.
+
+    - `head`: a connection is closed if the head of its request has not arrived in this time.
+    - `silence`: a connection is closed after this time without a byte.
+    - `connection`: maximum duration of one connection, even while bytes arrive.
+    - `connect`: how long a request may wait for a connection to its server. If it has waited longer when the phase
+        ends, the server counts as failed. A shorter wait is no failure, because a program may send a request just
+        before it exits.
+    - `answer`: how long a request may wait for the reply or for its next bytes. If it has waited longer when the
+        connection ends, the server counts as failed.
+    - `client`: a reply that ends too early is not the server's failure if the client took at least this time to
+        receive it.
+    """
+
+    head: float = 60.0
+    silence: float = 120.0
+    connection: float = 3600.0
+    connect: float = 5.0
+    answer: float = 30.0
+    client: float = 5.0
+
+
+WAITS = ProxyWaits()
 
 
 class LimitExceeded(Exception):
@@ -146,12 +158,19 @@ class Proxy:
     """A forward proxy. Its own error messages begin with `name`."""
 
     def __init__(
-        self, gate: ProxyGate, dialer: Dialer, *, name: str = "outrider", archive: Archive | None = None
+        self,
+        gate: ProxyGate,
+        dialer: Dialer,
+        *,
+        name: str = "outrider",
+        archive: Archive | None = None,
+        waits: ProxyWaits = WAITS,
     ) -> None:
         self._gate = gate
         self._dialer = dialer
         self._name = name
         self._archive = archive
+        self._waits = waits
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         """Send the request of a connection to its server, and the reply to the client. `head` is the request's head."""
@@ -178,7 +197,7 @@ class Proxy:
                 await put(writer, recorded)
                 return
             late = f"{request.place} was not reached before the network of the phase ended"
-            passage.set_wait(late, blameless=True, patience=CONNECT_PATIENCE)
+            passage.set_wait(late, blameless=True, patience=self._waits.connect)
             try:
                 connection = await self._dialer.connect(route.server, tunnel=request.tunnel)
             except NotAllowed as error:
@@ -201,7 +220,8 @@ class Proxy:
             passage.failed(str(error), blameless=True)
             await reply_with_error(reader, writer, error, name=self._name)
             return
-        flow = Flow(passage, None if request.tunnel else Awaited(request.place, is_plain_read(request, route)))
+        awaited = None if request.tunnel else Awaited(request.place, is_plain_read(request, route))
+        flow = Flow(passage, awaited, self._waits)
         try:
             async with flow.watched():
                 if request.tunnel:
@@ -436,11 +456,12 @@ class Flow:
     `exceeded`: True once the connection has ended because the sandbox exceeded a limit.
     """
 
-    def __init__(self, passage: Passage, awaited: Awaited | None) -> None:
+    def __init__(self, passage: Passage, awaited: Awaited | None, waits: ProxyWaits) -> None:
         self.passage = passage
         self.answered = False
         self.exceeded = False
         self._awaited = awaited
+        self._waits = waits
         self._quiet: asyncio.Timeout | None = None
         self._server_ended = False
         self._left_in_chunk = 0
@@ -450,13 +471,13 @@ class Flow:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Raise TimeoutError in the `with` block after SILENCE_SECONDS without a byte, or after CONNECTION_SECONDS."""
-        async with asyncio.timeout(CONNECTION_SECONDS), asyncio.timeout(SILENCE_SECONDS) as self._quiet:
+        """Raise TimeoutError in the `with` block after a silence or a duration that is too long (`ProxyWaits`)."""
+        async with asyncio.timeout(self._waits.connection), asyncio.timeout(self._waits.silence) as self._quiet:
             yield
 
     def stir(self) -> None:
         if self._quiet is not None and not self._quiet.expired() and not self.exceeded:
-            self._quiet.reschedule(asyncio.get_running_loop().time() + SILENCE_SECONDS)
+            self._quiet.reschedule(asyncio.get_running_loop().time() + self._waits.silence)
 
     def end(self) -> None:
         """End the `with` block of `watched` at once, because the sandbox has exceeded a limit."""
@@ -469,7 +490,7 @@ class Flow:
         if self._awaited is not None:
             what = "stopped in the middle of its reply" if self.answered else "did not answer"
             text = f"{self._awaited.place} {what}"
-            self.passage.set_wait(text, blameless=self._awaited.blameless, patience=ANSWER_PATIENCE)
+            self.passage.set_wait(text, blameless=self._awaited.blameless, patience=self._waits.answer)
 
     def end_wait(self) -> None:
         self.passage.set_wait(None)
@@ -477,7 +498,7 @@ class Flow:
     def cut_short(self) -> CutShort:
         """Return the exception for a reply that has ended too early."""
         place = "the server" if self._awaited is None else self._awaited.place
-        by_server = self._server_ended and self._client_seconds < CLIENT_SECONDS
+        by_server = self._server_ended and self._client_seconds < self._waits.client
         return CutShort(f"{place} ended its reply early", by_server=by_server)
 
     async def read(self, server: asyncio.StreamReader, number: int = CHUNK) -> bytes:
@@ -653,6 +674,7 @@ class ProxyServer:
     `most`: maximum number of connections to this server.
     `pool`: a further limit, which this server shares with others.
     `name`: the beginning of the server's own error messages.
+    `head_seconds`: a connection is closed if the head of its first request has not arrived in this time.
     """
 
     def __init__(
@@ -662,11 +684,13 @@ class ProxyServer:
         most: int,
         pool: ConnectionPool | None = None,
         name: str = "outrider",
+        head_seconds: float = WAITS.head,
     ) -> None:
         self._serve = serve
         self._most = most
         self._pool = pool or ConnectionPool(most)
         self._name = name
+        self._head_seconds = head_seconds
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -706,7 +730,7 @@ class ProxyServer:
     async def _head(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
         """Return the head of a connection's first request, or None if no whole head arrives."""
         try:
-            async with asyncio.timeout(HEAD_SECONDS):
+            async with asyncio.timeout(self._head_seconds):
                 return await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             error = NotPassedOn("431 Request Header Fields Too Large", f"the head has more than {MAX_HEAD >> 10} KiB")
