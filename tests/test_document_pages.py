@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -32,10 +33,10 @@ ENCRYPTED = pdf(["x"]).replace(
 
 
 @asynccontextmanager
-async def a_reader() -> AsyncIterator[tuple[DocumentReader, DecodingProcess]]:
+async def a_reader(**options: Any) -> AsyncIterator[tuple[DocumentReader, DecodingProcess]]:
     process = DecodingProcess()
     try:
-        yield DocumentReader(SETTINGS, process), process
+        yield DocumentReader(SETTINGS, process, **options), process
     finally:
         await process.close()
 
@@ -107,9 +108,8 @@ async def test_each_document_is_read_once_and_few_are_kept(monkeypatch: pytest.M
         return await ask(process, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecodingProcess, "ask", counted)
-    monkeypatch.setattr("outrider.vision.preparer.KEPT_DOCUMENTS", 2)
     first, *others = [document(pdf([f"page {number}"]), "field", "reason") for number in range(3)]
-    async with a_reader() as (reader, _):
+    async with a_reader(most_kept=2) as (reader, _):
         await asyncio.gather(*(reader.read(first, str(owner), pictures=False) for owner in range(4)))
         assert asked == 1
         for other in others:

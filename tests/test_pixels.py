@@ -23,6 +23,7 @@ from PIL import ImageOps
 from outrider.errors import InvalidField, ServiceError
 from outrider.messages import image_from_bytes
 from outrider.tokens.rendering.image_grids import ImageForm, ImageSettings, read_image_settings
+from outrider.vision.messages import ImageAnswer, ImageRequest
 from outrider.vision.pixels import MAX_PIXELS, UnreadableImage, decoded, pixels_of, png_item
 from outrider.vision.preparer import DecodingProcess, ImagePreparer, PreparedImage, UnreadImage, item_size
 from support.vision import picture
@@ -207,16 +208,15 @@ async def test_a_killed_process_is_the_services_fault_and_the_next_image_gets_an
             assert isinstance(await preparer.prepare(other), PreparedImage)
 
 
-async def test_a_process_that_hangs_is_the_services_fault_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_hangs_is_the_services_fault_and_is_replaced() -> None:
     async with a_preparer() as preparer:
         await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
         hanging, other = preparer.process.id, image_from_bytes("image/png", picture(64, 96))
         assert hanging is not None
         os.kill(hanging, signal.SIGSTOP)
-        with monkeypatch.context() as patch:
-            patch.setattr("outrider.vision.preparer.IMAGE_SECONDS", 0.1)
-            with pytest.raises(ServiceError, match="not decoded within"):
-                await preparer.prepare(other)
+        request = ImageRequest(other.data, SETTINGS, ImageForm.PATCHES)
+        with pytest.raises(ServiceError, match="an image was not decoded within"):
+            await preparer.process.ask(request, ImageAnswer, "an image", seconds=0.1)
         assert isinstance(await preparer.prepare(other), PreparedImage)
         with pytest.raises(ProcessLookupError):
             os.kill(hanging, 0)

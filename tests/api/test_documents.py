@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from api.test_vision import check_images, error_of, refusal_of, sample_of, sent_spans, vision_service
+from api.test_vision import check_images, error_of, kill_decoders, refusal_of, sample_of, sent_spans, vision_service
 from outrider.client.client import AsyncClient
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
@@ -202,14 +202,14 @@ async def test_without_the_extra_documents_are_refused_and_a_tools_is_described(
         assert "bytes: this model does not read such files]" in text_of(tmp_path / "vision", sample)
 
 
-async def test_a_hanging_reader_is_an_error_of_the_service_and_no_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.vision.preparer.IMAGE_SECONDS", 0.0)
+async def test_a_reader_that_fails_is_an_error_of_the_service_and_no_reward(tmp_path: Path) -> None:
     async with vision_service(tmp_path, [say("one")], kind=ScriptedEngine) as (_, client, engine):
-        error = await error_of(client, task("chat", ["read"]))
-        assert "a document was not decoded within" in error.message
-        assert not engine.requests
+        await sample_of(client, task("chat", ["read"]))
+        kill_decoders()
+        error = await error_of(client, task("chat", ["read"], pdf(["other words"])))
+        assert error.code == "service_error"
+        assert "the process that decodes images failed" in error.message
+        assert len(engine.requests) == 1
 
 
 async def test_a_server_that_takes_messages_is_sent_the_texts_of_the_pages(tmp_path: Path) -> None:

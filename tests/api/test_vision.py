@@ -7,6 +7,8 @@ import base64
 import hashlib
 import io
 import math
+import os
+import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ from outrider.lifecycle import StopReason
 from outrider.messages import images_in
 from outrider.service import model_backends
 from outrider.service.service import Service
+from outrider.sessions.conversation import IMAGE_SECONDS
 from outrider.sessions.priority_semaphore import PrioritySemaphore
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.image_grids import PLACEHOLDER, read_image_settings
@@ -36,6 +39,7 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Sample, SampleImage, TokenMode
 from outrider.vision.pixels import pixels_of, vllm_item
 from outrider.vision.preparer import DecodingProcess
+from support.clock import pass_time
 from support.pictures import PATHS
 from support.service import END, running_service, say
 from support.vision import REFUSALS, conversation, picture, task
@@ -99,6 +103,15 @@ async def refusal_of(client: AsyncClient, asked: dict[str, Any]) -> str:
     await client.wait([(await client.submit({"task": asked | {"max_attempts": 1}})).id])
     [refusal] = REFUSALS
     return refusal
+
+
+def kill_decoders() -> None:
+    """Kill the processes that decode images and read documents for this process."""
+    children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+    decoders = [pid for pid in children if b"outrider.vision.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert decoders
+    for pid in decoders:
+        os.kill(int(pid), signal.SIGKILL)
 
 
 def check_images(folder: Path, sample: Sample, pictures: Sequence[bytes]) -> None:
@@ -282,28 +295,30 @@ async def test_calls_wait_for_memory_for_their_pixels(tmp_path: Path, monkeypatc
         assert engine.inside == 8
 
 
-async def test_a_hanging_decoder_is_an_error_of_the_service_and_no_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.vision.preparer.IMAGE_SECONDS", 0.0)
+async def test_a_decoder_that_fails_is_an_error_of_the_service_and_no_reward(tmp_path: Path) -> None:
+    """`test_pixels.py` shows that a decoder that hangs fails in the same way."""
     async with vision_service(tmp_path, [say("one")]) as (_, client, engine):
-        error = await error_of(client, task("chat", [("look", [0])]))
+        await sample_of(client, task("chat", [("look", [0])]))
+        kill_decoders()
+        error = await error_of(client, task("chat", [("look", [1])]))
         assert error.code == "service_error"
-        assert "not decoded within" in error.message
-        assert not engine.requests
+        assert "the process that decodes images failed" in error.message
+        assert len(engine.requests) == 1
 
 
 async def test_an_agent_that_waits_for_memory_for_pixels_is_not_to_blame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.sessions.conversation.IMAGE_SECONDS", 0.1)
     room = PrioritySemaphore(1 << 20)
     monkeypatch.setattr(model_backends, "image_room", lambda: room)
     async with vision_service(tmp_path, [say("one")]) as (_, client, engine):
         slot = await room.take((1 << 20,))
-        asked = task("chat", [("look", [0])]) | {"max_attempts": 1, "limits": {"agent_seconds": 1.0}}
+        asked = task("chat", [("look", [0])]) | {"max_attempts": 1, "limits": {"agent_seconds": IMAGE_SECONDS + 1}}
         group = await client.submit({"task": asked})
-        await asyncio.sleep(2.5)  # longer than the agent may run
+        async with asyncio.timeout(60):
+            while not room.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await pass_time(IMAGE_SECONDS + 3, step=0.1)  # longer than the agent may run
         assert (room.waiting, len(engine.requests)) == (1, 0)
         slot.release()
         [done] = await client.wait([group.id])

@@ -88,15 +88,18 @@ class DecodingProcess:
         """The process id, or None if the process is not running."""
         return None if self._process is None else self._process.pid
 
-    async def ask(self, request: msgspec.Struct, answer: type[AnswerT], noun: str) -> AnswerT:
+    async def ask(
+        self, request: msgspec.Struct, answer: type[AnswerT], noun: str, *, seconds: float = IMAGE_SECONDS
+    ) -> AnswerT:
         """Send a file to the process, and return its answer. `noun` names the file in error messages, for example "an
-        image". Raises ServiceError if the process fails and the file is not the cause."""
+        image". Raises ServiceError if the process takes longer than `seconds`, or fails and the file is not the
+        cause."""
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         body = await asyncio.to_thread(msgspec.msgpack.encode, request)
         try:
-            async with asyncio.timeout(IMAGE_SECONDS):
+            async with asyncio.timeout(seconds):
                 process.stdin.write(len(body).to_bytes(LENGTH, "little"))
                 process.stdin.write(body)
                 await process.stdin.drain()
@@ -107,7 +110,7 @@ class DecodingProcess:
             return await asyncio.to_thread(msgspec.msgpack.decode, content, type=answer)
         except TimeoutError as error:
             await self._end()
-            raise ServiceError(f"{noun} was not decoded within {IMAGE_SECONDS:g} s") from error
+            raise ServiceError(f"{noun} was not decoded within {seconds:g} s") from error
         except (OSError, EOFError, msgspec.DecodeError) as error:
             status = await self._end()
             if -status == signal.SIGPROF:
@@ -191,10 +194,13 @@ class ImagePreparer:
 
 class DocumentReader:
     """Reads PDF documents for one model in the separate process `process`. `settings` are the model's image settings,
-    or None if the model does not accept images."""
+    or None if the model does not accept images. The pages of at most `most_kept` documents are in the cache."""
 
-    def __init__(self, settings: ImageSettings | None, process: DecodingProcess) -> None:
+    def __init__(
+        self, settings: ImageSettings | None, process: DecodingProcess, *, most_kept: int = KEPT_DOCUMENTS
+    ) -> None:
         self._settings = settings
+        self._most_kept = most_kept
         self._process = process
         self._kept: OrderedDict[tuple[str, bool], DocumentPages | str] = OrderedDict()
         self._bytes = 0
@@ -219,7 +225,7 @@ class DocumentReader:
             found = DocumentPages(tuple(answer.pages.pictures or answer.pages.texts))
         self._kept[key] = found
         self._bytes += _size(found)
-        while len(self._kept) > 1 and (self._bytes > KEPT_PAGES or len(self._kept) > KEPT_DOCUMENTS):
+        while len(self._kept) > 1 and (self._bytes > KEPT_PAGES or len(self._kept) > self._most_kept):
             _, dropped = self._kept.popitem(last=False)
             self._bytes -= _size(dropped)
 
