@@ -19,7 +19,6 @@ from api.compat.test_verl_workers import proxy, serving
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Conflict, Unauthorized
 from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
-from outrider.relay import verl as module
 from outrider.relay.verl import ProxyWorker
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -244,10 +243,9 @@ async def test_a_proxy_that_takes_no_workers(tmp_path: Path, code: int, kind: ty
             await asyncio.wait_for(worker_of(tmp_path, theirs.url, scripted_engine(tmp_path, REPLIES)).run(), 5)
 
 
-async def test_a_silent_proxy_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENT_SECONDS", 0.1)
+async def test_a_silent_proxy_is_left(tmp_path: Path) -> None:
     async with contract() as theirs:
-        worker = worker_of(tmp_path, theirs.url, scripted_engine(tmp_path, REPLIES))
+        worker = worker_of(tmp_path, theirs.url, scripted_engine(tmp_path, REPLIES), silent_seconds=0.1)
         async with running(worker):
             await theirs.workers.get()
             await asyncio.wait_for(theirs.workers.get(), 5)

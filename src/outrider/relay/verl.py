@@ -117,6 +117,7 @@ class ProxyWorker:
     - `token`: a bearer token, if the proxy requires one.
     - `ca`: a PEM file with the certificate authority of the proxy.
     - `reconnecting`: how long to wait between attempts to connect.
+    - `silent_seconds`: the connection is closed if no message arrives for this many seconds.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class ProxyWorker:
         token: str | None = None,
         ca: str | None = None,
         reconnecting: RetryPolicy = RECONNECTING,
+        silent_seconds: float = SILENT_SECONDS,
     ) -> None:
         self.worker_id = worker_id or f"{platform.node() or 'worker'}-{uuid4().hex[:8]}"
         if not 1 <= len(self.worker_id) <= 200:
@@ -147,6 +149,7 @@ class ProxyWorker:
         self._token = token
         self._trusted = trusting(ca)
         self._reconnecting = reconnecting
+        self._silent_seconds = silent_seconds
 
     async def run(self) -> None:
         """Serve until cancelled, and reconnect whenever the connection is lost. Raises:
@@ -232,8 +235,8 @@ class ProxyWorker:
             await self._send(socket, {"type": "ping"})
 
     async def _frame(self, socket: aiohttp.ClientWebSocketResponse) -> str | bytes:
-        """Return the next message. Raises _Ended, or TimeoutError if no message arrives for SILENT_SECONDS."""
-        async with asyncio.timeout(SILENT_SECONDS):
+        """Return the next message. Raises _Ended, or TimeoutError after a silence that is too long."""
+        async with asyncio.timeout(self._silent_seconds):
             message = await socket.receive()
         if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
             data: str | bytes = message.data

@@ -16,13 +16,17 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.routing import WebSocketRoute
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from outrider.api.compat.verl_workers import WorkerWaits, serve_worker
 from outrider.config import VerlProxyConfig
 from outrider.engines.adapters.verl_workers import CompletionResponse, VerlWorker, VerlWorkersEngine
 from outrider.engines.base import ChatRequest, EngineOptions, SamplingParams
 from outrider.errors import EngineError
+from outrider.lab.fakes.engine_servers.app import serving as served
 from outrider.service.service import Service
 from support.service import running_service
 
@@ -234,9 +238,20 @@ async def test_a_bad_hello(tmp_path: Path, first: str, code: int) -> None:
         assert socket.close_code == code
 
 
-async def test_a_late_hello(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.api.compat.verl_workers.HELLO_SECONDS", 0.1)
-    async with proxy(tmp_path) as (_, _, url), connect(address(url)) as socket:
+@asynccontextmanager
+async def a_route(service: Service, waits: WorkerWaits) -> AsyncIterator[str]:
+    """The route for the service's workers with other waits, at a URL of its own."""
+    route = WebSocketRoute("/ws/worker", lambda socket: serve_worker(service, socket, waits=waits))
+    async with served(Starlette(routes=[route]), websockets=1 << 20) as url:
+        yield url
+
+
+async def test_a_late_hello(tmp_path: Path) -> None:
+    async with (
+        proxy(tmp_path) as (service, _, _),
+        a_route(service, WorkerWaits(hello=0.1)) as url,
+        connect(address(url)) as socket,
+    ):
         await socket.wait_closed()
         assert socket.close_code == 4000
 
@@ -267,10 +282,12 @@ async def test_pings(tmp_path: Path) -> None:
         assert socket.close_code == 1008
 
 
-async def test_a_silent_worker_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.api.compat.verl_workers.PING_SECONDS", 0.05)
-    monkeypatch.setattr("outrider.api.compat.verl_workers.SILENT_SECONDS", 0.15)
-    async with proxy(tmp_path) as (_, _, url), connect(address(url)) as socket:
+async def test_a_silent_worker_is_lost(tmp_path: Path) -> None:
+    async with (
+        proxy(tmp_path) as (service, _, _),
+        a_route(service, WorkerWaits(ping=0.05, silent=0.15)) as url,
+        connect(address(url)) as socket,
+    ):
         await socket.send(json.dumps({"type": "worker_hello", "worker_id": "w"}))
         await socket.wait_closed()
         assert socket.close_code == 1008

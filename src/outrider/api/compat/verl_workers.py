@@ -26,13 +26,24 @@ if TYPE_CHECKING:
 
 ENGINE = "verl-workers"
 """Both the name of the engine and its kind. If the engine does not exist, the first worker that connects adds it."""
-HELLO_SECONDS = 10.0
 BAD_HELLO, NO_HELLO, NOT_SERVED = 4000, 4001, 4002
 NONSENSE = 1008
-PING_SECONDS = 30.0
-SILENT_SECONDS = 90.0
-"""A worker that has sent nothing for this many seconds counts as lost. Workers reply to pings, which are sent every
-PING_SECONDS."""
+
+
+class WorkerWaits(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the service waits for a worker, in seconds.
+
+    - `hello`: maximum time until the hello message.
+    - `ping`: time between two pings, to which workers reply.
+    - `silent`: a worker that has sent nothing for this time counts as lost.
+    """
+
+    hello: float = 10.0
+    ping: float = 30.0
+    silent: float = 90.0
+
+
+WAITS = WorkerWaits()
 
 
 class _Hello(msgspec.Struct, tag_field="type", tag="worker_hello"):
@@ -59,7 +70,7 @@ class _Refused(Exception):
         self.code = code
 
 
-async def serve_worker(service: Service, websocket: WebSocket) -> None:
+async def serve_worker(service: Service, websocket: WebSocket, *, waits: WorkerWaits = WAITS) -> None:
     """Serve one worker until its connection ends. The close codes are:
     - BAD_HELLO: the hello message is late, or cannot be parsed.
     - NO_HELLO: the first message is not a hello message.
@@ -68,14 +79,14 @@ async def serve_worker(service: Service, websocket: WebSocket) -> None:
     await websocket.accept()
     sending: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     try:
-        hello = await _hello(websocket)
+        hello = await _hello(websocket, waits)
         worker = VerlWorker(hello.worker_id, sending.put_nowait, keeps_ids=hello.keeps_ids)
         engine = await _engine(service)
         sending.put_nowait({"type": "worker_hello_ack", "worker_id": worker.worker_id, "status": "connected"})
         async with asyncio.TaskGroup() as group:
             sender = group.create_task(_send(websocket, sending), name="verl worker")
             seen = _Seen()
-            pinger = group.create_task(_ping(worker, seen), name="verl worker pings")
+            pinger = group.create_task(_ping(worker, seen, waits), name="verl worker pings")
             engine.attach(worker)
             try:
                 service.pool.probe_now(ENGINE)
@@ -93,12 +104,12 @@ async def serve_worker(service: Service, websocket: WebSocket) -> None:
         pass
 
 
-async def _hello(websocket: WebSocket) -> _Hello:
+async def _hello(websocket: WebSocket, waits: WorkerWaits) -> _Hello:
     try:
-        async with asyncio.timeout(HELLO_SECONDS):
+        async with asyncio.timeout(waits.hello):
             first = _read(await _frame(websocket), BAD_HELLO)
     except TimeoutError:
-        raise _Refused(BAD_HELLO, f"no worker_hello came within {HELLO_SECONDS:g} s") from None
+        raise _Refused(BAD_HELLO, f"no worker_hello came within {waits.hello:g} s") from None
     if not isinstance(first, _Hello):
         raise _Refused(NO_HELLO, "the first message is no worker_hello")
     if not 1 <= len(first.worker_id) <= 200:
@@ -133,11 +144,11 @@ class _Seen:
         self.at = time.monotonic()
 
 
-async def _ping(worker: VerlWorker, seen: _Seen) -> None:
+async def _ping(worker: VerlWorker, seen: _Seen, waits: WorkerWaits) -> None:
     while True:
-        await asyncio.sleep(PING_SECONDS)
-        if time.monotonic() - seen.at > SILENT_SECONDS:
-            raise _Refused(NONSENSE, f"no message came for {SILENT_SECONDS:g} s")
+        await asyncio.sleep(waits.ping)
+        if time.monotonic() - seen.at > waits.silent:
+            raise _Refused(NONSENSE, f"no message came for {waits.silent:g} s")
         worker.send({"type": "ping"})
 
 
