@@ -83,7 +83,7 @@ def test_every_frame_arrives_whole_once_and_in_order(
     frames: list[bytes], back: list[bytes], breaks: list[int], seed: int
 ) -> None:
     async def run() -> None:
-        one, other = ResumableSocket(MOST), ResumableSocket(MOST)
+        one, other = (ResumableSocket(MOST, piece=7) for _ in range(2))
         draw = random.Random(seed)
 
         async def say(socket: ResumableSocket, said: list[bytes]) -> None:
@@ -109,9 +109,7 @@ def test_every_frame_arrives_whole_once_and_in_order(
             last.cancel()
         assert [task.result() for task in heard] == [frames, back]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resumable, "PIECE", 7)
-        asyncio.run(run())
+    asyncio.run(run())
 
 
 async def test_what_arrived_is_forgotten() -> None:

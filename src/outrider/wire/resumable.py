@@ -42,9 +42,10 @@ class ResumableSocket(Socket):
     `received`: the number of pieces received so far, over all connections. The peer needs it when the next connection
         begins.
     `most`: the maximum number of bytes of a frame from the peer.
-    `most_unread`: while frames with more than this number of bytes wait for `receive`, no more pieces are read."""
+    `most_unread`: while frames with more than this number of bytes wait for `receive`, no more pieces are read.
+    `piece`: the length of a piece in bytes, which must be the same at both ends."""
 
-    def __init__(self, most: int, *, most_unread: int = MAX_UNREAD) -> None:
+    def __init__(self, most: int, *, most_unread: int = MAX_UNREAD, piece: int = PIECE) -> None:
         self.received = 0
         self.last_arrival = 0.0
         """When the last piece arrived, by the event loop's clock."""
@@ -52,6 +53,7 @@ class ResumableSocket(Socket):
         """When the peer last acknowledged a piece, by the event loop's clock."""
         self._most = most
         self._most_unread = most_unread
+        self._piece = piece
         self._unacknowledged: deque[tuple[bool, bytes]] = deque()
         """Pieces that the peer has not acknowledged: for each, whether more of its frame follows, and its bytes. The
         first has the number `_acknowledged`."""
@@ -80,8 +82,9 @@ class ResumableSocket(Socket):
         while self._unacknowledged_bytes > MAX_UNACKNOWLEDGED and not self._ended:
             self._changed.clear()
             await self._changed.wait()
-        for start in range(0, len(frame), PIECE):
-            self._unacknowledged.append((start + PIECE < len(frame), frame[start : start + PIECE]))
+        for start in range(0, len(frame), self._piece):
+            end = start + self._piece
+            self._unacknowledged.append((end < len(frame), frame[start:end]))
         self._unacknowledged_bytes += len(frame)
         self._to_write.set()
 
@@ -160,10 +163,10 @@ class ResumableSocket(Socket):
                 return end
             if replaced.is_set():
                 return REPLACED()
-            # Only the last piece of a frame may be shorter than PIECE, because tiny pieces need far more memory than
-            # their bytes.
-            more = len(piece) >= HEADER and piece[0] != 0
-            if len(piece) < HEADER or (more and len(piece) != HEADER + PIECE) or len(piece) > HEADER + PIECE:
+            # Only the last piece of a frame may be shorter than the others, because tiny pieces need far more memory
+            # than their bytes.
+            more, whole = len(piece) >= HEADER and piece[0] != 0, HEADER + self._piece
+            if len(piece) < HEADER or (more and len(piece) != whole) or len(piece) > whole:
                 return NO_PIECE()
             if self._parts_bytes + len(piece) - HEADER > self._most:
                 return Disconnected(Close.NONSENSE, f"a message of more than {self._most} bytes")
