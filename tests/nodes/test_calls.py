@@ -15,6 +15,7 @@ from outrider.errors import Conflict, ContextOverflow, OutriderError, Overflow, 
 from outrider.nodes import messages
 from outrider.nodes.calls import CallEnded, Handler, LinkCalls
 from outrider.nodes.messages import (
+    MAX_FROM_NODE,
     REPLIES,
     TO_SERVICE,
     CallReply,
@@ -62,11 +63,15 @@ class End(Socket):
 class Both:
     """The two ends of a connection, whose calls are carried out by `handlers`."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, handlers: dict[type[NodeCall[Any]], Handler]) -> None:
+    def __init__(
+        self, tasks: asyncio.TaskGroup, handlers: dict[type[NodeCall[Any]], Handler], *, elsewhere: bool
+    ) -> None:
         one, two = End(), End()
         one.other, two.other = two, one
         links = [Link(end, TO_SERVICE, heartbeat=100, silence=100) for end in (one, two)]
-        self.caller, self.callee = [LinkCalls(link, handlers, peer="it", spawn=tasks.create_task) for link in links]
+        self.caller, self.callee = (
+            LinkCalls(link, handlers, peer="it", spawn=tasks.create_task, elsewhere=elsewhere) for link in links
+        )
         self.links = links
         self.running = [
             tasks.create_task(link.run(calls.receive, ready=calls.ready_for_more))  # type: ignore[arg-type]
@@ -81,9 +86,11 @@ class Both:
 
 
 @asynccontextmanager
-async def both(**handlers: Handler) -> AsyncIterator[Both]:
+async def both(*, elsewhere: bool = False, **handlers: Handler) -> AsyncIterator[Both]:
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        ends = Both(tasks, {getattr(messages, name): handler for name, handler in handlers.items()})
+        ends = Both(
+            tasks, {getattr(messages, name): handler for name, handler in handlers.items()}, elsewhere=elsewhere
+        )
         yield ends
         ends.end()
 
@@ -145,20 +152,20 @@ async def test_a_bug_is_an_error_of_that_call_only(caplog: pytest.LogCaptureFixt
     assert "a call of it failed" in caplog.text
 
 
-async def test_what_is_too_long_or_cannot_be_sent_fails_its_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    values: list[object] = [bytes(2000), 1 << 70, b"x"]
+async def test_what_is_too_long_or_cannot_be_sent_fails_its_call_only() -> None:
+    long = bytes(MAX_FROM_NODE)
+    values: list[object] = [long, 1 << 70, b"x"]
 
     async def carried(call: ReadCarried) -> object:
         return values[call.attempt]
 
-    monkeypatch.setattr(messages, "MAX_MESSAGE", 1000)
-    async with both(ReadCarried=carried) as ends:
+    async with both(elsewhere=True, ReadCarried=carried) as ends:
         with pytest.raises(ServiceError, match="too long"):
             await ends.caller.call(ReadCarried("s", 0))
         with pytest.raises(ServiceError, match="cannot be sent"):
             await ends.caller.call(ReadCarried("s", 1))
         with pytest.raises(ServiceError, match=r"KeepArtifact of .* too long"):
-            await ends.caller.call(KeepArtifact("s", 1, bytes(2000)))
+            await ends.caller.call(KeepArtifact("s", 1, long))
         assert await ends.caller.call(ReadCarried("s", 2)) == b"x"
 
 
