@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.sandbox.rootfs import owners as owners_module
 from outrider.sandbox.rootfs.owners import Owners, Ownership, kept_owners, packed, unpacked
 from outrider.sandbox.rootfs.store import ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import unpack
@@ -114,9 +113,10 @@ def test_ids_that_no_sandbox_has(tmp_path: Path, uid: int, gid: int) -> None:
     assert f"/data belongs to {uid}:{gid}, and a sandbox has ids up to 65535" == found.unkept
 
 
-def test_too_much_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners_module, "MOST_ENTRIES", 3)
-    _, found = owned(tmp_path, layer(("a", b"x", 5, 5), ("b", b"x", 5, 5), ("c", b"x", 5, 5)))
+def test_too_much_to_copy(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"x")
+    _, found = kept_owners(tmp_path, dict.fromkeys("abc", (5, 5)), most_entries=3)
     assert found.unkept.startswith("4 files of 0 MiB belong to other users or are above such files")
 
 

@@ -265,17 +265,15 @@ async def test_all_pages_of_the_list_are_read(server: FakeE2B, world: World) -> 
     assert server.sandboxes == {}
 
 
-async def test_a_list_without_an_end_is_given_up(
-    server: FakeE2B, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_list_without_an_end_is_given_up(server: FakeE2B) -> None:
     async def again(request: web.Request, reply: Reply) -> web.StreamResponse:
         return web.json_response([], headers={"x-next-token": "again"})
 
-    monkeypatch.setattr("outrider.sandbox.runtimes.e2b.api.MAX_PAGES", 3)
-    service = await world.host.part(E2BService)
+    api = E2BApi(E2BSettings.read(), max_pages=3)
     server.faults["GET /v2/sandboxes"].extend([again] * 3)
-    with pytest.raises(RuntimeFailure, match="more than 3 pages"):
-        await service.sweep()
+    with pytest.raises(E2BError, match="more than 3 pages"):
+        await api.labelled(NODE_LABEL)
+    await api.close()
 
 
 async def test_a_sandbox_that_cannot_be_removed_keeps_no_other(server: FakeE2B, world: World) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import RuntimeUnavailable
-from outrider.sandbox.runtimes import probe_cache
 from outrider.sandbox.runtimes.probe_cache import ProbeCache
 
 
@@ -40,11 +39,10 @@ def test_a_failure_is_told_again_without_a_probe_for_a_while() -> None:
     assert probe.calls == 1
 
 
-def test_what_was_repaired_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_repaired_is_found() -> None:
     probe = Probe(broken=True)
-    cache = ProbeCache(probe)
+    cache = ProbeCache(probe, retry_seconds=0.0)
     with pytest.raises(RuntimeUnavailable):
         cache.get()
     probe.broken = False
-    monkeypatch.setattr(probe_cache, "RETRY_SECONDS", 0.0)
     assert cache.get() == "found"

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.sandbox.runtimes.tool_server import client as toolclient
 from outrider.sandbox.runtimes.tool_server.client import (
     FRAME_MAX,
+    GRACE_SECONDS,
     PART_MIN,
     STRAY_MAX,
     TEXT_MAX,
@@ -244,19 +244,18 @@ def test_a_client_whose_opening_is_cancelled_is_lost(turns: int) -> None:
 
 
 async def test_a_server_that_does_not_answer_is_stuck_and_one_whose_answer_lies_there_is_not(
-    pair: tuple[ToolClient, Peer], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[ToolClient, Peer],
 ) -> None:
     """Also after the whole loop has been held up for longer than the call might take."""
-    monkeypatch.setattr(toolclient, "GRACE_SECONDS", 0.1)
     stop_time()
     client, peer = pair
     async with asyncio.TaskGroup() as group:
         answered = group.create_task(client.call("a", {}, Done, seconds=0.1))
         number, _, _ = await peer.request()
         peer.end.send(frame(number, "ok", {}))
-        await pass_time(0.5, step=0.5)
+        await pass_time(GRACE_SECONDS + 0.4, step=GRACE_SECONDS + 0.4)
         await answered
         stuck = group.create_task(failure(client.call("b", {}, Done, seconds=0.1)))
         await peer.request()
-        await pass_time(1)
+        await pass_time(GRACE_SECONDS + 1)
         assert "stuck in b" in (await stuck).message

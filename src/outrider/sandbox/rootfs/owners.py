@@ -53,11 +53,14 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True):
     unkept: str = ""
 
 
-def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple[Owners, Ownership]:
+def kept_owners(
+    root: Path, owners: Owners, base: Owners | None = None, *, most_entries: int = MOST_ENTRIES
+) -> tuple[Owners, Ownership]:
     """Return those entries of `owners` that are not root's and whose files exist in the folder `root`, and a summary.
 
     `base` contains the owners in the base image, if there is one. A home directory that `base` lacks was created by the
-    build, and requires several users, because the task probably uses its account.
+    build, and requires several users, because the task probably uses its account. `most_entries` is the maximum number
+    of files that a sandbox can copy.
     """
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)
@@ -88,10 +91,10 @@ def kept_owners(root: Path, owners: Owners, base: Owners | None = None) -> tuple
         foreign = foreign or f"/{path} of {names.get(uid, 'a user')} (id {uid})"
         if not (0 <= uid < MOST_USERS and 0 <= gid < MOST_USERS):
             unkept = unkept or f"/{path} belongs to {uid}:{gid}, and a sandbox has ids up to {MOST_USERS - 1}"
-    if size > MOST_BYTES or len(copied) > MOST_ENTRIES:
+    if size > MOST_BYTES or len(copied) > most_entries:
         unkept = unkept or (
             f"{len(copied)} files of {size >> 20} MiB belong to other users or are above such files, and a sandbox"
-            f" can copy {MOST_ENTRIES} files of {MOST_BYTES >> 20} MiB"
+            f" can copy {most_entries} files of {MOST_BYTES >> 20} MiB"
         )
     return kept, Ownership(entries=len(copied), bytes=size, foreign=foreign, highest=highest, unkept=unkept)
 

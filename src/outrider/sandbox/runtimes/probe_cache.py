@@ -20,10 +20,12 @@ T = TypeVar("T")
 
 class ProbeCache(Generic[T]):
     """The cached result of `probe`. The probe returns a value, or raises RuntimeUnavailable. It may block. Other
-    threads that call `get` meanwhile wait for its result."""
+    threads that call `get` meanwhile wait for its result. After a failure, the probe runs again at the earliest after
+    `retry_seconds`."""
 
-    def __init__(self, probe: Callable[[], T]) -> None:
+    def __init__(self, probe: Callable[[], T], *, retry_seconds: float = RETRY_SECONDS) -> None:
         self._probe = probe
+        self._retry_seconds = retry_seconds
         self._found: list[T] = []
         self._failure: RuntimeUnavailable | None = None
         self._failed_at = 0.0
@@ -34,7 +36,7 @@ class ProbeCache(Generic[T]):
         may block."""
         with self._probing:
             if not self._found:
-                if self._failure is not None and time.monotonic() - self._failed_at < RETRY_SECONDS:
+                if self._failure is not None and time.monotonic() - self._failed_at < self._retry_seconds:
                     # A new object is raised each time, because the traceback of a single one would grow.
                     raise RuntimeUnavailable(self._failure.message, hint=self._failure.hint)
                 try:

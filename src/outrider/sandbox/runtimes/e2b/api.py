@@ -113,9 +113,11 @@ class Problem(msgspec.Struct, frozen=True):
 class E2BApi:
     """A client of one E2B service. Close it after use. A failed call raises E2BError."""
 
-    def __init__(self, settings: E2BSettings, *, seconds: float = CALL_SECONDS) -> None:
-        """`seconds` is the time limit of each call, including its whole reply."""
+    def __init__(self, settings: E2BSettings, *, seconds: float = CALL_SECONDS, max_pages: int = MAX_PAGES) -> None:
+        """`seconds` is the time limit of each call, including its whole reply. `max_pages` is the maximum number of
+        pages of a list."""
         self.settings = settings
+        self._max_pages = max_pages
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         self.http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         """The client for calls of the API and for calls to sandboxes. The calls to sandboxes carry no API key."""
@@ -149,13 +151,13 @@ class E2BApi:
         """Return the sandboxes in all pages of the list."""
         found: list[ListedSandbox] = []
         query = {**query, "limit": str(PAGE)}
-        for _ in range(MAX_PAGES):
+        for _ in range(self._max_pages):
             page = await self._call("GET", LIST, list[ListedSandbox], query=query)
             found += page.value
             if not page.next:
                 return found
             query["nextToken"] = page.next
-        raise E2BError(0, f"the list of sandboxes has more than {MAX_PAGES} pages")
+        raise E2BError(0, f"the list of sandboxes has more than {self._max_pages} pages")
 
     async def exists(self, sandbox: str) -> bool:
         try:
