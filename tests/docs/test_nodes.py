@@ -34,12 +34,12 @@ def test_the_bounds_of_a_connection_are_those_of_the_code() -> None:
         "a message": (messages.MAX_FROM_NODE // mib, resumable.PIECE >> 10, decoding.MAX_COST, decoding.MAX_DEPTH),
         "calls without an answer": (calls.MAX_CALLS, calls.MAX_CALL_BYTES // mib),
         "messages that nobody has read yet": (resumable.MAX_UNREAD // mib,),
-        "answers that the node does not take": (resumable.MAX_UNACKNOWLEDGED // mib, int(remote_node.SILENCE_SECONDS)),
+        "answers that the node does not take": (resumable.MAX_UNACKNOWLEDGED // mib, int(remote_node.WAITS.silence)),
         "generations through the service": (remote_node.MAX_GENERATIONS, remote_node.MAX_GENERATION_BYTES // mib),
         "resources set aside, or waited for": (remote_node.SPARE_TAKES,),
         "artifacts of an attempt": (claims.MAX_KEPT_BYTES // mib,),
         "a report": (claims.MAX_SESSIONS, claims.MAX_LANES, claims.MAX_FAILING, claims.MAX_COUNTED),
-        "an attempt that is cancelled": (int(remote_node.CANCEL_SECONDS),),
+        "an attempt that is cancelled": (int(remote_node.WAITS.cancel),),
         "a pause of the policy": (int(gates.ANSWER_SECONDS), int(gates.SETTLE_SECONDS) // 60),
     }.items():
         for number in numbers:

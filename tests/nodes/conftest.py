@@ -14,7 +14,7 @@ from outrider.api.server import serving
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.lifecycle import GroupState
-from outrider.nodes.remote_node import RemoteNode
+from outrider.nodes.remote_node import WAITS, NodeWaits, RemoteNode
 from outrider.schemas import GroupView
 from outrider.service.admission import validate_group
 from outrider.service.assembly import open_service
@@ -89,10 +89,11 @@ def tokenizer(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, tokenizer: Path) -> Starts:
-    """`async with start(**settings) as running`: a service with two processes, by the settings of `Config`."""
+    """`async with start(**settings) as running`: a service with two processes, by the settings of `Config`. `waits` are
+    its waits for nodes."""
 
     @asynccontextmanager
-    async def started(*, http: bool = False, **settings: Any) -> AsyncIterator[Running]:
+    async def started(*, waits: NodeWaits = WAITS, **settings: Any) -> AsyncIterator[Running]:
         folder = tmp_path / "meeting"
         folder.mkdir(exist_ok=True)
         (tmp_path / "files").mkdir(exist_ok=True)
@@ -105,7 +106,8 @@ def start(tmp_path: Path, tokenizer: Path) -> Starts:
             "model": ModelConfig(tokenizer=str(tokenizer), renderer=RENDERER),
             "lanes": LanesConfig(init=16, run=64, eval=16),
         }
-        async with open_service(Config(**defaults | settings), pauses=HASTY) as opened, serving(*opened) as url:
+        config = Config(**defaults | settings)
+        async with open_service(config, pauses=HASTY, node_waits=waits) as opened, serving(*opened) as url:
             yield Running(opened.service, folder, url)
 
     return started

@@ -23,7 +23,7 @@ from outrider.engines.pool.placement import EngineUse
 from outrider.errors import Boundary, ErrorRecord, FailingChore
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.nodes import calls, claims, remote_node
+from outrider.nodes import calls, claims
 from outrider.nodes.messages import (
     MAX_FROM_NODE,
     MAX_HELLO,
@@ -45,6 +45,7 @@ from outrider.nodes.messages import (
     SetState,
     Take,
 )
+from outrider.nodes.remote_node import NodeWaits
 from outrider.schemas import Artifact, ArtifactList, GroupView, NodeStats
 from outrider.sessions.attempt import session_result
 from outrider.sessions.resources import ResourceAmount
@@ -567,12 +568,9 @@ async def test_a_node_has_an_engine_sent_no_id_that_its_model_does_not_have(star
             assert "the model does not have" in part.error.message
 
 
-async def test_a_node_that_does_not_end_what_is_cancelled_is_given_up(
-    start: Starts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_that_does_not_end_what_is_cancelled_is_given_up(start: Starts) -> None:
     """A group can be cancelled, and the service can stop, whatever a node does."""
-    monkeypatch.setattr(remote_node, "CANCEL_SECONDS", 0.2)
-    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+    async with start(processes=0, waits=NodeWaits(cancel=0.2)) as running, HostileNode.joined(running.url) as node:
         view, _ = await given_one(running, node)
         await running.service.cancel(view.id)
         [session] = (await running.done(view)).sessions

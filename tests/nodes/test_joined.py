@@ -25,7 +25,7 @@ from outrider.nodes.joined_settings import _copies, settings_for_node
 from outrider.nodes.joining import JoiningMachine
 from outrider.nodes.messages import NodeHello, Ready
 from outrider.nodes.pool_publisher import PoolPublisher
-from outrider.nodes.remote_node import ServiceParts, _without_local
+from outrider.nodes.remote_node import NodeWaits, ServiceParts, _without_local
 from outrider.service.admission import validate_group
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
@@ -44,7 +44,7 @@ from .conftest import Running, Starts
 from .test_processes import ends, node_processes, replies_of, result_of, served
 
 LENGTH = 4
-HEARD_OF_SECONDS = 12.0
+HEARD_OF = NodeWaits(silence=12.0)
 """Three times what may pass between two heartbeats of a node."""
 CAPACITY = Capacity(cpus=4.0, memory_mb=4096, gpus=(f"{os.getpid()}-far",))
 
@@ -446,11 +446,10 @@ async def test_a_connection_that_breaks_again_and_again_costs_nothing(
 
 @pytest.mark.deep
 async def test_a_machine_that_is_not_heard_of_is_given_up_and_joins_again(
-    start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Starts, tokenizer: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(remote_node, "SILENCE_SECONDS", HEARD_OF_SECONDS)
     engine = StampingEngine(tokenizer, length=LENGTH)
-    async with start(processes=0) as running:
+    async with start(processes=0, waits=HEARD_OF) as running:
         await running.service.pool.add_engine(engine)
         proxy = CuttingProxy(running.url)
         async with proxy.open() as url, Machine().at(url, tmp_path), Machine("near").at(running.url, tmp_path):
@@ -477,10 +476,9 @@ async def test_a_machine_that_is_not_heard_of_is_given_up_and_joins_again(
 @pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
 async def test_a_process_of_a_machine_that_dies_or_is_ended_or_hangs_is_started_again(
-    start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    start: Starts, tokenizer: Path, tmp_path: Path, number: int
 ) -> None:
-    monkeypatch.setattr(remote_node, "SILENCE_SECONDS", HEARD_OF_SECONDS)
-    async with start(processes=0) as running:
+    async with start(processes=0, waits=HEARD_OF) as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=LENGTH))
         async with Machine().at(running.url, tmp_path, processes=2):
             await known(running, "far-0", "far-1")

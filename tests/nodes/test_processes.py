@@ -27,7 +27,8 @@ from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
-from outrider.nodes import pool_publisher, processes, remote_node, spawning
+from outrider.nodes import pool_publisher, processes, spawning
+from outrider.nodes.remote_node import WAITS, NodeWaits
 from outrider.schemas import GroupView, SessionView
 from outrider.sessions.resources import Capacity
 from outrider.spec import EngineSpec, PolicyUpdateSpec
@@ -184,18 +185,15 @@ async def test_updates_in_the_middle_of_sessions(
 @pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_the_sessions_of_a_process_that_dies_or_hangs_run_again(
-    start: Starts, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    start: Starts, tokenizer: Path, number: int
 ) -> None:
-    if number == signal.SIGSTOP:
-        monkeypatch.setattr(remote_node, "SILENCE_SECONDS", 4.0)
-        monkeypatch.setattr(remote_node, "HEARTBEAT_SECONDS", 0.2)
-        monkeypatch.setattr(spawning, "END_SECONDS", 0.5)
-    async with start() as running:
+    waits = NodeWaits(silence=4.0, heartbeat=0.2) if number == signal.SIGSTOP else WAITS
+    async with start(waits=waits) as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
         submitted, nodes = await running.at_door_on_both_nodes(8)
         killed = min(node_processes())
         os.kill(killed, number)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while killed in node_processes():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         running.open("door")
@@ -515,9 +513,9 @@ async def test_a_stopped_service_leaves_its_sessions_to_the_next(start: Starts, 
 
 
 async def test_a_process_that_cannot_start_keeps_the_service_from_starting(
-    start: Starts, monkeypatch: pytest.MonkeyPatch
+    start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spawning, "PROGRAM", "outrider.nothing")
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # a process that starts now does not find Python's own modules
     with pytest.raises(ServiceError, match="before it was ready"):
         async with start():
             pass

@@ -21,7 +21,7 @@ from outrider.engines.relay.messages import MAX_TO_WORKER
 from outrider.environment import host_id, installed_version
 from outrider.errors import UNREADABLE, Conflict, EngineMisbehaved, Forbidden, NotFound, OutriderError, Unauthorized
 from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Join, NodeHello
-from outrider.nodes.remote_node import SILENCE_SECONDS
+from outrider.nodes.remote_node import WAITS
 from outrider.wire.client_socket import ClientSocket, dialled
 from outrider.wire.link import Disconnected
 from outrider.wire.link_protocol import Close, encode
@@ -35,7 +35,7 @@ CONNECT_SECONDS = 10.0
 QUIET_SECONDS = 10.0
 """A connection on which nothing has arrived for this many seconds counts as dead, because the service sends ten
 messages a second."""
-PATIENCE_SECONDS = SILENCE_SECONDS + QUIET_SECONDS
+PATIENCE_SECONDS = WAITS.silence + QUIET_SECONDS
 
 REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     Close.NONSENSE: (EngineMisbehaved, "is this an Outrider service, of the same version as the node?"),

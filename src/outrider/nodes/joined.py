@@ -3,7 +3,7 @@ messages.
 
 Invariants: a joining node replaces a member of the same name only if the member is disconnected and both have the same
 token. If the member was ever ready to run sessions, both must also come from the same run of the joining program. When
-a node breaks the protocol, or sends nothing for SILENCE_SECONDS, the service gives it up: its attempts run on other
+a node breaks the protocol, or is silent for too long (`NodeWaits`), the service gives it up: its attempts run on other
 nodes, and its process is notified.
 """
 

@@ -59,16 +59,6 @@ if TYPE_CHECKING:  # for annotations only: this module makes no pools
 
 log = logging.getLogger("outrider.node")
 
-HEARTBEAT_SECONDS = 4.0
-SILENCE_SECONDS = 20.0
-"""How long a node may send nothing, in seconds. After that it counts as hanging, and the service gives it up."""
-START_SECONDS = 120.0
-"""The same limit for a node that is starting. It is higher, because a node sends nothing while it is busy starting."""
-
-CANCEL_SECONDS = 120.0
-"""How many seconds a node on another machine has to end a cancelled attempt before the service gives the node up. A
-single call to a container daemon may take that long."""
-
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
 """Maximum number, and maximum total request bytes, of the generations that the service forwards for a node at a time.
 Further generations are refused."""
@@ -83,15 +73,36 @@ Pools = Mapping[str | None, "EnginePool"]
 """The engine pools of a service, by model. The key of the policy is None."""
 
 
+class NodeWaits(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a service waits for a node, in seconds.
+
+    - `heartbeat`: the maximum time between two messages of the service to the node, and of the node to the service.
+    - `silence`: how long a node may send nothing. After that it counts as hanging, and the service gives it up.
+    - `start`: the same limit for a node that is starting. It is higher, because a node sends nothing while it is busy
+        starting.
+    - `cancel`: how long a node on another machine has to end a cancelled attempt before the service gives the node up.
+        A single call to a container daemon may take that long.
+    """
+
+    heartbeat: float = 4.0
+    silence: float = 20.0
+    start: float = 120.0
+    cancel: float = 120.0
+
+
+WAITS = NodeWaits()
+
+
 class ServiceParts(msgspec.Struct, frozen=True):
     """The parts of the service that are used by the calls of nodes. All nodes of a machine share its `resources`.
-    `failures` records failures of background work."""
+    `failures` records failures of background work. `waits` are the service's waits for each node."""
 
     store: Store
     artifacts: ArtifactStore
     pools: Pools
     resources: NodeResources
     failures: Failures = msgspec.field(default_factory=Failures)
+    waits: NodeWaits = WAITS
 
 
 class RemoteNode:
@@ -138,8 +149,8 @@ class RemoteNode:
             link = Link(
                 socket,
                 messages.TO_SERVICE,
-                heartbeat=HEARTBEAT_SECONDS,
-                silence=START_SECONDS,
+                heartbeat=self._parts.waits.heartbeat,
+                silence=self._parts.waits.start,
                 stranger=self._dialled,
             )
             self._connection = connection = NodeConnection(self.name, link, self._parts, tasks, dialled=self._dialled)
@@ -312,12 +323,14 @@ class NodeConnection:
 
     async def _end_of(self, name: str, call: PendingCall[SessionResult]) -> None:
         """Wait until a cancelled attempt has ended or is lost. A node on another machine may be any program, and must
-        not delay the end of a group of sessions or of the service. So the service gives it up after CANCEL_SECONDS."""
+        not delay the end of a group of sessions or of the service. So the service gives it up after a while
+        (`NodeWaits.cancel`)."""
+        seconds = self._parts.waits.cancel
         try:
-            async with asyncio.timeout(CANCEL_SECONDS if self._dialled else None):
+            async with asyncio.timeout(seconds if self._dialled else None):
                 await call.end()
         except TimeoutError:
-            self._lose(f"it has not ended attempt {name} within {CANCEL_SECONDS:g} s")
+            self._lose(f"it has not ended attempt {name} within {seconds:g} s")
             await call.end()
 
     def _let_go(self) -> None:
@@ -353,7 +366,7 @@ class NodeConnection:
                 self.leaving = True
                 self._let_go()
             case messages.Ready(error=None):
-                self.link.silence = SILENCE_SECONDS
+                self.link.silence = self._parts.waits.silence
                 for pool in self._parts.pools.values():
                     if not pool.policy.gate.expects(self._name):
                         pool.policy.gate.expect(self._name, self._lose)

@@ -26,7 +26,7 @@ from outrider.errors import EngineError, OutriderError
 from outrider.lifecycle import SessionState
 from outrider.nodes import messages
 from outrider.nodes.calls import Handler, LinkCalls
-from outrider.nodes.remote_node import HEARTBEAT_SECONDS
+from outrider.nodes.remote_node import WAITS
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import ArtifactList
 from outrider.sessions.attempt import Attempt
@@ -81,9 +81,7 @@ class ServiceProxy:
         images: Callable[[], frozenset[str]] | None = None,
         ending: asyncio.Event | None = None,
     ) -> None:
-        self._link: Link[messages.ToNode] = Link(
-            socket, messages.TO_NODE, heartbeat=HEARTBEAT_SECONDS, silence=FOR_EVER
-        )
+        self._link: Link[messages.ToNode] = Link(socket, messages.TO_NODE, heartbeat=WAITS.heartbeat, silence=FOR_EVER)
         self._images = images
         self._elsewhere = images is not None
         self._ending_together = ending

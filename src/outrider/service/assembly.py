@@ -19,7 +19,8 @@ from outrider.errors import InvalidField
 from outrider.nodes.joined import JoinedNodes
 from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.processes import MACHINE, NodeProcesses
-from outrider.nodes.remote_node import ServiceParts
+from outrider.nodes.remote_node import WAITS as NODE_WAITS
+from outrider.nodes.remote_node import NodeWaits, ServiceParts
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.service.data_folder import RUNS, open_store
@@ -49,9 +50,12 @@ class Opened(NamedTuple):
 
 
 @asynccontextmanager
-async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> AsyncIterator[Opened]:
+async def open_service(
+    config: Config, *, pauses: RetryPolicy = PAUSES, node_waits: NodeWaits = NODE_WAITS
+) -> AsyncIterator[Opened]:
     """Open a service. The settings decide whether its sessions run on a node in this process or in other processes.
-    `pauses` are the waits before a failed session is tried again.
+    `pauses` are the waits before a failed session is tried again. `node_waits` are the waits for nodes in other
+    processes.
 
     Raises InvalidField for settings that cannot work on this machine. Raises ServiceError if the data folder or the
     database cannot be used or is in use.
@@ -75,7 +79,7 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
         await stack.enter_async_context(remember_paces(store, models.pools.values(), paces, failures))
         resources = NodeResources(capacity_of(config.sandboxes))
         node: LocalNode | None = None
-        parts = ServiceParts(store, artifacts, models.pools, resources, failures)
+        parts = ServiceParts(store, artifacts, models.pools, resources, failures, node_waits)
         publisher = await stack.enter_async_context(PoolPublisher(models.pools, failures))
         nodes: Sequence[Node]
         if config.processes == 1:
