@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from outrider.concurrency.retries import RetryPolicy
 from outrider.config import PodsConfig
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.kubernetes.api_server import ApiFailure, FakeApiServer, fake_cluster
-from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime, RuntimeKind
+from outrider.sandbox.runtimes.kubernetes.api import WAITS, ClusterWaits
+from outrider.sandbox.runtimes.kubernetes.cluster import PodCluster
 from outrider.sandbox.runtimes.kubernetes.pod_request import label_value
 from outrider.sandbox.runtimes.kubernetes.pod_state import (
     ContainerStates,
@@ -35,14 +38,14 @@ from outrider.sandbox.runtimes.kubernetes.pod_state import (
 )
 from outrider.sandbox.runtimes.kubernetes.pull_ahead import pull_ahead
 from outrider.sandbox.runtimes.kubernetes.rights import PULL_RULES, RULES
-from outrider.sandbox.runtimes.kubernetes.runtime import KubernetesRuntime, verdict_of
+from outrider.sandbox.runtimes.kubernetes.runtime import KubernetesRuntime, launch, verdict_of
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.remote import RemoteSandbox, node_label
 from outrider.spec import RuntimeSpec
 from support.environments import environment_with
 
 from .clusters import IMAGE, needs_machine, python_image
-from .world import World
+from .world import KindOf, World
 
 pytestmark = pytest.mark.deep  # a test starts servers and many processes
 
@@ -70,8 +73,11 @@ def use(server: FakeApiServer, folder: Path) -> Path:
     return path
 
 
-def pod_sandbox(world: World, **fields: Any) -> RemoteSandbox:
-    made = world.create_with(KubernetesRuntime(), kind="kubernetes", **{"image": IMAGE, **fields})
+def pod_sandbox(world: World, *, waits: ClusterWaits = WAITS, **fields: Any) -> RemoteSandbox:
+    kind: RuntimeKind = KubernetesRuntime()
+    if waits is not WAITS:
+        kind = KindOf(partial(launch, part=partial(PodCluster, waits=waits)), RemoteSandbox)
+    made = world.create_with(kind, kind="kubernetes", **{"image": IMAGE, **fields})
     assert isinstance(made, RemoteSandbox)
     return made
 
@@ -179,14 +185,11 @@ async def test_a_place_is_waited_for_and_given_up(world: World, cluster: FakeApi
     assert cluster.pods == {}
 
 
-async def test_quota_and_a_place_are_waited_for_within_one_limit(
-    world: World, cluster: FakeApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.sandbox.runtimes.kubernetes.cluster.LOOK_SECONDS", 0.1)
-    monkeypatch.setattr("outrider.sandbox.runtimes.kubernetes.cluster.FULL_PAUSES", RetryPolicy(first=0.1, longest=0.1))
+async def test_quota_and_a_place_are_waited_for_within_one_limit(world: World, cluster: FakeApiServer) -> None:
+    waits = ClusterWaits(look=0.1, full=RetryPolicy(first=0.1, longest=0.1))
     cluster.rules.quota = cluster.rules.room = 0
     world.host.pods = PodsConfig(queue_seconds=2)
-    sandbox = pod_sandbox(world)
+    sandbox = pod_sandbox(world, waits=waits)
     starting = asyncio.create_task(sandbox.start())
     await until(lambda: sandbox.queued_seconds() > 1)
     cluster.rules.quota = None
@@ -237,7 +240,7 @@ async def test_each_right_is_needed_and_named(
         assert "cannot watch" in failing.error
     elif denied == "get pods":
         await sandbox.start()
-        part = await world.host.part(cluster_part())
+        part = await world.host.part(PodCluster)
         with pytest.raises(RuntimeUnavailable, match="cannot get") as refused:
             await part.state(next(iter(cluster.created)))
         assert "rights" in (refused.value.hint or "")
@@ -323,19 +326,13 @@ def once(status: int, method: str, path: str, times: int = 1, **headers: str) ->
 async def test_a_busy_server_is_asked_again(
     world: World, cluster: FakeApiServer, status: int, method: str, path: str
 ) -> None:
-    await world.host.part(cluster_part())  # its first sweep is not repeated
+    await world.host.part(PodCluster)  # its first sweep is not repeated
     cluster.rules.faults = [once(status, method, path, times=2, Retry_After="0")]
     sandbox = await start(world)
     assert await echo(sandbox) == "hello"
     await sandbox.stop()
     assert cluster.pods == {}
     assert len(cluster.created) == 1
-
-
-def cluster_part() -> Any:
-    from outrider.sandbox.runtimes.kubernetes.cluster import PodCluster
-
-    return PodCluster
 
 
 async def test_a_lost_reply_makes_no_second_pod(world: World, cluster: FakeApiServer) -> None:
@@ -357,11 +354,8 @@ async def test_a_lost_reply_makes_no_second_pod(world: World, cluster: FakeApiSe
     assert len(cluster.created) == len(cluster.pods) == 1
 
 
-async def test_a_server_that_hangs_and_drips(world: World, cluster: FakeApiServer, monkeypatch: Any) -> None:
+async def test_a_server_that_hangs_and_drips(world: World, cluster: FakeApiServer) -> None:
     """A request that is never answered, and one whose reply comes byte by byte for ever, are given up in time."""
-    from outrider.sandbox.runtimes.kubernetes import api
-
-    monkeypatch.setattr(api, "CALL_SECONDS", 0.5)
     how = ["hang", "drip"]
 
     async def fault(request: web.Request) -> web.StreamResponse | None:
@@ -378,7 +372,7 @@ async def test_a_server_that_hangs_and_drips(world: World, cluster: FakeApiServe
         return answer
 
     cluster.rules.faults = [fault]
-    sandbox = await start(world)
+    sandbox = await start(world, waits=ClusterWaits(call=0.5))
     assert await echo(sandbox) == "hello"
     assert how == []
 
@@ -395,10 +389,9 @@ async def test_a_slow_creation_is_off_the_clock(world: World, cluster: FakeApiSe
 
 @pytest.mark.parametrize("for_ever", [False, True])
 async def test_a_command_that_does_not_begin_is_begun_again_and_given_up(
-    world: World, cluster: FakeApiServer, monkeypatch: pytest.MonkeyPatch, for_ever: bool
+    world: World, cluster: FakeApiServer, for_ever: bool
 ) -> None:
-    monkeypatch.setattr("outrider.sandbox.runtimes.kubernetes.api.OPEN_SECONDS", 0.3)
-    monkeypatch.setattr("outrider.sandbox.runtimes.kubernetes.runtime.ENTER_SECONDS", 1.0 if for_ever else 30.0)
+    waits = ClusterWaits(open=0.3, enter=1.0 if for_ever else 30.0)
     begun: list[str] = []
 
     async def hang(request: web.Request) -> None:
@@ -410,11 +403,11 @@ async def test_a_command_that_does_not_begin_is_begun_again_and_given_up(
     cluster.rules.faults = [hang]
     if for_ever:
         with pytest.raises(RuntimeFailure, match="does not start a command in a pod: no answer in time") as failed:
-            await start(world)
+            await start(world, waits=waits)
         assert failed.value.retryable
         assert cluster.pods == {}
     else:
-        assert await echo(await start(world)) == "hello"
+        assert await echo(await start(world, waits=waits)) == "hello"
         assert len(begun) == 2
 
 
@@ -440,12 +433,8 @@ async def test_a_connection_that_breaks_in_a_command_is_the_clusters_fault(
     assert not await sandbox.broken_inside()
 
 
-async def test_a_silent_connection_is_broken_and_a_quiet_one_is_not(
-    world: World, cluster: FakeApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, seconds in (("PING_SECONDS", 0.1), ("SILENCE_SECONDS", 1.0)):
-        monkeypatch.setattr(f"outrider.sandbox.runtimes.kubernetes.exec_stream.{name}", seconds)
-    sandbox = await start(world)
+async def test_a_silent_connection_is_broken_and_a_quiet_one_is_not(world: World, cluster: FakeApiServer) -> None:
+    sandbox = await start(world, waits=ClusterWaits(ping=0.1, silence=1.0))
     done = await sandbox.exec("sleep 2; echo here", seconds=30)
     assert done.stdout == b"here\n"
     [request] = cluster.machine.sockets.values()
@@ -506,7 +495,7 @@ async def test_an_eviction_that_is_reported_late_is_the_clusters_fault(world: Wo
 
 
 async def test_a_pod_that_cannot_be_removed_keeps_no_other(world: World, cluster: FakeApiServer) -> None:
-    part = await world.host.part(cluster_part())
+    part = await world.host.part(PodCluster)
     labels = {"app.kubernetes.io/name": "outrider-sandbox", "outrider.node": part.node}
     for name in ("a", "b"):
         metadata = {"labels": labels, "namespace": "rl", "name": name, "uid": name}
@@ -653,7 +642,7 @@ async def test_a_killed_node_leaves_nothing(world: World, cluster: FakeApiServer
 
     await until(lambda: inside() == [str(container.pid)])  # only the first program is left, for a minute
     async with Host(world.folder / "next") as host:
-        await host.part(cluster_part())  # sweeps
+        await host.part(PodCluster)  # sweeps
         assert cluster.pods == {}
 
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from outrider.config import PodsConfig
 from outrider.sandbox.runtimes.base import Availability, Runtime, RuntimeKind, SandboxContext
 from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.remote import RemoteLaunch
 from outrider.sandbox.runtimes.tool_server.launch import Launch
 from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import RuntimeSpec
@@ -61,12 +62,13 @@ async def snapshot(sandbox: Runtime, folder: Path, *paths: str, alone: bool = Fa
 
 @dataclass(frozen=True)
 class KindOf:
-    """A kind whose sandboxes have a launch of the test's own."""
+    """A kind whose sandboxes have a launch of the test's own, and are of the class `sandbox`."""
 
-    launch: Launch
+    launch: Launch | RemoteLaunch
+    sandbox: Callable[[Any, RuntimeSpec, SandboxContext], ToolServerSandbox] = ToolServerSandbox
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
-        return ToolServerSandbox(self.launch, spec, context)
+        return self.sandbox(self.launch, spec, context)
 
     def available(self) -> Availability:
         return Availability(ok=True, detail="")

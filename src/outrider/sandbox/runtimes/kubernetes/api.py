@@ -14,14 +14,12 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 import msgspec
 
+from outrider.concurrency.retries import RetryPolicy
 from outrider.sandbox.runtimes.kubernetes.credentials import ClusterAccess
 from outrider.sandbox.runtimes.kubernetes.pod_state import Pod
 
-CALL_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
-OPEN_SECONDS = 10.0
-"""Maximum seconds that the server may take to start a command in a pod."""
 WATCH_SECONDS = 300
 """The server ends a watch after this many seconds. Then a new watch begins."""
 WATCH_SILENCE = 60.0
@@ -35,6 +33,34 @@ MESSAGE_MAX = 2000
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 
 T = TypeVar("T")
+
+
+class ClusterWaits(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a node waits for a cluster, in seconds.
+
+    - `call`: time limit of a call of the API, including its whole reply.
+    - `open`: maximum time that the server may take to start a command in a pod.
+    - `enter`: how long the command that starts the tool server is repeated if it fails. The cluster may report a pod as
+        running before the pod's machine accepts commands.
+    - `full`: the pauses before a pod is requested again, while the namespace's quota is used up.
+    - `look`: if no event arrives for this time, the node asks for the pod's state, because an event may have been lost.
+    - `ping`: time between two pings on the connection to a command in a pod. Load balancers close connections that are
+        silent for a minute.
+    - `silence`: if neither output of a command nor the reply to a ping arrives for this time, its connection is treated
+        as broken. This limit is much longer than `ping`, because replies to pings are late while the command does not
+        read its input.
+    """
+
+    call: float = 60.0
+    open: float = 10.0
+    enter: float = 30.0
+    full: RetryPolicy = RetryPolicy(first=1.0, longest=15.0)
+    look: float = 5.0
+    ping: float = 20.0
+    silence: float = 120.0
+
+
+WAITS = ClusterWaits()
 
 
 class KubeApiError(Exception):
@@ -94,11 +120,12 @@ class KubeApi:
     """A client of one API server. Close it after use. Calls may run concurrently, and a failed call raises
     KubeApiError."""
 
-    def __init__(self, access: ClusterAccess) -> None:
+    def __init__(self, access: ClusterAccess, *, waits: ClusterWaits = WAITS) -> None:
         self._access = access
+        self._waits = waits
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=access.tls if access.tls is not None else True),
-            timeout=aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=waits.call, sock_connect=CONNECT_SECONDS),
             headers={"Accept": "application/json"},
             read_bufsize=LINE_MAX,
             auto_decompress=True,
@@ -198,7 +225,7 @@ class KubeApi:
         The caller must reply to its pings, and close it."""
         query = [("command", word) for word in command]
         query += [("container", container), ("stdin", "true"), ("stdout", "true"), ("stderr", "true")]
-        async with translated(), asyncio.timeout(OPEN_SECONDS):
+        async with translated(), asyncio.timeout(self._waits.open):
             return await self._session.ws_connect(
                 self._access.url + self.pods_path(namespace, name) + "/exec",
                 params=query,

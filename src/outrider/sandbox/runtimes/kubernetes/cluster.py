@@ -20,7 +20,7 @@ from outrider.concurrency.chores import Chores
 from outrider.concurrency.events import Broadcast
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
-from outrider.sandbox.runtimes.kubernetes.api import KubeApi, KubeApiError
+from outrider.sandbox.runtimes.kubernetes.api import WAITS, ClusterWaits, KubeApi, KubeApiError
 from outrider.sandbox.runtimes.kubernetes.credentials import find_access
 from outrider.sandbox.runtimes.kubernetes.pod_request import APP, APP_LABEL
 from outrider.sandbox.runtimes.kubernetes.pod_state import Pod, Remedy, trouble_of
@@ -30,10 +30,6 @@ from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue,
 REMOVE_SECONDS = 60.0
 PAUSES = RetryPolicy(first=0.5, longest=10.0)
 """Seconds to wait before a failed call is repeated, if the failure may be temporary."""
-FULL_PAUSES = RetryPolicy(first=1.0, longest=15.0)
-"""Seconds to wait before a pod is requested again, while the namespace's quota is used up."""
-LOOK_SECONDS = 5.0
-"""If no event arrives for this many seconds, the node asks for the pod's state, because an event may have been lost."""
 LEFT_SECONDS = 120.0
 """If a pod of another node ended more than this many seconds ago, this node removes it. A living node would have
 removed its own pod earlier."""
@@ -55,7 +51,8 @@ log = logging.getLogger("outrider.runtime")
 class PodCluster:
     """Runs the pods of a node. All sandboxes of the node share this object (see node_host.py)."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, *, waits: ClusterWaits = WAITS) -> None:
+        self.waits = waits
         self.pods = host.pods
         self.node = node_label(host)
         self.queue = StartQueue(host.starts_per_second)
@@ -75,7 +72,7 @@ class PodCluster:
         self.namespace = self.pods.namespace or access.namespace
         self.server = access.url
         async with AsyncExitStack() as undo:
-            self.api = KubeApi(access)
+            self.api = KubeApi(access, waits=self.waits)
             undo.push_async_callback(shielded, self.api.close)
             await self.sweep()
             await undo.enter_async_context(self.chores)
@@ -141,7 +138,7 @@ class PodCluster:
                     raise RuntimeFailure(f"the cluster at {self.server} does not create a pod: {error}") from error
                 if full:
                     self._no_room.publish("kubernetes")
-                wait = (FULL_PAUSES if full else PAUSES).wait(failures, error.retry_after)
+                wait = (self.waits.full if full else PAUSES).wait(failures, error.retry_after)
                 failures += 1
                 with clock.waiting():
                     await asyncio.sleep(wait)
@@ -173,7 +170,7 @@ class PodCluster:
                 )
             with clock.waiting():
                 try:
-                    async with asyncio.timeout(LOOK_SECONDS):
+                    async with asyncio.timeout(self.waits.look):
                         await changed.wait()
                 except TimeoutError:
                     await self._look(name)

@@ -3,7 +3,7 @@
 Each message of the WebSocket begins with the number of its channel. Invariants:
 
 - Data from the network is read only as fast as the reader of the socket takes it, so a slow reader slows the command.
-- A connection without any message for SILENCE_SECONDS is treated as broken.
+- A connection without any message for too long (`ClusterWaits.silence`) is treated as broken.
 - When the context of an `ExecStream` has ended, both ends are closed and no task is left.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 
 from outrider.concurrency.chores import Chores
 from outrider.errors import LOG_TAIL
-from outrider.sandbox.runtimes.kubernetes.api import StatusReply
+from outrider.sandbox.runtimes.kubernetes.api import WAITS, ClusterWaits, StatusReply
 
 STDIN, STDOUT, STDERR, ERROR = range(4)
 """The numbers of the channels. At the end of the command, the channel ERROR carries one `Status` object."""
@@ -27,11 +27,6 @@ LAST = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CL
 """Types of messages that end a WebSocket."""
 PIECE = 1 << 16
 """Maximum bytes of one message. Proxies in front of API servers refuse larger ones."""
-PING_SECONDS = 20.0
-"""Seconds between two pings. Load balancers close connections that are silent for a minute."""
-SILENCE_SECONDS = 120.0
-"""If neither output nor the reply to a ping arrives for this many seconds, the connection is treated as broken. This
-limit is much longer than PING_SECONDS, because replies to pings are late while the command does not read its input."""
 EXITED = "NonZeroExitCode"
 """The `reason` in the `Status` of a command that exited with an error. Any other reason means that the cluster
 failed."""
@@ -42,12 +37,20 @@ class ExecStream:
     pair of Unix sockets, and is closed by this object. Whoever holds the other end writes the command's standard input
     there, and reads its standard output. The stream's tasks belong to `chores`."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, theirs: socket.socket, chores: Chores) -> None:
+    def __init__(
+        self,
+        socket: aiohttp.ClientWebSocketResponse,
+        theirs: socket.socket,
+        chores: Chores,
+        *,
+        waits: ClusterWaits = WAITS,
+    ) -> None:
         self.exited = False
         """True once the API server has reported that the command has exited, by itself or by a signal."""
         self._socket = socket
         self._theirs = theirs
         self._chores = chores
+        self._waits = waits
         self._log = b""
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
@@ -104,12 +107,13 @@ class ExecStream:
             self._end()
 
     async def _next(self) -> aiohttp.WSMessage:
-        """Return the next message. Raises TimeoutError if none arrives within SILENCE_SECONDS."""
+        """Return the next message. Raises TimeoutError after a silence that is too long."""
+        seconds = self._waits.silence
         try:
-            async with asyncio.timeout(SILENCE_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await self._socket.receive()
         except TimeoutError:
-            self._add_to_log(f"the connection to the pod has been silent for {SILENCE_SECONDS:.0f} s")
+            self._add_to_log(f"the connection to the pod has been silent for {seconds:.0f} s")
             raise
 
     def _note_end(self, data: bytes) -> None:
@@ -127,7 +131,7 @@ class ExecStream:
     async def _ping(self) -> None:
         with contextlib.suppress(aiohttp.ClientError, OSError):
             while True:
-                await asyncio.sleep(PING_SECONDS)
+                await asyncio.sleep(self._waits.ping)
                 await self._socket.ping()
 
     def _end(self) -> None:

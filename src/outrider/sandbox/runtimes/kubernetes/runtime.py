@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from outrider.sandbox.runtimes.kubernetes.credentials import find_access
 from outrider.sandbox.runtimes.kubernetes.exec_stream import ExecStream
 from outrider.sandbox.runtimes.kubernetes.pod_request import OWN_HOME, label_value, pod_body, pod_name, python_of
 from outrider.sandbox.runtimes.kubernetes.pod_state import CONTAINER, NEEDS_PYTHON, Pod
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.remote import QueueClock, RemoteSandbox, gateway_tunnel, labels_of
 from outrider.sandbox.runtimes.tool_server.bundle import FLAGS, PIPES_BOOT, remote_delivery
 from outrider.sandbox.runtimes.tool_server.client import Stopped, ToolClient
@@ -46,9 +47,6 @@ SETTLE_SECONDS = 2.0
 """When a tool server has ended and nothing outside its pod seems to be the cause, the node waits this many seconds, and
 then asks for the pod's state again. The pod's programs are blamed only if the second reply shows no outside cause
 either."""
-ENTER_SECONDS = 30.0
-"""How long the command that starts the tool server is repeated if it fails. The cluster may report a pod as running
-before the pod's machine accepts commands."""
 OF_CLUSTER = ("KUBERNETES_", "OUTRIDER_")
 """Environment variables in a pod that have one of these prefixes do not come from its image."""
 
@@ -86,9 +84,16 @@ class KubernetesRuntime:
 
 
 @asynccontextmanager
-async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) -> AsyncIterator[RunningServer]:
-    """Make a pod and run the tool server in it. See tool_server/launch.py."""
-    cluster = await context.host.part(PodCluster)
+async def launch(
+    spec: RuntimeSpec,
+    context: SandboxContext,
+    clock: QueueClock,
+    *,
+    part: Callable[[Host], AbstractAsyncContextManager[PodCluster]] = PodCluster,
+) -> AsyncIterator[RunningServer]:
+    """Make a pod and run the tool server in it. See tool_server/launch.py. `part` is the node's part that makes the
+    pods."""
+    cluster = await context.host.part(part)
     pods, sandbox = cluster.pods, context.directory.name
     if pods.user is not None and spec.several_users:
         raise InvalidField(
@@ -114,7 +119,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
         with connection() as (ours, theirs):
             with clock.waiting():
                 entered = await enter(cluster, name)
-            stream = ExecStream(entered, theirs.dup(), cluster.chores)
+            stream = ExecStream(entered, theirs.dup(), cluster.chores, waits=cluster.waits)
         tools = ToolClient(ours, stream.log_tail)
         undo.push_async_callback(undone, sandbox, tools.close)
         await undo.enter_async_context(stream)
@@ -171,7 +176,7 @@ async def enter(cluster: PodCluster, name: str) -> ClientWebSocketResponse:
     command = [*python_of(cluster.pods), *FLAGS, "-c", PIPES_BOOT]
     failures, last = 0, KubeApiError(0, "no answer in time")
     try:
-        async with asyncio.timeout(ENTER_SECONDS):
+        async with asyncio.timeout(cluster.waits.enter):
             while True:
                 try:
                     return await cluster.api.exec(cluster.namespace, name, CONTAINER, command)
