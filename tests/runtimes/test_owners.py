@@ -7,7 +7,7 @@ import io
 import os
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from outrider.sandbox.runtimes.apptainer.runtime import ApptainerRuntime
 from outrider.sandbox.runtimes.base import SavesLayers
 from outrider.sandbox.runtimes.namespace import user_ids
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.node_host import ID_FILES
 from outrider.spec import RuntimeSpec
 from support.small_root import copy, libraries, small_root
 
@@ -41,6 +42,7 @@ ENTRIES = (
     ("home/node", None, 0o755, 1000, 1000),
 )
 Import = Callable[..., str]
+IdFiles = Mapping[str, Path]
 
 
 @pytest.fixture
@@ -72,22 +74,23 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
 
 
 @pytest.fixture
-def ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def ranges(tmp_path: Path, world: World) -> IdFiles:
     """The ids that are set aside for this user. Root may use any; others have those of the machine, or none."""
-    file = tmp_path / "ranges"
     if os.geteuid() == 0:
+        file = tmp_path / "ranges"
         file.write_text("0:700000:65536\n")
-        monkeypatch.setattr(user_ids, "FILES", {"uid": file, "gid": file})
+        world.host.id_files = {"uid": file, "gid": file}
     try:
-        user_ids.user_ids(65536)
+        user_ids.user_ids(65536, world.host.id_files)
     except RuntimeUnavailable as error:
         pytest.skip(error.message)
-    return file
+    return world.host.id_files
 
 
 @pytest.fixture
-def no_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_ids, "FILES", dict.fromkeys(("uid", "gid"), tmp_path / "none"))
+def no_ranges(tmp_path: Path, world: World) -> IdFiles:
+    world.host.id_files = dict.fromkeys(("uid", "gid"), tmp_path / "none")
+    return world.host.id_files
 
 
 async def said(sandbox: Any, command: str) -> str:
@@ -95,7 +98,7 @@ async def said(sandbox: Any, command: str) -> str:
     return str(done.stdout.decode())
 
 
-async def test_files_have_their_owners(world: World, imported: Import, ranges: Path) -> None:
+async def test_files_have_their_owners(world: World, imported: Import, ranges: IdFiles) -> None:
     image = imported(*ENTRIES)
     sandbox = await world.start("namespace", image=image, workdir="/")
     assert await said(sandbox, LIST) == THEIRS
@@ -112,14 +115,14 @@ async def test_files_have_their_owners(world: World, imported: Import, ranges: P
     assert await said(other, LIST) == THEIRS
 
 
-async def test_one_user_by_the_tasks_own_word(world: World, imported: Import, no_ranges: None) -> None:
+async def test_one_user_by_the_tasks_own_word(world: World, imported: Import, no_ranges: IdFiles) -> None:
     image = imported(*ENTRIES)
     sandbox = await world.start("namespace", image=image, workdir="/", users=1)
     assert await said(sandbox, LIST) == ROOTS
 
 
 async def test_an_image_of_another_machine_where_ids_are_missing(
-    world: World, imported: Import, no_ranges: None
+    world: World, imported: Import, no_ranges: IdFiles
 ) -> None:
     """The session fails, and the task is refused: nothing is graded."""
     spec: dict[str, Any] = {"image": imported(*ENTRIES), "workdir": "/"}
@@ -130,7 +133,7 @@ async def test_an_image_of_another_machine_where_ids_are_missing(
         await world.start("namespace", **spec)
     assert "task.runtime.users to 1" in (raised.value.hint or "")
     with pytest.raises(InvalidField, match=because) as refused:
-        NamespaceRuntime.check_spec(RuntimeSpec(kind="namespace", **spec))
+        NamespaceRuntime.check_spec(RuntimeSpec(kind="namespace", **spec), id_files=no_ranges)
     assert (refused.value.field, refused.value.hint) == ("task.runtime.users", raised.value.hint)
 
 
@@ -144,7 +147,7 @@ def test_apptainer_has_one_user(imported: Import) -> None:
     assert refused.value.field == "task.runtime.users"
 
 
-async def test_a_base_image_needs_no_other_ids(world: World, imported: Import, no_ranges: None) -> None:
+async def test_a_base_image_needs_no_other_ids(world: World, imported: Import, no_ranges: IdFiles) -> None:
     """Caches of apt, groups of system files and an unused account are in most base images."""
     image = imported(
         ("etc/passwd", b"root:x:0:0::/:/bin/sh\n_apt:x:42:65534::/:/bin/sh\n", 0o644, 0, 0),
@@ -165,17 +168,17 @@ async def test_a_base_image_needs_no_other_ids(world: World, imported: Import, n
     ],
 )
 async def test_owners_that_a_sandbox_cannot_have(
-    world: World, imported: Import, ranges: Path, owner: tuple[int, int], users: int | None, because: str
+    world: World, imported: Import, ranges: IdFiles, owner: tuple[int, int], users: int | None, because: str
 ) -> None:
     spec: dict[str, Any] = {"image": imported(("data", b"x", 0o600, *owner)), "workdir": "/", "users": users}
     with pytest.raises(RuntimeUnavailable, match=because):
         await world.start("namespace", **spec)
     with pytest.raises(InvalidField, match=because) as refused:
-        NamespaceRuntime.check_spec(RuntimeSpec(kind="namespace", **spec))
+        NamespaceRuntime.check_spec(RuntimeSpec(kind="namespace", **spec), id_files=ranges)
     assert refused.value.field == "task.runtime.users"
 
 
-async def test_their_room_is_not_the_tasks(world: World, imported: Import, ranges: Path) -> None:
+async def test_their_room_is_not_the_tasks(world: World, imported: Import, ranges: IdFiles) -> None:
     """A task may write as much as it names, however much the image gives to others."""
     image = imported(("data", bytes(8 << 20), 0o600, 101, 0))
     sandbox = await world.start("namespace", image=image, workdir="/", resources={"disk_mb": 4})
@@ -183,7 +186,7 @@ async def test_their_room_is_not_the_tasks(world: World, imported: Import, range
     assert "No space left" in await said(sandbox, "dd if=/dev/zero of=/more bs=1M count=4")
 
 
-async def test_a_saved_layer_keeps_owners_and_links(world: World, imported: Import, ranges: Path) -> None:
+async def test_a_saved_layer_keeps_owners_and_links(world: World, imported: Import, ranges: IdFiles) -> None:
     image = imported(*ENTRIES)
     sandbox = await world.start("namespace", image=image, workdir="/")
     # A folder of the agent's becomes a link to another folder: nothing of the image's owners may reach through it.
@@ -223,7 +226,7 @@ def postgresql(root: Path) -> str:
 
 @pytest.mark.deep
 async def test_postgresql_runs_in_an_image_where_a_step_made_its_database(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: Path
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: IdFiles
 ) -> None:
     """PostgreSQL refuses to run as root, and over a folder of another user."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
@@ -240,6 +243,8 @@ async def test_postgresql_runs_in_an_image_where_a_step_made_its_database(
     (tmp_path / "Dockerfile").write_text(
         f"FROM small\nRUN mkdir /db && chown -R postgres /db && {by} {programs}/initdb --no-locale -A trust -D /db\n"
     )
+    for kind, file in ranges.items():  # of the host that the build makes
+        monkeypatch.setitem(ID_FILES, kind, file)
     await asyncio.to_thread(build_image, tmp_path, store, name="task")
     sandbox = await world.start("namespace", image="task", workdir="/")
     start = f"{by} {programs}/pg_ctl -w -D /db -o '-k /db -h 127.0.0.1' -l /db/log start >/tmp/said 2>&1"

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.plugins import names, resolve
-from outrider.sandbox.runtimes.namespace import user_ids
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.spec import RuntimeSpec
 
 REFUSED: tuple[tuple[Any, ...], ...] = (
@@ -19,7 +19,6 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
     ("process-landlock", {"users": 2}, "users"),
     ("namespace", {"image": "no-such-image"}, "image"),
     ("namespace", {"image": "/some/image.sif"}, "image"),
-    ("namespace", {"users": 2}, "users"),
     ("apptainer", {}, "image"),
     ("apptainer", {"image": "no-such-image"}, "image"),
     ("apptainer", {"image": "/some/image.sif", "users": 2}, "users"),
@@ -45,8 +44,7 @@ TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @pytest.fixture(autouse=True)
-def nobody_has_more_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(user_ids, "FILES", {"uid": tmp_path / "none", "gid": tmp_path / "none"})
+def no_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
 
 
@@ -55,6 +53,14 @@ def test_what_a_kind_cannot_be_is_refused(kind: str, fields: dict[str, Any], fie
     with pytest.raises(InvalidField) as refused:
         resolve("runtime", kind).check_spec(RuntimeSpec(kind=kind, **fields))
     assert refused.value.field == f"task.runtime.{field}"
+    assert refused.value.hint
+
+
+def test_users_that_the_machine_does_not_have_are_refused(tmp_path: Path) -> None:
+    none = {"uid": tmp_path / "none", "gid": tmp_path / "none"}
+    with pytest.raises(InvalidField) as refused:
+        NamespaceRuntime.check_spec(RuntimeSpec(kind="namespace", users=2), id_files=none)
+    assert refused.value.field == "task.runtime.users"
     assert refused.value.hint
 
 

@@ -23,7 +23,7 @@ from outrider.sandbox.image_build import build_image
 from outrider.sandbox.rootfs.owners import Owners, unpacked
 from outrider.sandbox.rootfs.store import ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import BadImage
-from outrider.sandbox.runtimes.namespace import user_ids
+from outrider.sandbox.runtimes.node_host import ID_FILES
 from support.small_root import small_root
 
 pytestmark = needs_namespaces
@@ -105,10 +105,12 @@ def test_an_image_is_what_its_steps_left(store: ImageStore, context: Path) -> No
 
 
 def reserve_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
-    """Make the machine appear to have ids for several users, or none."""
+    """Make the machine appear to have ids for several users, or none. A build makes its sandbox with a host of its own,
+    so this is the default of all hosts."""
     ranges = tmp_path / "ranges"
     ranges.write_text(f"{os.getuid()}:700000:65536\n" if many else "")
-    monkeypatch.setattr(user_ids, "FILES", {"uid": ranges, "gid": ranges})
+    for kind in ID_FILES:
+        monkeypatch.setitem(ID_FILES, kind, ranges)
     if many and os.geteuid() != 0:
         pytest.skip("other users need newuidmap, and ranges of the machine's own")
 

@@ -11,7 +11,7 @@ import asyncio
 import os
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -26,6 +26,8 @@ P = TypeVar("P")
 PREFIX = "outrider-"
 """Prefix of the names of every node and of its folders, control groups and labels."""
 
+ID_FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
+"""The files of a machine that list the ranges of user ids and of group ids that are set aside for each user."""
 
 SWEEP_SECONDS = 60.0
 """Seconds that the sweep of one part may take (see `Host.sweep`)."""
@@ -38,7 +40,8 @@ class Host:
     - `name` is unique to this node for all time. It contains its process id and start time, which `lives` checks.
     - `starts_per_second` is the setting `sandboxes.starts_per_second`.
     - `pods` are the settings `sandboxes.kubernetes`.
-    - `failures` records the failures of the parts' background work."""
+    - `failures` records the failures of the parts' background work.
+    - `id_files` are the files with the ids that are set aside for each user, as in ID_FILES."""
 
     def __init__(
         self,
@@ -47,9 +50,11 @@ class Host:
         starts_per_second: float = 5.0,
         pods: PodsConfig | None = None,
         failures: Failures | None = None,
+        id_files: Mapping[str, Path] = ID_FILES,
     ) -> None:
         self.folder = folder
         self.failures = failures or Failures()
+        self.id_files = id_files
         self.pods = pods or PodsConfig()
         self.starts_per_second = starts_per_second
         end = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else secrets.token_hex(4)

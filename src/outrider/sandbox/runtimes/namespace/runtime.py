@@ -13,7 +13,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from outrider.sandbox.runtimes.limits import counted_memory, limits_in_words, rl
 from outrider.sandbox.runtimes.namespace.plan import Plan, Root, image_root, inner_of, unsupported
 from outrider.sandbox.runtimes.namespace.user_ids import UserIds, user_ids
 from outrider.sandbox.runtimes.namespace.zygote import ZygoteClient
+from outrider.sandbox.runtimes.node_host import ID_FILES
 from outrider.sandbox.runtimes.nvidia import NVIDIA, GpuFiles, NvidiaDriver
 from outrider.sandbox.runtimes.probe_cache import ProbeCache
 from outrider.sandbox.runtimes.tool_server.client import ToolClient
@@ -87,10 +88,10 @@ class NamespaceRuntime:
         return Availability.found(_found)
 
     @classmethod
-    def check_spec(cls, spec: RuntimeSpec) -> None:
+    def check_spec(cls, spec: RuntimeSpec, *, id_files: Mapping[str, Path] = ID_FILES) -> None:
         image = None if spec.image is None else known_image(spec.image)
         try:
-            ids_of(spec, image)
+            ids_of(spec, image, id_files)
         except RuntimeUnavailable as error:
             raise InvalidField(error.message, field=error.field, hint=error.hint) from error
 
@@ -188,20 +189,21 @@ class HostFiles(msgspec.Struct, frozen=True):
 def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, driver: NvidiaDriver) -> HostFiles:
     """Find the files that the spec names. The call blocks as long as a file system of the host does not respond. Raises
     InvalidField and RuntimeUnavailable."""
-    gpus = driver.shown(context.gpus)
+    gpus, id_files = driver.shown(context.gpus), context.host.id_files
     if spec.image is None:
         root = _root(spec, host_root)
-        return HostFiles(gpus, root, {}, _has_python(root), ids_of(spec, None))
+        return HostFiles(gpus, root, {}, _has_python(root), ids_of(spec, None, id_files))
     image, store = known_image(spec.image), ImageStore()
-    root, ids = image_root(store.root(image).resolve()), ids_of(spec, image)
+    root, ids = image_root(store.root(image).resolve()), ids_of(spec, image, id_files)
     owners = store.owners_file(image) if len(ids.uids) > 1 else None
     return HostFiles(gpus, root, image.env, _has_python(root), ids, str(owners or ""), image.owners)
 
 
-def ids_of(spec: RuntimeSpec, image: RootImage | None) -> UserIds:
+def ids_of(spec: RuntimeSpec, image: RootImage | None, id_files: Mapping[str, Path]) -> UserIds:
     """Return the user ids of a sandbox. There are `spec.users` of them. If this is not set, there are MOST_USERS if the
     owners of the image's files need several, otherwise one. Raises InvalidField if the image's files cannot keep their
-    owners. Raises RuntimeUnavailable if this machine cannot give a sandbox so many ids."""
+    owners. Raises RuntimeUnavailable if this machine, whose ID_FILES are `id_files`, cannot give a sandbox so many
+    ids."""
     owned = Ownership() if image is None else image.owners
     count = spec.users or (MOST_USERS if owned.foreign else 1)
     if count > 1 and (owned.unkept or owned.highest >= count):
@@ -212,7 +214,7 @@ def ids_of(spec: RuntimeSpec, image: RootImage | None) -> UserIds:
             hint=f"give its files to fewer users, or to ids below {MOST_USERS}; {ONE_OWNER}",
         )
     try:
-        return user_ids(count)
+        return user_ids(count, id_files)
     except RuntimeUnavailable as error:
         if spec.users is not None:
             raise

@@ -1,5 +1,5 @@
 """Chooses the user ids of a sandbox. The first one is this user's own id. Further ids come from this user's ranges in
-/etc/subuid and /etc/subgid.
+/etc/subuid and /etc/subgid (ID_FILES).
 
 This module starts no process. Invariant: no other ids of the host are used.
 """
@@ -10,6 +10,7 @@ import os
 import pwd
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,10 +18,10 @@ import msgspec
 
 from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.runtimes.namespace.plan import Ids
+from outrider.sandbox.runtimes.node_host import ID_FILES
 
 RANGE = re.compile(r"^([^:\n]+):([0-9]+):([0-9]+)\s*$", re.MULTILINE)
 """Matches a line `name:first:count`. Like newuidmap, this module ignores all other lines."""
-FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
 
 
 class UserIds(msgspec.Struct, frozen=True):
@@ -31,15 +32,15 @@ class UserIds(msgspec.Struct, frozen=True):
     mappers: dict[str, str]
 
 
-def user_ids(count: int) -> UserIds:
-    """Return `count` user ids and as many group ids. The first of each is this user's own id. Raises
-    RuntimeUnavailable."""
+def user_ids(count: int, files: Mapping[str, Path] = ID_FILES) -> UserIds:
+    """Return `count` user ids and as many group ids. The first of each is this user's own id, and the others come from
+    `files` (see ID_FILES). Raises RuntimeUnavailable."""
     own = {"uid": (0, os.geteuid(), 1), "gid": (0, os.getegid(), 1)}
     if count == 1:
         return UserIds((own["uid"],), (own["gid"],), {})
-    ids = {kind: (own[kind], (1, _range(kind, count - 1), count - 1)) for kind in FILES}
+    ids = {kind: (own[kind], (1, _range(kind, count - 1, file), count - 1)) for kind, file in files.items()}
     mappers = {}
-    for kind in FILES if os.geteuid() != 0 else ():  # root can map ids without these programs
+    for kind in files if os.geteuid() != 0 else ():  # root can map ids without these programs
         program = f"new{kind}map"
         found = shutil.which(program)
         if found is None:
@@ -52,21 +53,22 @@ def user_ids(count: int) -> UserIds:
     return UserIds(ids["uid"], ids["gid"], mappers)
 
 
-def _range(kind: str, count: int) -> int:
-    """Return the first id of this user's first range that has at least `count` ids. Raises RuntimeUnavailable."""
+def _range(kind: str, count: int, file: Path) -> int:
+    """Return the first id of this user's first range in `file` that has at least `count` ids. Raises
+    RuntimeUnavailable."""
     uid = os.geteuid()
     names = {str(uid)}
     with suppress(KeyError):  # a user without a name may have ranges by number
         names.add(pwd.getpwuid(uid).pw_name)
     try:
-        text = FILES[kind].read_text(errors="replace")
+        text = file.read_text(errors="replace")
     except OSError:
         text = ""
     for name, first, size in RANGE.findall(text):
         if name in names and int(size) >= count:
             return int(first)
     raise RuntimeUnavailable(
-        f"{FILES[kind]} sets no {count} ids aside for {' or '.join(sorted(names))}",
+        f"{file} sets no {count} ids aside for {' or '.join(sorted(names))}",
         field="task.runtime.users",
         hint=f"as root: usermod --add-sub{kind}s 100000-165535 {max(names, key=len)}",
     )
