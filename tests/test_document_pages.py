@@ -33,8 +33,10 @@ ENCRYPTED = pdf(["x"]).replace(
 
 
 @asynccontextmanager
-async def a_reader(**options: Any) -> AsyncIterator[tuple[DocumentReader, DecodingProcess]]:
-    process = DecodingProcess()
+async def a_reader(
+    process: DecodingProcess | None = None, **options: Any
+) -> AsyncIterator[tuple[DocumentReader, DecodingProcess]]:
+    process = process or DecodingProcess()
     try:
         yield DocumentReader(SETTINGS, process, **options), process
     finally:
@@ -98,25 +100,27 @@ async def test_a_page_of_any_size_has_no_more_pixels_than_an_image() -> None:
             assert width * height <= SETTINGS.most * 1.02
 
 
-async def test_each_document_is_read_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+class CountingProcess(DecodingProcess):
+    """Counts the requests."""
+
     asked = 0
-    ask = DecodingProcess.ask
 
-    async def counted(process: DecodingProcess, *arguments: object) -> object:
-        nonlocal asked
-        asked += 1
-        return await ask(process, *arguments)  # type: ignore[arg-type]
+    async def ask(self, *arguments: Any, **named: Any) -> Any:
+        self.asked += 1
+        return await super().ask(*arguments, **named)
 
-    monkeypatch.setattr(DecodingProcess, "ask", counted)
+
+async def test_each_document_is_read_once_and_few_are_kept() -> None:
+    process = CountingProcess()
     first, *others = [document(pdf([f"page {number}"]), "field", "reason") for number in range(3)]
-    async with a_reader(most_kept=2) as (reader, _):
+    async with a_reader(process, most_kept=2) as (reader, _):
         await asyncio.gather(*(reader.read(first, str(owner), pictures=False) for owner in range(4)))
-        assert asked == 1
+        assert process.asked == 1
         for other in others:
             await reader.read(other, pictures=False)
         assert reader.pages(first.digest, pictures=False) is None
         assert reader.pages(others[-1].digest, pictures=False) == DocumentPages(("page 2",))
-    assert asked == 3
+    assert process.asked == 3
 
 
 async def test_a_killed_process_is_the_services_fault_and_a_crash_is_the_documents() -> None:
