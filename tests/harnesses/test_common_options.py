@@ -25,7 +25,7 @@ VALUES: dict[str, Any] = {
     "append_system_prompt": TEXT,
     "allowed_tools": ["one", "two"],
     "max_turns": 7,
-    "context_tokens": 4321,
+    "context_tokens": 65432,
     "budget": 1.5,
 }
 PROGRAMS = [name for name in preset_names() if load_preset(name).install]
@@ -77,6 +77,8 @@ async def test_all_options_of_a_program_fit_together(
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "programs"))
     pretend_installed(tmp_path / "programs" / "harnesses", preset)
     options = {name: value for name, value in VALUES.items() if name in preset.options}
+    for name in [*options]:
+        options |= dialect_with(preset, name)
     given = context(sandbox, HarnessSpec(preset=program, options=options))
     await make_harness(given.task.harness).install(given)
     home = Path((await sandbox.exec('printf %s "$HOME"', seconds=30)).stdout.decode())
@@ -132,6 +134,8 @@ def pretend_installed(folder: Path, preset: Preset) -> None:
         ),
         ("mini-swe-agent", {"system_prompt": "x" * 200_000}, "more than 100000 bytes"),
         ("opencode", {"effort": "low", "dialect": "messages"}, "in the dialect 'messages'"),
+        ("kimi-code", {"thinking": False}, "in the dialect 'chat'"),
+        ("hermes", {"context_tokens": 63_999}, "at least 64000"),
     ],
 )
 def test_wrong_values_are_refused(preset: str, options: Any, words: str) -> None:
