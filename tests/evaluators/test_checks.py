@@ -200,11 +200,13 @@ async def test_a_check_that_takes_long_waits_for_one_of_each_other_bucket(host: 
     assert {done.fault for done in await asyncio.gather(*hanging)} == {"too long to check: more than 0.3 s"}
 
 
-async def test_a_check_that_crashes_is_told_from_one_that_was_killed(host: Host) -> None:
+@pytest.mark.parametrize("size", [1, 8 << 20])
+async def test_a_check_that_crashes_is_told_from_one_that_was_killed(host: Host, size: int) -> None:
+    """A check of 8 MiB is killed while it still reads its request."""
     crashed = await act(host, "crash")
     assert crashed.answer is None
     assert crashed.fault.startswith("it makes pytest crash")
-    slow = asyncio.ensure_future(act(host, "spin", seconds=60))
+    slow = asyncio.ensure_future(act(host, "spin", seconds=60, rest="x" * size))
     os.kill(await only_check(host), signal.SIGKILL)  # as the kernel does when memory is short
     with pytest.raises(EvaluatorError, match="killed by signal 9"):
         await slow

@@ -128,7 +128,7 @@ ABSENT = "sandboxes.test_sandbox:Absent"
     [
         ({"kind": "process", "image": "debian"}, "process", RuntimeUnavailable, "'process' sandboxes", "image"),
         ({"kind": "of_nobody"}, "process", RuntimeUnavailable, "unknown runtime", "kind"),
-        ({"kind": ABSENT}, "process", RuntimeUnavailable, "its daemon is gone", "kind"),
+        ({"kind": ABSENT}, "process", RuntimeFailure, "its daemon is gone", "kind"),
         ({"kind": "namespace", "image": "lost"}, "process", RuntimeUnavailable, "no image 'lost'", "image"),
         ({"mounts": [{"source": "/etc"}]}, "process", RuntimeUnavailable, "may name", "mounts.0.source"),
         ({"mounts": [{"source": "HERE/gone"}]}, "process", RuntimeUnavailable, "not on this node", "mounts.0.source"),

@@ -88,6 +88,7 @@ class FakeNode:
         self.ran: list[tuple[str, int]] = []
         self.error: ErrorRecord | None = None
         self.reason = StopReason.COMPLETED
+        self.run_reason: StopReason | None = None
         self.exit: HarnessExit | None = None
         self.dies = 0
         """So many attempts are lost at their end."""
@@ -122,6 +123,7 @@ class FakeNode:
             attempt=attempt.session.attempt,
             stop_reason=StopReason.ERROR if self.error else self.reason,
             error=self.error,
+            run_reason=self.run_reason,
             harness_exit=self.exit,
         )
 
@@ -138,6 +140,20 @@ async def scheduling(
         running = tasks.create_task(scheduler.run())
         yield scheduler, store, node, tasks, done
         running.cancel()
+
+
+@pytest.mark.parametrize(("ran", "attempts"), [(None, 2), (StopReason.COMPLETED, 1)])
+async def test_a_failed_evaluator_is_tried_again_only_before_the_agent_ran(
+    ran: StopReason | None, attempts: int
+) -> None:
+    """A node without a grader's key refuses at once: another node may have the key. It must not end the whole queue."""
+    async with scheduling() as (scheduler, store, node, _, done):
+        node.error = msgspec.structs.replace(FAILURE, boundary=Boundary.EVALUATOR, code="evaluator_error")
+        node.run_reason = ran
+        await put(store, "g", "s", max_attempts=2)
+        scheduler.wake()
+        await done.wait()
+        assert len(node.ran) == attempts
 
 
 async def test_what_becomes_due_while_it_looks_is_not_forgotten() -> None:

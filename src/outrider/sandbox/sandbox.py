@@ -31,7 +31,6 @@ from outrider.sandbox.network.variables import APT_CONFIG, APT_SETTINGS, proxy_v
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.rootfs.wanted import ImagePulls
 from outrider.sandbox.runtimes.base import Runtime, RuntimeKind, SandboxContext
-from outrider.sandbox.runtimes.elsewhere import ELSEWHERE
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_URL
 from outrider.spec import RUNTIME, Collect, PrepareCommand, PrepareStep, RuntimeSpec, TaskSpec, Upload, Write
@@ -251,17 +250,19 @@ class Sandboxes:
         kind, and only for kinds on this machine. The agent's sandbox, or the service elsewhere, may just be unavailable
         for a moment, and its own start raises the right error.
 
-        Raises RuntimeUnavailable, and RuntimeFailure if a file of a prepare step is missing.
+        Raises RuntimeUnavailable. Raises RuntimeFailure, after which the session is tried again, if the kind does not
+        work here now, or if a file of a prepare step is missing.
         """
         with renamed_field(RUNTIME, field), unavailable_here():
             kind: RuntimeKind = resolve("runtime", spec.sandbox_kind, field=f"{RUNTIME}.kind")
             await asyncio.to_thread(_check, spec, kind)
             await asyncio.to_thread(self.paths.check, spec)
             await self._with_door(spec)  # the door is not opened, so it holds nothing
-        if spec.sandbox_kind not in (agents.sandbox_kind, *ELSEWHERE):
+        runs_here = getattr(kind, "part", None) is None
+        if runs_here and spec.sandbox_kind != agents.sandbox_kind:
             can = await asyncio.to_thread(kind.available)
             if not can.ok:
-                raise RuntimeUnavailable(
+                raise RuntimeFailure(
                     f"this machine cannot run {spec.sandbox_kind!r} sandboxes: {can.detail}",
                     field=f"{field}.kind",
                     hint=can.hint,

@@ -477,8 +477,9 @@ class Scheduler:
         if (
             error is None
             or not error.retryable
-            # The node has already repeated the evaluation, and running the agent again would not help.
-            or error.boundary is Boundary.EVALUATOR
+            # The node has already repeated the evaluation, and running the agent again would not help. But if the agent
+            # never ran, because this node cannot make the evaluator, another node may.
+            or (error.boundary is Boundary.EVALUATOR and result.run_ending is not None)
             or failures >= placement.attempt.task.max_attempts
         ):
             await self._finish(session, result, under_way=True)

@@ -175,7 +175,7 @@ class ExternalSessions:
         live = self._live.get(self._store.session_of_credential(key) or "")
         if live is None or live.models is None:
             return None
-        live.calls += 1
+        live.note_call()
         return live.models
 
     async def refusal(self, key: str) -> OutriderError:
@@ -373,7 +373,7 @@ class _LiveSession:
     def _new_models(self) -> None:
         session, task = self.attempt.session, self.attempt.task
         self._overdue = Overdue()
-        self._stalls.longest = 0.0  # earlier stalls harmed only the calls before a reset
+        self._stalls.longest = 0.0  # an earlier stall harmed only calls before a reset
 
         def conversation(backend: ModelBackend, frozen: FrozenModel | None) -> Conversation:
             model = None if frozen is None else backend.model
@@ -397,6 +397,12 @@ class _LiveSession:
         others = {each.backend.model: conversation(each.backend, each) for each in self._frozen}
         self._all = SessionModels(self._policy, others, logged=self.attempt.logged, timeline=self.timeline)
         self.models: SessionModels | None = self._all
+
+    def note_call(self) -> None:
+        """Count a model call that begins."""
+        self.calls += 1
+        if not self._all.under_way and not self._all.hung_up:
+            self._stalls.longest = 0.0  # no call was under way in an earlier stall
 
     async def resume(self) -> None:
         """Take over the turns and failed calls of the session's earlier attempts."""

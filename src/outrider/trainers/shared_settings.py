@@ -201,7 +201,7 @@ def task_for(
         )
     # Leave out fields that are None: a row of an Arrow table has the fields of all rows, with None for those that it
     # lacks.
-    task = merged(plain(filled(settings.task, row, "the dataset row")), plain(own or {}, without_none=True))
+    task = merged(plain(filled(settings.task, plain(row), "the dataset row")), plain(own or {}, without_none=True))
     if "instruction" not in task:
         task["instruction"] = _text_of(plain(prompt))
     for part in ("sampling", "labels", "limits"):

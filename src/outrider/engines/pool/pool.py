@@ -136,7 +136,7 @@ class EnginePool:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        self._tasks.begin("watch for silence", self._silence.look)
+        self._tasks.begin(f"watch for silence of {self._serves or 'the policy'}", self._silence.look)
         return self
 
     async def __aexit__(

@@ -323,9 +323,9 @@ class SessionWait:
             return math.inf
         return (behind if behind > since else since) + (left if left > 0.0 else 0.0)
 
-    def overdue_by(self, now: float) -> float:
-        """Return the seconds by which this wait exceeds its allowance until `now`."""
-        return self.overdue + max(0.0, now - self.due())
+    def overdue_by(self, now: float, behind: float = 0.0) -> float:
+        """Return the seconds by which this wait exceeds its allowance until `now`. For `behind` see `due`."""
+        return self.overdue + max(0.0, now - self.due(behind))
 
 
 class Overdue:
@@ -379,7 +379,7 @@ class Overdue:
         """Count the overdue seconds up to now. Must be called before an overdue wait ends or begins another stretch;
         otherwise its overdue seconds would be lost."""
         self._count(now)
-        if (overdue := wait.overdue_by(now)) > self._longest:
+        if (overdue := wait.overdue_by(now, self.behind(wait))) > self._longest:
             self._longest, self._what = overdue, wait.what
 
     def remove(self, wait: SessionWait) -> None:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -220,18 +220,19 @@ class Checks:
                     break
                 except BlockingIOError:  # the zygote is still importing the library or handling other requests
                     await asyncio.sleep(PAUSE_SECONDS)
-            reader, writer = await asyncio.open_connection(sock=ours)
-        try:
-            writer.write(body)
-            writer.write_eof()
+        # Plain calls on the socket, because asyncio's streams drop what has arrived when a write fails.
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with ours:  # the connection closes at once, and the zygote kills the check if it still runs
+            with suppress(BrokenPipeError):  # the check has ended before it read all: the zygote has sent why
+                await loop.sock_sendall(ours, body)
+                ours.shutdown(socket.SHUT_WR)
             output = b""
-            while piece := await reader.read(MAX_ANSWER):
+            while piece := await loop.sock_recv(ours, MAX_ANSWER):
                 output += piece
                 if len(output) > MAX_ANSWER:
                     raise ConnectionError("it says too much")
             return output
-        finally:
-            writer.transport.abort()  # the connection closes at once, and the zygote kills the check if it still runs
 
     async def _spawn(self) -> tuple[Child, socket.socket]:
         await shielded(self._await_deaths)

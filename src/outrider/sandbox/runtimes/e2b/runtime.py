@@ -117,9 +117,8 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         undo.callback(chores.cancel)
         undo.push_async_callback(undone, name, partial(service.remove, start))
         made = await service.create(start, spec.image or TEMPLATE, labels_of(context), queued, ahead=context.ahead)
-        chores.begin(
-            f"term of sandbox {start.sandbox}", partial(service.extend, start), every=EXTEND_SECONDS, at_once=False
-        )
+        # One name for all sandboxes: `Failures` keeps a limited number of names.
+        chores.begin("terms of sandboxes", partial(service.extend, start), every=EXTEND_SECONDS, at_once=False)
         envd = Envd(service.api, made)
         process = ProcessSocket(envd)
         undo.callback(process.close)

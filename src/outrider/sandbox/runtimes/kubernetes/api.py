@@ -35,6 +35,10 @@ EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 T = TypeVar("T")
 
 
+FULL_PAUSES = RetryPolicy(first=1.0, longest=15.0)
+"""The pauses before a pod is requested again, while the namespace's quota is used up."""
+
+
 class ClusterWaits(msgspec.Struct, frozen=True, kw_only=True):
     """How long a node waits for a cluster, in seconds.
 
@@ -42,7 +46,7 @@ class ClusterWaits(msgspec.Struct, frozen=True, kw_only=True):
     - `open`: maximum time that the server may take to start a command in a pod.
     - `enter`: how long the command that starts the tool server is repeated if it fails. The cluster may report a pod as
         running before the pod's machine accepts commands.
-    - `full`: the pauses before a pod is requested again, while the namespace's quota is used up.
+    - `full`: see FULL_PAUSES.
     - `look`: if no event arrives for this time, the node asks for the pod's state, because an event may have been lost.
     - `ping`: time between two pings on the connection to a command in a pod. Load balancers close connections that are
         silent for a minute.
@@ -54,7 +58,7 @@ class ClusterWaits(msgspec.Struct, frozen=True, kw_only=True):
     call: float = 60.0
     open: float = 10.0
     enter: float = 30.0
-    full: RetryPolicy = RetryPolicy(first=1.0, longest=15.0)
+    full: RetryPolicy = FULL_PAUSES
     look: float = 5.0
     ping: float = 20.0
     silence: float = 120.0
