@@ -78,11 +78,12 @@ test-deep: $(STAMPS)/dev ## what takes long: storms, floods, PostgreSQL, restart
 	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "deep and not real and not nightly" \
 		--timeout 600 --durations 25 --durations-min 5 $(ARGS)
 
-test-nightly: $(STAMPS)/real ## what .ci/run leaves out: hundreds of random examples, every pair and variant, a campaign, a soak
+test-nightly: $(STAMPS)/real $(VERL_VENV)/.stamps/dev ## what .ci/run leaves out: hundreds of random examples, every pair and variant, a campaign, a soak
 	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "(nightly or hypothesis) and not real" \
 		--hypothesis-profile nightly --timeout 600 --durations 25 --durations-min 5 $(ARGS)
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m "nightly and real" \
 		--durations 25 --durations-min 5 tests/real tests/bench tests/runtimes $(ARGS)
+	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m "trainers and nightly" tests/trainers/verl $(ARGS)
 
 check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff format --check
@@ -105,7 +106,7 @@ test-trainers: trainers ## tests with the packages of real trainers (installs th
 
 # The imports of verl and of the last two warn of much that is not ours.
 test-verl: $(VERL_VENV)/.stamps/dev
-	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/trainers/verl tests/fleet $(ARGS)
+	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m "trainers and not nightly" tests/trainers/verl tests/fleet $(ARGS)
 
 # Then the tests that need transformers, which `make test` and `make test-deep` skip.
 test-trl: $(TRL_VENV)/.stamps/dev

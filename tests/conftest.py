@@ -38,7 +38,10 @@ WITH_SANDBOXES = {
     )
 }
 """Files in tests/real whose tests look for what their sandboxes have left on the machine, or start many of them."""
-WITH_MODELS = {f"{PROGRAMS}test_{name}.py" for name in ("rollouts", "routers", "vllm", "vllm_dialects", "vllm_policy")}
+WITH_MODELS = {
+    f"{PROGRAMS}test_{name}.py"
+    for name in ("rollouts", "routers", "vllm", "vllm_dialects", "vllm_policy", "vllm_tool_choice")
+}
 """Files in tests/real that share a vLLM, which a worker starts once."""
 
 ALWAYS: dict[str, Any] = {

@@ -348,6 +348,7 @@ async def test_an_epoch_with_verls_manager_and_a_killed_worker(tmp_path: Path, c
         assert sum(map(len, served)) >= called.total()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # a loaded machine takes minutes to start vLLM
 async def test_an_epoch_over_a_real_vllm_has_the_rows_of_our_own_api(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, cluster: None
