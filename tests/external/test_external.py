@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from outrider.lifecycle import SessionState
 from support.service import say, scripted_engine
 
 from .world import elsewhere
@@ -46,6 +47,26 @@ async def test_an_agent_elsewhere_is_recorded_and_rewarded(tmp_path: Path) -> No
         assert (await agent.post([WHERE])).status_code == 410
         assert (await owner.complete(opened, **report)).status_code == 200, "the same report again"
         assert (await owner.complete(opened, reward=1.0)).status_code == 409
+
+
+async def test_an_opened_session_accepts_calls_once_it_is_shown_as_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with elsewhere(tmp_path, replies=REPLIES) as world:
+        stored, store = asyncio.Event(), world.service.store
+        set_state = store.set_state
+
+        async def slow(session_id: str, attempt: int, state: SessionState) -> None:
+            if state is SessionState.RUNNING:
+                await stored.wait()
+            await set_state(session_id, attempt, state)
+
+        monkeypatch.setattr(store, "set_state", slow)
+        opening = asyncio.create_task(world.owner.open())
+        done, _ = await asyncio.wait({opening}, timeout=0.3)
+        assert not done
+        stored.set()
+        assert (await opening)["session"]["state"] == "running"
 
 
 async def test_a_group_is_filled_by_agents_elsewhere(tmp_path: Path) -> None:

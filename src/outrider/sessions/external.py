@@ -248,17 +248,17 @@ class ExternalSessions:
 
     async def _run_live(self, live: _LiveSession) -> SessionResult:
         session, store = live.attempt.session, self._store
-        self._live[session.id] = live
         try:
             await store.set_state(session.id, session.attempt, SessionState.READY)
             await store.set_state(session.id, session.attempt, SessionState.RUNNING)
+            self._live[session.id] = live  # only now, so that every session that accepts calls is shown as running
             self._begun.send()
             # the session was completed in an earlier attempt, or before this attempt began
             if await store.report(session.id) is not None:
                 live.ended.set()
             failure = await (live.until_ended() if live.ended.is_set() else self._until_ended(live))
         finally:
-            del self._live[session.id]
+            self._live.pop(session.id, None)
             await live.close()
         # The report is read only after the run has ended, because it may have been stored at the last moment.
         if (stored := await store.report(session.id)) is not None:
