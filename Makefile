@@ -90,8 +90,8 @@ check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# Folders in the order in which their tests begin: those that run one after the other are the longest row. Three workers,
-# because the tests wait for programs most of the time.
+# Folders in the order in which their tests begin: those that run one after the other are the longest row. Three workers
+# for two processors, because the tests often wait for the programs that they start.
 test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, agents, Helm (installs them; 4 GB), container engines that are there
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m "real and not nightly" \
 		--durations 25 --durations-min 5 tests/runtimes tests/sandboxes tests/bench tests/evaluators tests/rootfs tests/deploy tests/real $(ARGS)

@@ -259,8 +259,8 @@ def changes(module: Module) -> tuple[Change, ...]:
 
 
 class Names:
-    """What the classes of the package define, by class name. `data`: fields, properties, and what methods assign to
-    `self`."""
+    """The methods and the data attributes of the package's classes, by class name. `data` has fields, properties, and
+    attributes that methods assign to `self`."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self.methods: defaultdict[str, set[str]] = defaultdict(set)
@@ -324,8 +324,8 @@ def errors_are_never_changed(module: Module) -> Iterator[str]:
 
 @cache
 def _names_of_errors(module: Module) -> set[str]:
-    """The names that a module binds to errors: by `except`, by calls of their classes, by annotations, and those that
-    it asks about with `isinstance`."""
+    """The names of a module's variables that hold errors. Such a variable is bound by `except`, gets the result of a
+    call of an error's class, is annotated with the class, or is tested with `isinstance`."""
 
     def names_one(node: ast.AST | None) -> bool:
         parts = (part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)) if node else ()

@@ -128,7 +128,7 @@ def descendants(pid: int) -> list[int]:
 
 @pytest.mark.deep
 async def test_a_signal_for_all_processes_is_no_reward(tmp_path: Path) -> None:
-    """As systemd sends it to a unit: the sandbox of the agent dies of it."""
+    """systemd signals all processes of a unit. The signal ends the agent's sandbox, too."""
     async with serving_a_slow_agent(tmp_path, "--stop-seconds", "4") as (process, _, group_id):
         for pid in descendants(process.pid):
             with suppress(ProcessLookupError):

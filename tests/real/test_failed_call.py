@@ -1,5 +1,5 @@
 """A model call that fails for good, with programs that must not repeat it: the session ends with the engine's failure,
-whatever the program's exit code."""
+also if the program exits with 0."""
 
 from __future__ import annotations
 

@@ -143,12 +143,12 @@ ABSENT = "sandboxes.test_sandbox:Absent"
 async def test_a_graders_sandbox_is_checked_without_being_made(
     tmp_path: Path, fields: dict[str, Any], kind: str, error: type[RuntimeFailure] | None, says: str, field: str
 ) -> None:
-    """Where the agent's sandbox has the same kind, its own start shows whether the kind works."""
+    """A kind that the agent's sandbox has, too, is not asked whether it works: the agent's sandbox will show that."""
     (tmp_path / "given").touch()
     asked = spec(**json.loads(json.dumps({"kind": "memory", **fields}).replace("HERE", str(tmp_path))))
     async with some_sandboxes(tmp_path) as sandboxes:
         sandboxes.paths = HostPaths.of(tmp_path, [tmp_path])
-        checked = sandboxes.check(asked, field="task.evaluator.runtime", agents=spec(kind=kind))
+        checked = sandboxes.check(asked, field="task.evaluator.runtime", agent=spec(kind=kind))
         if error is None:
             await checked
         else:

@@ -6,7 +6,6 @@ The tests in `tests/trainers/verifiers` run verifiers' own environment, evaluati
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from support.scribe import scribe_task
 from support.service import running_service, say
 from support.tokenizer import write_tokenizer
 
-from .verifiers_world import training_samples
+from .verifiers_world import free_port, model_server, training_samples
 
 TRAINS = ModelServer(url="http://unused", model="m", api_key=None, trains=True)
 EVALUATES = ModelServer(url="http://unused", model="m", api_key=None, trains=False)
@@ -211,17 +210,11 @@ async def test_the_clients_server_is_attached_and_versions_are_named_by_the_salt
 
 
 async def test_the_clients_server_is_attached_again_after_a_restart_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path / "tokenizer")
-    replies = [{"reply": say("one"), "stall": 1}, say("two")]
-    fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": replies}))
-    await fake.start()
-    app = engine_app(fake, "vllm", ServeSettings(tokenizer=Tokenizer.load(folder), labels=False))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    replies: list[str | dict[str, Any]] = [{"reply": say("one"), "stall": 1}, say("two")]
+    port = free_port()
     settings = VerifiersSettings(url=f"http://127.0.0.1:{port}", engines="client")
     rollouts = VerifiersRollouts(settings, limits=AttachLimits(look_seconds=0.2))
-    async with serving(app) as engine, rollouts.held():
+    async with model_server(tmp_path, replies) as (fake, engine), rollouts.held():
         server = ModelServer(url=f"{engine}/v1", model="policy", api_key=None, trains=True)
         async with running_service(tmp_path=tmp_path, engines=(), port=port):
             task = scribe_task("vf anew", rewards=[0.5])
@@ -231,7 +224,6 @@ async def test_the_clients_server_is_attached_again_after_a_restart_in_the_middl
         async with running_service(tmp_path=tmp_path, engines=(), port=port) as (service, _):
             parts = await running
             [sample] = await samples_of(service)
-    await fake.close()
     assert sample.reward == 0.5
     assert parts.metrics["outrider_version_min"] == 7
 

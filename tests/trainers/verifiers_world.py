@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
+
+from outrider.engines.base import EngineOptions
+from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from support.tokenizer import write_tokenizer
+
+
+@asynccontextmanager
+async def model_server(
+    tmp_path: Path, replies: Sequence[str | dict[str, Any]]
+) -> AsyncIterator[tuple[ScriptedEngine, str]]:
+    """An engine behind vLLM's protocol, as prime-rl starts one, and its URL."""
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": list(replies)}))
+    await fake.start()
+    app = engine_app(fake, "vllm", ServeSettings(tokenizer=Tokenizer.load(folder), labels=False))
+    try:
+        async with serving(app) as url:
+            yield fake, url
+    finally:
+        await fake.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def paths(nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:

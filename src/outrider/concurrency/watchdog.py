@@ -80,10 +80,14 @@ def kind_of(seen: StallEvidence) -> StallKind:
 
 
 class Witness:
-    """The total length of the stalls since this object was created, and the length of the longest, both in seconds.
-    Time recorded with `Watchdog.note` counts as a stall here."""
+    """The total length of the stalls since this object was created or restarted, and the length of the longest, both in
+    seconds. Time recorded with `Watchdog.note` counts as a stall here."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the stalls until now."""
         self.total = 0.0
         self.longest = 0.0
 

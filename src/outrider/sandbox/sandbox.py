@@ -242,11 +242,11 @@ class Sandboxes:
             directory.rmdir()
             raise
 
-    async def check(self, spec: RuntimeSpec, *, field: str, agents: RuntimeSpec) -> None:
+    async def check(self, spec: RuntimeSpec, *, field: str, agent: RuntimeSpec) -> None:
         """Check whether this machine can make a grader's sandbox, as far as this is known without starting it. The
         sandbox is made only after the agent's run, which would be lost. `field` is the task's field with this spec.
 
-        Whether the kind works here at all is checked only if `agents`, the spec of the agent's sandbox, has another
+        Whether the kind works here at all is checked only if `agent`, the spec of the agent's sandbox, has another
         kind, and only for kinds on this machine. The agent's sandbox, or the service elsewhere, may just be unavailable
         for a moment, and its own start raises the right error.
 
@@ -259,7 +259,7 @@ class Sandboxes:
             await asyncio.to_thread(self.paths.check, spec)
             await self._with_door(spec)  # the door is not opened, so it holds nothing
         runs_here = getattr(kind, "part", None) is None
-        if runs_here and spec.sandbox_kind != agents.sandbox_kind:
+        if runs_here and spec.sandbox_kind != agent.sandbox_kind:
             can = await asyncio.to_thread(kind.available)
             if not can.ok:
                 raise RuntimeFailure(

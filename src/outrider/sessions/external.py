@@ -373,7 +373,7 @@ class _LiveSession:
     def _new_models(self) -> None:
         session, task = self.attempt.session, self.attempt.task
         self._overdue = Overdue()
-        self._stalls.longest = 0.0  # an earlier stall harmed only calls before a reset
+        self._stalls.restart()  # an earlier stall harmed only calls before a reset
 
         def conversation(backend: ModelBackend, frozen: FrozenModel | None) -> Conversation:
             model = None if frozen is None else backend.model
@@ -402,7 +402,7 @@ class _LiveSession:
         """Count a model call that begins."""
         self.calls += 1
         if not self._all.under_way and not self._all.hung_up:
-            self._stalls.longest = 0.0  # no call was under way in an earlier stall
+            self._stalls.restart()  # no call was under way in an earlier stall
 
     async def resume(self) -> None:
         """Take over the turns and failed calls of the session's earlier attempts."""

@@ -354,9 +354,9 @@ class Rollout:
         """Raise RuntimeFailure if this machine lacks something that the session needs only after the agent's first run:
         for a grader's own sandbox, or to prepare a later step."""
         sandboxes = self._node.sandboxes
-        (agents, _), *graders = runtimes_of(self._task)
+        (agent, _), *graders = runtimes_of(self._task)
         for runtime, field in graders:
-            await sandboxes.check(runtime, field=field, agents=agents)
+            await sandboxes.check(runtime, field=field, agent=agent)
         for number, later in enumerate(self._task.then):
             await sandboxes.check_uploads(later.prepare, field=f"{step_field(number + 1)}.prepare")
 

@@ -8,10 +8,7 @@ failed transaction changes nothing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from outrider.counts import Histogram
@@ -75,11 +72,3 @@ class Database(Protocol):
         """Return some of the space of deleted rows to the file system, if the database does not do this by itself.
         Returns True if another call would free more."""
         ...
-
-
-def make_private(path: Path) -> None:
-    """Create an empty file for SQLite that only its owner can read, if there is none. SQLite gives its -wal and -shm
-    the same mode. An error is left to SQLite, which then fails to create the file, too."""
-    # O_EXCL, because an existing file must not be opened: to close it would end the locks of SQLite in this process.
-    with suppress(OSError):
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))

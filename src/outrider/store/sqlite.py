@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 from outrider.concurrency.chores import Failures
 from outrider.counts import Histogram
 from outrider.errors import ServiceError
-from outrider.store.database import Body, Connection, Row, make_private
+from outrider.store.database import Body, Connection, Row
 from outrider.store.store import Store
 from outrider.store.task_key import KEY_FILE, KeyFile, KeySource
 
@@ -77,6 +77,14 @@ def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: Ke
     if key is None and path is not None:
         key = KeyFile(path.with_name(KEY_FILE))
     return Store(SqliteDatabase(path, failures), key=key)
+
+
+def make_private(path: Path) -> None:
+    """Create an empty file for SQLite that only its owner can read, if there is none. SQLite gives its -wal and -shm
+    the same mode. An error is left to SQLite, which then fails to create the file, too."""
+    # O_EXCL, because an existing file must not be opened: to close it would end the locks of SQLite in this process.
+    with suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 class SqliteDatabase:

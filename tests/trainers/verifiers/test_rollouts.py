@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -25,7 +24,7 @@ from support.scribe import Scribe, scribe_task
 from support.service import call, running_service, say, scripted_engine
 from support.tokenizer import write_tokenizer
 from trainers.verifiers.world import ID, env_config, orchestrating, prime_rl, rows_file
-from trainers.verifiers_world import training_samples
+from trainers.verifiers_world import free_port, model_server, training_samples
 
 pytestmark = pytest.mark.trainers
 
@@ -205,9 +204,7 @@ async def test_fifty_rows_at_once(tmp_path: Path) -> None:
 async def test_a_rollout_goes_on_when_the_service_is_restarted(tmp_path: Path) -> None:
     rows = rows_file(tmp_path, [scribe_task("served restart", rewards=[0.5])])
     engine = scripted_engine(tmp_path, [{"reply": say("one"), "stall": 1}, say("two")])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     async with orchestrating(env_config(rows, {"url": f"http://127.0.0.1:{port}"})) as prime:
         async with running_service(tmp_path=tmp_path, engine=engine, port=port):
             running = asyncio.create_task(prime.run())
@@ -243,24 +240,17 @@ async def test_episodes_at_once_are_sampled_by_prime_rls_server_with_its_version
 
 async def test_prime_rls_server_is_attached_again_after_a_restart_in_the_middle(tmp_path: Path) -> None:
     """Takes ten seconds: two looks of `AttachLimits.look_seconds`."""
-    folder = write_tokenizer(tmp_path / "tokenizer")
-    replies = [{"reply": say("one"), "stall": 1}, say("two")]
-    fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": replies}))
-    await fake.start()
-    app = engine_app(fake, "vllm", ServeSettings(tokenizer=Tokenizer.load(folder), labels=False))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    replies: list[str | dict[str, Any]] = [{"reply": say("one"), "stall": 1}, say("two")]
+    port = free_port()
     rows = rows_file(tmp_path, [scribe_task("served anew", rewards=[0.5])])
     config = env_config(rows, {"url": f"http://127.0.0.1:{port}", "engines": "client"})
-    async with serving(app) as engine, orchestrating(config) as prime:
+    async with model_server(tmp_path, replies) as (fake, engine), orchestrating(config) as prime:
         async with running_service(tmp_path=tmp_path, engines=(), port=port):
             running = asyncio.create_task(prime.run(base_url=f"{engine}/v1", salt="7"))
             await fake.stalled.wait()
         fake.release()
         async with running_service(tmp_path=tmp_path, engines=(), port=port):
             episode = await running
-    await fake.close()
     [trace] = episode.traces
     assert (trace.ok, trace.reward) == (True, 0.5), trace.errors
     assert trace.metrics["outrider_version_min"] == 7

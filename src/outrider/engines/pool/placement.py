@@ -223,8 +223,9 @@ class EngineRecord:
         self.version = self.health.version
         self.awaits_workers = isinstance(self.engine, AwaitsWorkers) and self.engine.awaits_workers
         self.idle.set()
-        # Cached, because an isinstance check on a protocol takes 30 microseconds, and every call would make two.
-        self._constrains = self.engine if isinstance(self.engine, TakesConstraints) else None
+        # The engine if it takes constraints, else None. Checked once: an isinstance check on a protocol takes 30
+        # microseconds, and every call would make two.
+        self._constraining = self.engine if isinstance(self.engine, TakesConstraints) else None
 
     @property
     def serves(self) -> bool:
@@ -248,7 +249,7 @@ class EngineRecord:
     @property
     def constraints(self) -> frozenset[ConstraintKind]:
         """The kinds of constraints that the engine supports now. Those of a relay change with its workers."""
-        return frozenset() if self._constrains is None else self._constrains.constraints
+        return frozenset() if self._constraining is None else self._constraining.constraints
 
     def enter(self) -> None:
         """Count a generation that begins."""

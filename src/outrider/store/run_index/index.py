@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from outrider.errors import Busy, OutriderError, ServiceError
-from outrider.store.database import make_private
 from outrider.store.run_index import rows_of_runs
 from outrider.store.run_index.tables import TABLES, VERSION
 from outrider.store.run_reader import RunChanges
+from outrider.store.sqlite import make_private
 from outrider.store.store import Store
 
 T = TypeVar("T")

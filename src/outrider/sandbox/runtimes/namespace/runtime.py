@@ -202,8 +202,7 @@ def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, dri
 def ids_of(spec: RuntimeSpec, image: RootImage | None, id_files: Mapping[str, Path]) -> UserIds:
     """Return the user ids of a sandbox. There are `spec.users` of them. If this is not set, there are MOST_USERS if the
     owners of the image's files need several, otherwise one. Raises InvalidField if the image's files cannot keep their
-    owners. Raises RuntimeUnavailable if this machine, whose ID_FILES are `id_files`, cannot give a sandbox so many
-    ids."""
+    owners. Raises RuntimeUnavailable if `id_files`, this machine's ID_FILES, set too few ids aside."""
     owned = Ownership() if image is None else image.owners
     count = spec.users or (MOST_USERS if owned.foreign else 1)
     if count > 1 and (owned.unkept or owned.highest >= count):
