@@ -600,7 +600,7 @@ class Rollout:
         try:
             if end is not None:
                 raise end
-        except Exception:
+        except Exception:  # this is `end`, which the statement above has raised
             await self._collect(sandbox)
         else:
             await self._collect(sandbox)
