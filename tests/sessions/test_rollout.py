@@ -386,8 +386,8 @@ async def test_what_the_agent_does_not_cause_is_an_error(
     "failure",
     [ProgramExit("it exited with 3", exit_code=3, hint="", log_tail=""), TimeoutError(), ValueError("a bug")],
 )
-async def test_a_failed_collection_is_an_error_and_shows_how_the_run_ended(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, failure: Exception
+async def test_a_failed_collection_is_an_error_and_the_log_has_how_the_run_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: Exception
 ) -> None:
     """No program of the agent is running then, so that the failure is not the agent's."""
 
@@ -397,7 +397,9 @@ async def test_a_failed_collection_is_an_error_and_shows_how_the_run_ended(
     monkeypatch.setattr("outrider.sessions.rollout.collect", fails)
     result = await bench.run(works_and_exits)
     assert (result.stop_reason, result.verdict) == (StopReason.ERROR, None)
-    assert isinstance(failure.__context__, ProgramExit)
+    [earlier] = [record.exc_info for record in caplog.records if "had already failed" in record.message]
+    assert earlier is not None
+    assert isinstance(earlier[1], ProgramExit)
     assert bench.script is not None
     assert bench.script.graded == []
 

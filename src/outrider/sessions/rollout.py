@@ -482,8 +482,10 @@ class Rollout:
             # the agent's program received no reply to them.
             called, failure, unanswered = conversation.step_turns > 0, models.failure, conversation.failure
             try:
-                await self._collect_after(error, sandbox)
+                await self._collect(sandbox)
             except Exception as failed:  # a plugin may raise anything
+                if error is not None:
+                    log.warning("session %s: its run had already failed", self._attempt.name, exc_info=error)
                 # The agent's run has ended, so neither its program nor a clock can be the cause. Only a failure of the
                 # sandbox may still come from the agent.
                 end = end_of(failed) if isinstance(failed, RuntimeFailure | EvaluatorError) else End.ERROR
@@ -593,19 +595,6 @@ class Rollout:
             return error
         self._overdue.pending_checks.clear()
         return None
-
-    async def _collect_after(self, end: Exception | None, sandbox: Sandbox) -> None:
-        """Call `_collect` after a run that ended with the error `end`, if any. Python makes `end` the context of a
-        failure, so that the log shows both."""
-        try:
-            if end is not None:
-                raise end
-        except Exception:  # this is `end`, which the statement above has raised
-            await self._collect(sandbox)
-        else:
-            await self._collect(sandbox)
-        finally:
-            del end  # its traceback refers to this frame
 
     async def _collect(self, sandbox: Sandbox) -> None:
         """End the agent's model calls, run the task's commands that collect the outcome, and keep the artifacts."""
