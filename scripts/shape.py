@@ -427,10 +427,14 @@ def docstrings(nodes: Sequence[ast.AST]) -> Iterator[ast.Expr]:
 
 
 def strings_below_assignments(nodes: Sequence[ast.AST]) -> Iterator[ast.Expr]:
+    """Yield the strings that describe constants, fields and, inside functions, attributes such as `self.name`."""
     for node in nodes:
-        if isinstance(node, ast.Module | ast.ClassDef):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for above, statement in zip(node.body, node.body[1:], strict=False):
-                if isinstance(above, ast.Assign | ast.AnnAssign) and is_string(statement):
+                if not isinstance(above, ast.Assign | ast.AnnAssign) or not is_string(statement):
+                    continue
+                target = above.target if isinstance(above, ast.AnnAssign) else above.targets[0]
+                if isinstance(node, ast.Module | ast.ClassDef) or isinstance(target, ast.Attribute):
                     yield statement
 
 

@@ -1,11 +1,11 @@
-// The timeline of a session: stages, model calls, commands and processes as lanes on one clock, with zoom.
+// The timeline of a session: stages, model calls, commands, processes and servers reached, as lanes on one clock, with zoom.
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks"
 import type { Session, Span, Turn } from "./model"
 import { clock, count, line, seconds } from "./text"
 import { noTip, tip } from "./ui"
 
-const TITLES: [string, string][] = [["stage", "Stages"], ["sandbox", "Sandbox"], ["call", "Model calls"], ["failed_call", "Failed calls"], ["command", "Commands"], ["process", "Processes"], ["error", "Errors"]]
+const TITLES: [string, string][] = [["stage", "Stages"], ["sandbox", "Sandbox"], ["call", "Model calls"], ["failed_call", "Failed calls"], ["command", "Commands"], ["process", "Processes"], ["network", "Network"], ["error", "Errors"]]
 
 /** Spans of a service without timelines: the stages' seconds in their order, and the model calls. */
 export function fromTurns(session: Session, turns: Turn[]): Span[] {
@@ -30,7 +30,8 @@ interface Lane {
 }
 const MOST_ROWS = 12
 function lanesOf(spans: Span[], now: number): Lane[] {
-    return TITLES.flatMap(([kind, title]) => {
+    const others = [...new Set(spans.map((span) => span.kind))].filter((kind) => !TITLES.some(([known]) => known === kind))
+    return [...TITLES, ...others.map((kind) => [kind, line(kind, 20)])].flatMap(([kind, title]) => {
         const own = spans.filter((span) => span.kind === kind).sort((a, b) => a.start - b.start)
         if (!own.length) return []
         const rows: Span[][] = [], ends: number[] = []
@@ -50,7 +51,7 @@ function toneOf(span: Span): string {
     if (span.kind === "stage") return `stage-${span.name}`
     if (span.kind === "call") return ({ subagent: "k-sub", compaction: "k-comp", auxiliary: "k-aux", unsure: "k-aux", retry: "k-retry", aborted: "k-retry", frozen: "k-frozen" } as Record<string, string>)[span.data.branch] ?? "k-main"
     if (span.kind === "error" || span.kind === "failed_call") return "bad"
-    if (span.data.exit_code) return `${span.kind} failed-span`
+    if (span.data.exit_code || (span.kind === "network" && (span.data.failed || span.data.refused))) return `${span.kind} failed-span`
     return span.kind
 }
 

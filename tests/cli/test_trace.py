@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from cli.world import PROGRAM, REPLIES, Cli, write_task
-from outrider.client.trace_events import trace_events
+from docs.pages import page
+from outrider.client.trace_events import ROWS, trace_events
 from outrider.lifecycle import SessionState
 from outrider.schemas import SpanView, TimelineView
 from support.service import running_service
@@ -96,6 +97,22 @@ def test_overlapping_spans_have_rows_of_their_own() -> None:
         ("subagent: task turn 1", 2, 2_500_000),
     ]
     assert [event["ts"] for event in events if event["ph"] == "i"] == [4_000_000]
+
+
+def test_every_kind_of_span_has_a_row() -> None:
+    """A row that was missing here hid all requests to the network."""
+    documented = [row[0].strip("`") for row in page("docs/timeline.md").tables("`kind`")[0].rows]
+    spans = tuple(
+        SpanView(kind=kind, name=f"a {kind}", start=1.0, end=2.0) for kind in [*documented, "of_a_newer_service"]
+    )
+    view = TimelineView(
+        session_id="s-1", group_id="g-1", attempt=1, state=SessionState.DONE, now=6.0, attempts=(), spans=spans
+    )
+    events = list(trace_events([("one", view)]))
+    assert {event["cat"] for event in events if "cat" in event} == {span.kind for span in spans}
+    rows = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert rows == [*(ROWS[kind] for kind in ROWS if kind in documented), "of_a_newer_service"]
+    assert ROWS.keys() == set(documented)
 
 
 @pytest.mark.parametrize("name", ["<b>", "\u202e", "x" * 500])

@@ -116,6 +116,33 @@ async def test_a_failed_model_call_is_in_the_timeline(tmp_path: Path) -> None:
             assert tab.faults == []
 
 
+async def test_the_timeline_has_a_lane_for_each_kind_of_span(tmp_path: Path) -> None:
+    """Also for servers that a sandbox reached, and for kinds of a newer service."""
+    running = running_service(tmp_path=tmp_path, replies=[say("done")])
+    async with running as (_, url), AsyncClient(url) as client, browser_tab(url) as tab:
+        spec = timeline_task(evaluator={"kind": "command", "run": "true"})
+        [done] = await client.wait([(await client.submit({"task": spec})).id])
+        session = done.sessions[0].id
+        view = json.loads(await client.reply_body(f"/v1/sessions/{session}/timeline"))
+        now = view["now"]
+        view["spans"] += [
+            {"kind": kind, "name": name, "start": now, "end": now + 1, "data": {"refused": 1}}
+            for kind, name in (("network", "pypi.org:443"), ("failed_call", "a long one"), (HOSTILE, "of tomorrow"))
+        ]
+
+        async def answer(route: Any) -> None:
+            await route.fulfill(body=json.dumps(view), content_type="application/json")
+
+        await tab.page.route(f"**/v1/sessions/{session}/timeline*", answer)
+        await tab.open(f"sessions/{session}")
+        await shown(tab, "Network", ".timeline")
+        await tab.page.locator(".lanes .span.failed-span").get_by_text("pypi.org:443").wait_for()
+        await tab.page.locator(".lanes .span.bad").get_by_text("a long one").wait_for()
+        await tab.page.locator(".lanes .span").get_by_text("of tomorrow").wait_for()
+        await stays_text(tab, 1280)
+        assert tab.faults == []
+
+
 BAD_CALLS = r"""
 from urllib.error import HTTPError
 from urllib.parse import quote

@@ -136,6 +136,9 @@ async def test_without_the_exporter_the_error_names_what_to_install(
     assert "opentelemetry-exporter-otlp-proto-http" in (raised.value.hint or "")
 
 
+USED_NETWORK = {"phase": "agent", "requests": 3, "sent": 10, "received": 20, "refused": 2, "refusal": "a secret path"}
+
+
 def call_span(turn: int, start: float, end: float, branch: str, **data: Any) -> SpanView:
     about = {
         "turn": turn,
@@ -189,6 +192,8 @@ def test_subagents_compactions_and_attempts_are_connected() -> None:
         call_span(3, 10.0, 11.0, "compaction"),
         call_span(4, 12.0, 18.5, "main"),
         SpanView(kind="process", name="sh", start=8.0, end=None, data={"pid": 2, "exit_code": None}),
+        SpanView(kind="network", name="[2001:db8::1]:443", start=8.0, end=8.5, data=USED_NETWORK),
+        SpanView(kind="network", name="pypi.org:443", start=6.5, end=6.6, data=USED_NETWORK),
     )
     spans = session_trace(
         session,
@@ -212,6 +217,11 @@ def test_subagents_compactions_and_attempts_are_connected() -> None:
         for span in spans
         if span.attributes.get("gen_ai.operation.name") == "chat"
     }
+    reached = [span for span in spans if span.name.startswith("network ")]
+    assert [by_id[span.parent_id or ""].name for span in reached] == ["run", "attempt 2"]
+    assert [span.attributes["server.address"] for span in reached] == ["2001:db8::1", "pypi.org"]
+    assert {(span.attributes["server.port"], span.attributes["outrider.refused"]) for span in reached} == {(443, 2)}
+    assert "a secret path" not in str(spans)
     assert parents == {0: "run", 1: "invoke_agent explore", 2: "invoke_agent explore", 3: "run", 4: "run"}
     again = session_trace(session, [view(1), second], agent="claude-code", model="policy", labels={}, traceparent=None)
     assert [span.span_id for span in again] == [span.span_id for span in spans]

@@ -18,9 +18,11 @@ ROWS = {
     "failed_call": "failed calls",
     "command": "commands",
     "process": "processes",
+    "network": "network",
     "error": "errors",
 }
-"""The name of the row for each kind of span, in display order."""
+"""The name of the row for each kind of span, in display order. Other kinds, which a newer service may send, follow
+under their own names."""
 
 Event = dict[str, Any]
 
@@ -31,7 +33,8 @@ def trace_events(timelines: Iterable[tuple[str, TimelineView]]) -> Iterator[Even
         yield _named("process_name", title, pid=number)
         yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
         first = 1
-        for kind, name in ROWS.items():
+        others = {span.kind: span.kind for span in timeline.spans if span.kind not in ROWS}
+        for kind, name in (ROWS | others).items():
             rows = _rows(timeline, kind)
             for row, spans in enumerate(rows):
                 tid = first + row

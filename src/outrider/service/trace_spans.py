@@ -21,6 +21,8 @@ from outrider.schemas import SessionView, SpanView, TimelineView
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 PROVIDER = "outrider"
 TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}")
+NETWORK_DATA = ("phase", "requests", "sent", "received", "refused", "failed")
+"""The data of a span of kind `network` that become attributes. The reasons of refusals and failures are left out."""
 
 Attribute = str | int | float | bool | list[str]
 
@@ -146,6 +148,8 @@ class _Trace:
                     if (code := span.data.get("exit_code")) is not None:
                         about["process.exit.code"] = code
                     yield self._span(name, parent, f"process {span.name}", span.start, span.end, about)
+                case "network":
+                    yield self._network(name, span, parent)
 
     def _subagent(self, key: str, label: str, spans: Sequence[SpanView], parent: str) -> TraceSpan:
         calls = [span for span in spans if _subagent(span) == label]
@@ -205,6 +209,17 @@ class _Trace:
         if code is not None:
             about["process.exit.code"] = code
         return self._span(key, parent, f"execute_tool {span.name}", span.start, span.end, about)
+
+    def _network(self, key: str, span: SpanView, parent: str) -> TraceSpan:
+        host, _, port = span.name.rpartition(":")
+        about: dict[str, Any] = {
+            "server.address": (host or span.name).strip("[]"),
+            "outrider.sandbox": span.data.get("sandbox", ""),
+        }
+        if port.isdecimal():
+            about["server.port"] = int(port)
+        about |= {f"outrider.{name}": span.data[name] for name in NETWORK_DATA if name in span.data}
+        return self._span(key, parent, f"network {span.name}", span.start, span.end, about)
 
     def _span(
         self,
