@@ -68,8 +68,8 @@ def check_signature(
 
     While a secret is being replaced, pass both the old and the new secret. `tolerance` is the maximum difference
     between the clocks of service and receiver, in seconds. Within this time, somebody could replay a recorded request.
-    Raises Unauthorized if the signature or its headers are missing, if the signature does not match, or if it was made
-    more than `tolerance` seconds before or after now.
+    Raises Unauthorized if the signature or one of its headers is missing, if the signature does not match, or if the
+    time of the signature differs from the current time by more than `tolerance` seconds.
     """
     found = {name.lower(): value for name, value in headers.items()}
     group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))

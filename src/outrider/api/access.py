@@ -1,9 +1,9 @@
 """Controls access to the control API: which role each route requires, and at which addresses the service may listen.
 The model gateway checks its own keys.
 
-Invariant: every control route except OPEN_PATHS refuses a caller without the required role. If a call may change data,
-or is a GET that has created something, its audit log entry is written before the reply is sent. Calls without a valid
-token are refused and not logged.
+Invariant: every control route except OPEN_PATHS refuses a caller without the required role. The audit log entry of a
+call is written before the reply is sent, if the call may change data or is a GET that has created something. Calls
+without a valid token are refused and not logged.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from outrider.wire.http_server import Application, Message, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
 UNAUDITED = frozenset({"/mcp"})
-"""Paths whose calls get no entry in the audit log. They change data only through other calls of the control API, which
-get entries of their own."""
+"""Paths whose calls get no entry in the audit log. These calls change data only through other calls of the control API,
+and those calls get entries."""
 
 CALLER = "outrider.caller"
 CREATED = "outrider.created"
@@ -44,9 +44,9 @@ class AccessControl:
     """ASGI middleware for control calls. If the service has tokens, it refuses calls without a valid one. It logs calls
     that may change data.
 
-    If the service has no tokens, it listens only on this machine. A web page in a browser here could still send
-    requests to it. So a call whose Host or Origin header names another machine is refused. A page cannot forge these
-    headers.
+    If the service has no tokens, it listens only on this machine. A web page in a browser on this machine could still
+    send requests to the service. So a call whose Host or Origin header names another machine is refused. A page cannot
+    forge these headers.
 
     open_paths: paths that anybody may call.
     calls: maximum number of concurrent calls with one token. Admins have no limit. The connections of an admin with a
@@ -89,8 +89,8 @@ class AccessControl:
             if caller is LOCAL:
                 check_local(headers)
         except OutriderError as error:
-            # Calls refused here are not logged: they change nothing, and any program could fill the audit log with
-            # them. A WebSocket request that is not accepted yet gets an ordinary HTTP reply.
+            # Refused calls are not logged: a refused call changes nothing, and any program could fill the audit log
+            # with such calls. A WebSocket request that is not accepted yet gets an ordinary HTTP reply.
             await self._refusal(scope, error)(scope, receive, send)
             return
         admin = caller.may("admin")
@@ -110,7 +110,7 @@ class AccessControl:
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
-        except OutriderError as error:  # not from the application: it replies to its own errors
+        except OutriderError as error:  # not an error of the application, which replies to its own errors
             await self._refusal(scope, error)(scope, receive, reply)
         finally:
             self._under_way[caller.name] -= 1
@@ -226,8 +226,8 @@ def check_local(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raise InvalidField if other machines can reach the service, unless it has a token, and either TLS or the setting
-    `insecure`."""
+    """Raise InvalidField if other machines can reach the service, but the service has no token, or has neither TLS nor
+    the setting `insecure`."""
     if not config.public:
         return
     if not has_token:

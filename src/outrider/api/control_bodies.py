@@ -1,12 +1,13 @@
 """Limits the bodies of control calls: their size, the time in which they must arrive, and their total memory.
 
-Memory is reserved before a body is read. It is released at the end of the call or by `release_body`, not as soon as the
-body is parsed, because the objects made from a body are several times as large. If no memory is free, calls wait in
-line (see `PrioritySemaphore`). Meanwhile the body is not read, so the kernel stops the client from sending.
+Memory is reserved before a body is read. The memory is released at the end of the call or by `release_body`. It is not
+released as soon as the body is parsed, because the objects made from a body are several times as large as the body. If
+no memory is free, calls wait in line (see `PrioritySemaphore`). Meanwhile the body is not read, so the kernel stops the
+client from sending.
 
-Model calls have limits of their own (`sessions/calls/limits.py`), because many sessions send at once, and one must not
-wait for another. Invariant: bodies larger than FREE take at most EACH bytes for one caller, and at most ALL bytes in
-total.
+Model calls have limits of their own (`sessions/calls/limits.py`), because many sessions send at once, and no session
+must wait for another. Invariant: bodies larger than FREE take at most EACH bytes for one caller, and at most ALL bytes
+in total.
 """
 
 from __future__ import annotations

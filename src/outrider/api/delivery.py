@@ -75,8 +75,8 @@ async def redeliver(service: Serving, group_id: str) -> Redelivered:
 
 @ROUTES.delete("/callbacks/dead/{group_id}", "admin", CallbackList)
 async def discard(service: Serving, group_id: str) -> CallbackList:
-    """Discard the callback of a group. It is never sent, and no longer keeps the group from being removed. The reply
-    lists the newest 100 of the remaining given-up callbacks."""
+    """Discard the callback of a group. The callback is never sent, and does not prevent the removal of the group any
+    more. The reply lists the newest 100 of the remaining given-up callbacks."""
     await service.store.discard_delivery(group_id)
     return await _dead(service, DEAD_LISTED, None)
 

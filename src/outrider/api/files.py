@@ -33,8 +33,9 @@ Attempt = Annotated[
 
 
 class AnyPath(PathConvertor):
-    """Path parameter that matches the rest of a path. Starlette's own convertor does not match line breaks, which a
-    file name may contain: the route would not be found or, for a break at the end, would look up a shorter name."""
+    """Path parameter that matches the rest of a path. A file name may contain line breaks, which Starlette's own
+    convertor does not match. With that convertor, the route would not be found. For a name that ends with a line break,
+    a shorter name would be looked up."""
 
     regex = "(?s:.*)"
 
@@ -78,6 +79,6 @@ async def image(service: Serving, caller: Caller, digest: str) -> Response:
 
 
 def image_type(found: Image) -> str:
-    """Return the media type to serve an image with. The image's own media type was chosen by the agent, so it is used
-    only if it is that of an image."""
+    """Return the media type to serve an image with. The agent has chosen the media type that is stored with the image.
+    So the stored type is used only if it is the media type of an image."""
     return found.media_type if _IMAGE_TYPE.fullmatch(found.media_type) else UNKNOWN

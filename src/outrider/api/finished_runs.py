@@ -134,9 +134,9 @@ class _Routes:
         after: str | None,
         limit: int,
     ) -> tuple[list[T], str | None]:
-        """Return one page of a list, and `after` for the next page (None on the last page). `fitting` returns the
-        entries of one group that matches the fields of the filter about groups. The page starts after the group
-        `after`. It ends with the group that reaches `limit`."""
+        """Return one page of a list, and `after` for the next page (None on the last page). The page starts after the
+        group `after`, and ends with the group whose entries fill it to `limit` entries or more. `fitting` returns the
+        entries of a group. It is called only for groups that match the filter's fields about groups."""
         self._run.check_filter(wanted)
         found: list[T] = []
         for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):
@@ -181,7 +181,7 @@ class _Routes:
 
 
 def _fits_group(group: GroupSummary, wanted: SessionFilter) -> bool:
-    """Return True if the fields of the filter that are about a group as such match."""
+    """Return True if the group matches the filter's fields about groups."""
     return (
         (not wanted.groups or group.id in wanted.groups)
         and all(group.labels.get(name) == value for name, value in wanted.labels.items())
@@ -191,7 +191,7 @@ def _fits_group(group: GroupSummary, wanted: SessionFilter) -> bool:
 
 
 def _fits_session(session: SessionView, wanted: SessionFilter) -> bool:
-    """Return True if the fields of the filter that are about a session match."""
+    """Return True if the session matches the filter's fields about sessions."""
     result = session.result
     error, verdict = (result.error, result.verdict) if result else (None, None)
     return (

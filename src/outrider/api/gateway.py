@@ -45,8 +45,8 @@ from outrider.wire.http_server import Receive, Scope, Send, claim, while_connect
 PREFIX = "/s/"
 JSON = b"application/json"
 STREAM_PING_SECONDS = 10.0
-"""Seconds between two checks of a streamed reply. A check sends a ping if nothing was sent since the last one, because
-clients give up on silent streams. So a stream is silent for at most twice this time."""
+"""Seconds between two checks of a streamed reply. A check sends a ping if nothing was sent since the previous check,
+because clients give up on silent streams. So a stream is silent for at most twice this time."""
 ANY_CAPACITY = BodyCapacity(None, takes_messages=True)
 """Limits for a body while its model is unknown: images are allowed, and no context length limits the body."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
@@ -223,7 +223,7 @@ class _ClientReply:
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin(self, content_type: str) -> None:
-        """Start a response in parts. Does nothing if it has begun."""
+        """Start a response in parts. Does nothing if the response has already begun."""
         if not self.begun:
             await self._start(200, [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")])
 

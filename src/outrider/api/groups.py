@@ -36,8 +36,8 @@ EVENTS_AT_ONCE = 500
 EVENT_PAUSE = 0.25
 """Seconds between two reads of the event log."""
 EVENT_PING_SECONDS = 15.0
-"""After this many seconds without an event, the stream sends a comment line. It keeps proxies from closing the
-connection."""
+"""After this many seconds without an event, the stream sends a comment line. Because of the comment line, proxies do
+not close the connection."""
 
 RETRY_MS = 1000
 """A client that loses its connection to the stream of events reconnects after this many milliseconds."""
@@ -68,8 +68,8 @@ def _quality(accepted: str) -> tuple[str, float]:
 
 
 JSON_NAMES = ("application/json", "application/*", "*/*")
-"""The names that match JSON in an Accept header, most specific first. If a header has several of them, the quality
-(`q=`) of the most specific one applies to JSON (RFC 9110)."""
+"""The names that match JSON in an Accept header, most specific first. If a header has several of these names, the
+quality (`q=`) of the most specific name applies to JSON (RFC 9110)."""
 Columns = Annotated[bool, Depends(wants_columns)]
 """True if the client accepts samples as an Arrow stream and does not prefer JSON."""
 ARROW_REPLY = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
@@ -157,8 +157,9 @@ async def results(
     """List done groups after a cursor, in the order they finished. A reply has up to `limit` groups, or fewer once it
     has 8 MiB. To read on, repeat the request with `after` set to the reply's `cursor`, until a reply has no groups.
 
-    A `consumer` continues from the position that it has acknowledged. A new consumer begins at `after`. Groups are kept
-    until all consumers have acknowledged them, so only a token that may submit can read as a consumer.
+    A `consumer` continues from the position that it has acknowledged. A new consumer begins at `after`. The service
+    keeps a group until all consumers have acknowledged it. A consumer can therefore make the service keep data, so
+    reading as a consumer needs a token that may submit.
     """
     start = after or 0
     if consumer is not None:
@@ -233,8 +234,8 @@ async def turns(
     tokens: Annotated[bool, Query(description="include ids, log-probabilities and messages")] = False,
     pieces: Annotated[bool, Query(description="with `tokens`: include the text of each token")] = False,
 ) -> Response:
-    """List the model calls of the session's newest attempt, as text. With `tokens`, the reply may contain the
-    credential of a running session, so the caller's token must be one that may submit."""
+    """List the model calls of the session's newest attempt, as text. With `tokens`, the caller needs a token that may
+    submit, because the reply may contain the credential of a running session."""
     if tokens and not caller.may("submit"):
         raise Forbidden(f"{caller.name!r} has a read-only token, and prompts may contain credentials", field="tokens")
     view = TurnList(turns=await service.reader.turns(session_id, tokens=tokens, pieces=pieces, tenant=caller.sees))

@@ -1,8 +1,8 @@
 """Serves `/mcp`: an MCP server over streamable HTTP. Its tools call the control API within this process, with the
 headers of the caller.
 
-Invariant: a tool may do what the caller's token may do. The audit log treats a tool's calls of the control API like
-those of other clients.
+Invariant: a tool may do only what the caller's token may do. The audit log treats a tool's calls of the control API
+like those of other clients.
 """
 
 from __future__ import annotations

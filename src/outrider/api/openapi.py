@@ -87,6 +87,6 @@ def describe(
             errors += [InvalidField] if operation.get("parameters") else []
             errors += [NotFound] if "{" in path else []
             operation["responses"] |= {str(error.http_status): _ERROR for error in errors}
-    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's error bodies, but `bad_query` replies instead
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's error bodies; `bad_query` sends other replies
         schemas.pop(unused, None)
     return document

@@ -43,7 +43,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
-    # the browser always asks whether the ETag still matches, so a new version is shown at once
+    # the browser always checks whether the ETag still matches, so a new version is shown at once
     "Cache-Control": "no-cache",
 }
 

@@ -38,7 +38,7 @@ async def pause(service: Serving, spec: Annotated[PolicyPauseSpec, body(PolicyPa
 
 @ROUTES.post("/resume", "admin", PolicyStatus, errors=FAILURES)
 async def resume(service: Serving, spec: Annotated[PolicyResumeSpec, body(PolicyResumeSpec)]) -> PolicyStatus:
-    """Let the engines generate again. If the request has a version, it first becomes the version of the engines'
-    weights."""
+    """Let the engines generate again. If the request has a version, this version is first recorded as the version of
+    the engines' weights."""
     await service.pool.policy.resume(spec.version, go_back=spec.go_back)
     return service.pool.policy.status()

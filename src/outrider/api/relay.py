@@ -26,8 +26,8 @@ ROUTES = ControlRouter()
 
 @ROUTES.websocket("/relay/{engine}", "admin")
 async def attach(websocket: WebSocket, engine: str, service: Serving) -> None:
-    """Attach a worker to the relay engine with this name. If there is no engine with this name, it is added. The
-    connection is closed if the name is invalid, or belongs to another kind of engine."""
+    """Attach a worker to the relay engine with this name. If there is no engine with this name, a relay engine is
+    added. The connection is closed if the name is invalid, or if an engine of another kind has this name."""
     await websocket.accept()
     socket = AsgiSocket(websocket)
     pool = service.pool_of(engine)
@@ -42,6 +42,6 @@ async def attach(websocket: WebSocket, engine: str, service: Serving) -> None:
         return
 
     async def check(worker: AttachedWorker) -> None:
-        await pool.health.check(cast(Engine, worker))  # the check uses only attributes that a worker has, too
+        await pool.health.check(cast(Engine, worker))  # the check uses only attributes that a worker also has
 
     await relay.serve(socket, check=check, attached=partial(pool.probe_now, engine))

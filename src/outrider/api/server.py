@@ -1,8 +1,8 @@
 """The HTTP application of a service, and its two servers. One server serves everything at a TCP address. The other
 serves only the model gateway (`gateway_server.py`), on a Unix socket and on a port of this machine.
 
-Invariant: a sandbox is given only the socket and the port of the gateway. So a program that is confined to these cannot
-call the control API.
+Invariant: a sandbox is given only the socket and the port of the gateway. So a program that can reach only this socket
+and this port cannot call the control API.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ WEBSOCKETS = tuple(
 )
 
 OUTSIDE = TIMEOUTS._replace(unread=60)
-"""Timeouts for clients outside of sandboxes. Sandboxes have a longer `unread`, because they may be suspended for a long
-time."""
+"""Timeouts for clients outside of sandboxes. For sandboxes, the timeout `unread` is longer, because a sandbox may be
+suspended for a long time."""
 
 
 @asynccontextmanager

@@ -26,8 +26,9 @@ async def open_session(
     created: Created,
     request: Request,
 ) -> SessionEndpoint:
-    """Open a session for an agent that runs elsewhere, and get its credential and addresses. Opening the session again,
-    by its idempotency key or by its group and its index there, gives the same credential."""
+    """Open a session for an agent that runs elsewhere, and get its credential and addresses. Opening the session again
+    gives the same credential. The session is recognised by its idempotency key, or by its group and its index in the
+    group."""
     session, credential, running, instruction = await service.session_control.open(spec, caller)
     created(group_id=session.group_id, session_id=session.id)
     urls = service.config.advertised_urls or {"default": f"{request.url.scheme}://{request.url.netloc}"}

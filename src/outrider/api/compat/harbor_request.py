@@ -35,8 +35,8 @@ SYSTEM = "harbor"
 JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, BOUND_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session", "ungraded")
 )
-"""Labels of the group that runs a task for Harbor. BOUND_LABEL: the id of the session of verl's session proxy
-(`verl.py`) that gets the turns. UNGRADED_LABEL: set if the request disables the verifier."""
+"""Labels of the group that runs a task for Harbor. BOUND_LABEL: the id of the session that gets the run's turns, in
+verl's session proxy (`verl.py`). UNGRADED_LABEL: set if the request disables the verifier."""
 PROXY_KWARGS = ("model_base_url", "api_base")
 """Names of agent settings that may contain the URL of the model proxy."""
 
@@ -142,8 +142,8 @@ FIELDS = (
     ("task.labels", "task_id"),
     ("task", ARCHIVE),
 )
-"""Pairs of a field of Outrider's group and the field of Harbor's request that it is made from. Errors about the group
-are translated with them, to name the request's field. The first matching pair is used."""
+"""Each pair has a field of Outrider's group, and the field of Harbor's request from which the group's field is made. In
+an error about a field of the group, the first matching pair gives the request's field to name instead."""
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
@@ -153,9 +153,9 @@ harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
 def run_group(
     asked: HarborRunRequest, folder: Path, *, session: str | None = None, idempotency_key: str | None = None
 ) -> StoredGroupSpec:
-    """Return the group that runs the task in an unpacked folder. If its turns belong to a session of verl's session
-    proxy, `session` is the id of that session. Blocks. Raises TooLarge, or InvalidField with the request's field, if
-    something cannot be translated."""
+    """Return the group that runs the task in an unpacked folder. If the run's turns belong to a session of verl's
+    session proxy, `session` is the id of that session. Blocks. Raises TooLarge. If something cannot be translated,
+    raises InvalidField with the request's field."""
     overrides = _overrides(asked)
     task = _task(folder, image=overrides.pop("image"), offline=overrides.pop("offline"))
     harness, sampling, turns = _harness(asked.agent)
@@ -189,8 +189,8 @@ def run_group(
 def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
     """Return the task in a folder, without a harness. Errors name files by their paths in the archive."""
     try:
-        # The empty mapping keeps variables ${NAME} in a task from being replaced by the service's environment
-        # variables, which may be secret.
+        # The service's environment variables may be secret. Because of the empty mapping, they do not replace variables
+        # ${NAME} in a task.
         return HarborFolder(folder, {}, image, offline=offline).example(folder.name).task
     except OutriderError as error:
         hint = error.hint or ""
@@ -258,8 +258,8 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
 
 def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
     """Return the fields of the sandbox's spec that the request overrides. Three more keys are always there: `image`,
-    `memory_limit_multiplier` and `offline`. If `offline` is true, the task gets no network, even if its task.toml asks
-    for one."""
+    `memory_limit_multiplier` and `offline`. If `offline` is true, the task gets no network, even if the task.toml
+    requests a network."""
     given = dict(asked.environment_overrides or {})
     if strange := sorted(given.keys() - set(OVERRIDES)):
         raise InvalidField(

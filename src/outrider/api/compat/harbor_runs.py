@@ -60,7 +60,7 @@ RunObject = dict[str, Any]
 
 class HarborRunApi:
     """Handlers of the run API. A caller sees only runs of its own tenant. `find` looks up a session of verl's session
-    proxy (`verl.py`) by the id that a client chose. It raises NotFound if there is none."""
+    proxy (`verl.py`) by the id that a client chose. `find` raises NotFound if no session has this id."""
 
     def __init__(
         self, service: Service, bound: BoundRuns, find: Callable[[str, Principal], Awaitable[SessionRow]]
@@ -157,7 +157,7 @@ class HarborRunApi:
         return group.id
 
     async def _bindable(self, sid: str, caller: Principal) -> SessionRow:
-        """Return the session of verl's session proxy that the new run is to be bound to. Raises RequestError if this
+        """Return the session of verl's session proxy to which the new run will belong. Raises RequestError if this
         service does not have the session, and Conflict if the session is closed or already has turns."""
         try:
             session = await self._find(sid, caller)
@@ -256,7 +256,8 @@ def rollout_details(turns: Sequence[Turn]) -> list[RunObject]:
 
     A turn belongs to the conversation whose last turn it continues. If two turns continue the same turn, the second one
     starts a new conversation that repeats the whole prompt. Replies that the agent did not use are left out, because
-    trainers that read this format train on every reply. If the ids of a turn are unknown, the list is empty."""
+    trainers that read this format train on every reply. If the ids of any turn are unknown, the returned list is
+    empty."""
     if any(turn.mode is TokenMode.TEXT for turn in turns):
         return []
     details: list[RunObject] = []

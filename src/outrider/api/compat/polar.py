@@ -1,11 +1,11 @@
 """Serves the HTTP interface of Polar's rollout server. (`polar_gateway.py` serves that of Polar's gateway.)
 
-A Polar task is a group of Outrider, which is found by its idempotency key and labels (`polar_request.py`).
+A Polar task is a group of Outrider. The group is found by its idempotency key and its labels (`polar_request.py`).
 `polar_results.py` creates the replies, and `polar_events.py` the events. The service runs the sessions itself, so
 Polar's gateways cannot register here.
 
-Invariant: a submitted task is stored before the reply is sent, and so is the cancellation of a task that is not
-submitted yet.
+Invariant: a submitted task is stored before the reply is sent. The cancellation of a task that is not submitted yet is
+also stored before the reply is sent.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 REFUSED_SECONDS = 300.0
 """A task that is cancelled before it is submitted cannot be submitted for this many seconds."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
-"""HTTP statuses of Outrider's errors that are replaced when a submission is refused, each with the status that is sent
-instead. Polar's clients handle 409, 422 and 503."""
+"""Maps the HTTP status of an error of Outrider to the status that is sent instead, if a submission is refused. Polar's
+clients handle 409, 422 and 503."""
 TASK_STATUSES = ("running", "completed", "failed", "cancelling", "cancelled")
 TASK_ID = TypeAdapter(TaskId)
 REFUSED_PATHS = ("/nodes/register", "/nodes/{node_id}/heartbeat", "/callbacks/session_result")
@@ -119,8 +119,8 @@ class PolarServer:
         return await self._task_status(_found(row, task_id))
 
     async def cancel(self, request: Request, caller: Principal) -> Response:
-        """Cancel a task. With `register_if_missing`, a task that is not submitted yet is refused for
-        REFUSED_SECONDS."""
+        """Cancel a task. With `register_if_missing`, a task that is not submitted yet can also be cancelled: its
+        submission is refused for REFUSED_SECONDS."""
         task_id, store = _named(request), self._service.store
         if boolean_of(request, "register_if_missing"):
             with renamed_field("idempotency_key", "task_id"):

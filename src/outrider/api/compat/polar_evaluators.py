@@ -1,7 +1,7 @@
 """Translates the evaluators of Polar's requests to specs of Outrider's evaluators, which grade in the same way.
 
 No evaluator runs here. Invariant: if a key of a `config` cannot be translated, the request is refused with an error
-that names it.
+that names the key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Serves the HTTP interface of Polar's gateway. Its routes are at `/gateway`, and at the root beside those of Polar's
 rollout server.
 
-A client can create a session without a task. Such a session is a group of one, which is found by its idempotency key.
+A client can create a session without a task. Such a session is a group of one session, which is found by the group's
+idempotency key.
 Invariant: an id belongs to one session; model calls reach only sessions whose agents run outside Outrider.
 """
 
@@ -63,8 +64,8 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
-"""HTTP statuses of Outrider's errors that are replaced when a session is refused, each with the status that is sent
-instead. Polar's clients handle 400 and 503, for example."""
+"""Maps the HTTP status of an error of Outrider to the status that is sent instead, if a session is refused. Polar's
+clients handle 400 and 503, for example."""
 OPEN_SECONDS = 5.0
 """Maximum time that `POST /sessions` waits until the new session accepts model calls, in seconds."""
 PROXY_SESSION = "_proxy_session_id"
@@ -329,8 +330,8 @@ class PolarGateway:
         """Forward a vendor's model call to the model gateway, which replies in the vendor's format.
 
         The session's id is in the header X-Session-Id, in the query (`session_id` or `key`), in the API key, or in the
-        field PROXY_SESSION of the body. The status is 401 if the session is unknown, or if its agent runs in this
-        service."""
+        field PROXY_SESSION of the body. The status is 401 if the session is unknown, or if the session's agent runs in
+        this service."""
         path: str = request.scope["path"]
         body: bytes | None = None
         headers, query = request.headers, request.query_params

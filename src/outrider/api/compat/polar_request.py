@@ -42,13 +42,14 @@ from outrider.spec import (
 SYSTEM = "polar"
 """Name of the system Polar in settings, in the store, and in paths."""
 OWN_METADATA = "outrider"
-"""Key in the metadata of results. It holds what Polar's format has no field for, so requests must not use it."""
+"""Key in the metadata of results. Its value has the data for which Polar's format has no field. The metadata of a
+request must not have this key."""
 TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, ALONE_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id", "ungraded")
 )
-"""Labels of a group. Lists are made from them, without reading the stored request. ALONE_LABEL: the id of a session
-that was created without a task; other groups do not have it. UNGRADED_LABEL: the group has no evaluator, so lists show
-no rewards."""
+"""Labels of a group. Lists of tasks and of sessions are made from the labels, without reading the stored requests.
+ALONE_LABEL: the id of a session that was created without a task. Groups of tasks do not have this label.
+UNGRADED_LABEL: the group has no evaluator, so lists show no rewards."""
 SESSION_DIR = "/tmp/polar-session"
 """Folder of a session in its sandbox. Polar uses /polar/session, but the root folder of a sandbox may be read-only."""
 FOLDERS = {"ARTIFACTS_DIR": "artifacts", "LOGS_DIR": "logs", "AGENT_LOG_DIR": "logs/agent"}
@@ -172,9 +173,9 @@ class PolarAgent(Spec):
 
 
 class PolarBuilder(Spec):
-    """The builder, which turns model calls into traces (training data). The `config` of prefix_merging is ignored: it
-    tells Polar how to find end tokens and tokenize text again, but Outrider's traces use the token ids that the engine
-    sampled."""
+    """The builder, which turns model calls into traces (training data). The `config` of prefix_merging is ignored. In
+    Polar, it describes how to find end tokens and how to tokenize text again, but Outrider's traces use the token ids
+    that the engine sampled."""
 
     strategy: Literal["per_request", "prefix_merging"] = "per_request"
     config: dict[str, Any] = Field(default_factory=dict)
@@ -262,8 +263,8 @@ def dispatched_group(asked: PolarDispatchRequest, *, files: Path | None) -> Stor
 
 
 def manual_group(session_id: str, task_id: str) -> StoredGroupSpec:
-    """Return the group for a session whose agent the client runs. It accepts model calls until it is deleted, but for
-    at most MANUAL_SECONDS."""
+    """Return the group for a session whose agent the client runs. The session accepts model calls until it is deleted,
+    but for at most MANUAL_SECONDS."""
     task = {
         "instruction": "An agent runs elsewhere.",
         "harness": {"external": {"idle_seconds": MANUAL_SECONDS}},
@@ -344,8 +345,8 @@ FIELDS = (
     ("n", "num_samples"),
     ("idempotency_key", "task_id"),
 )
-"""Pairs of a field of Outrider's group and the field of Polar's request that it is made from. Errors about the group
-are translated with them, to name Polar's field. The first matching pair is used."""
+"""Each pair has a field of Outrider's group, and the field of Polar's request from which the group's field is made. In
+an error about a field of the group, the first matching pair gives Polar's field to name instead."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)
@@ -359,7 +360,7 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
     harness, more = _harness(asked)
     runtime = _runtime(asked.runtime or PolarRuntime(), seconds, files)
     if asked.runtime is None:
-        del runtime["kind"]  # the node then uses its default kind of sandbox
+        del runtime["kind"]  # without a kind, the node uses its default kind of sandbox
     if "agent" not in harness:
         folders = " ".join(f"{SESSION_DIR}/{folder}" for folder in FOLDERS.values())
         runtime["prepare"].insert(0, {"run": f"mkdir -p {folders}", "seconds": 60})
@@ -531,8 +532,8 @@ def _check_replayed(asked: PolarRuntime) -> None:
 def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
     """Return the agent's time limit in seconds, from the request's `metadata`. `seconds` is the session's time limit.
 
-    An agent's limit of `seconds` or more is replaced by MAX_SECONDS, so that the session's limit is the first to be
-    reached. The session then ends without being graded, whereas it would be graded after the agent's limit."""
+    After the agent's limit, a session is graded. After the session's own limit, it is not graded. If the agent's limit
+    is `seconds` or more, the session's limit must take effect, so the agent's limit is replaced by MAX_SECONDS."""
     given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

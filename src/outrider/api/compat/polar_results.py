@@ -1,8 +1,8 @@
 """Creates replies in Polar's format from the store's rows: statuses, results, traces and completions.
 
 Traces depend only on a session's turns and result. A trace trains exactly the tokens that Outrider's own training rows
-train (`tokens/samples.py`). Invariant: a session without a verdict has no reward, its traces train no tokens, and its
-status is ERROR, or TIMEOUT if it reached a time limit while it ran.
+train (`tokens/samples.py`). Invariant: a session without a verdict has no reward, and its traces train no tokens. The
+status of such a session is TIMEOUT if it reached a time limit while it ran, and ERROR otherwise.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class PolarReader:
         return await self._service.reader.offload(partial(encoded, result))
 
     async def task_result(self, row: GroupRow) -> PolarObject:
-        """Return a task's TaskResult. It contains the sessions' results only after the task has ended. Otherwise each
-        poll would return the same traces again."""
+        """Return a task's TaskResult. It contains the sessions' results only after the task has ended. If it contained
+        them earlier, each poll of a running task would return the same traces again."""
         results = await self._results(row) if row.state is GroupState.DONE else []
         return {"task_id": task_id_of(row), "status": status_of_task(row), "results": results, "result_paths": []}
 
@@ -253,8 +253,8 @@ def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapp
 
 
 def merged_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
-    """Build traces with the builder prefix_merging. Each trace is a training row of Outrider. Its response begins at
-    the first reply."""
+    """Build traces with the builder prefix_merging. Each trace is a training row of Outrider. The response of a trace
+    begins at the row's first reply."""
     return [_merged_trace(sample, [turns[index] for index in sample.turns]) for sample in build_samples(turns, result)]
 
 

@@ -1,7 +1,7 @@
 """Serves the HTTP interface of NVIDIA's ProRL Agent server.
 
-A job is a group of one session, so it is queued, stored, retried and cancelled like any group. Jobs are found by their
-ids, so a client that lost its connection can repeat its call. `prorl_request.py` translates requests, and
+A job is a group of one session. So a job is queued, stored, retried and cancelled like any group. Jobs are found by
+their ids, so a client that has lost its connection can repeat the call. `prorl_request.py` translates requests, and
 `prorl_results.py` results. Invariant: the reply to a job is made only from stored data.
 """
 
@@ -65,8 +65,8 @@ ENGINE_PREFIX = "prorl-"
 MOST_JOBS = 100_000
 """Maximum number of unfinished groups that are searched for jobs."""
 STATUSES = {501: 503, 502: 503}
-"""HTTP statuses of Outrider's errors that are replaced, each with the status that is sent instead. ProRL's clients
-expect 503 if an engine, a sandbox or a program is not available."""
+"""Maps the HTTP status of an error of Outrider to the status that is sent instead. ProRL's clients expect 503 if an
+engine, a sandbox or a program is not available."""
 
 
 def routes(service: Service) -> list[CompatRoute]:
@@ -84,9 +84,9 @@ def routes(service: Service) -> list[CompatRoute]:
 
 
 class ProrlServer:
-    """Handlers of ProRL's routes. Each tenant has its own "server", which can be started and stopped. While it is
-    stopped, the tenant's new jobs and its calls of `/stop`, `/cancel` and `/status` are refused. Engines are shared by
-    all tenants."""
+    """Handlers of ProRL's routes. Each tenant has its own "server", which can be started and stopped. While a tenant's
+    server is stopped, the tenant's new jobs and calls of `/stop`, `/cancel` and `/status` are refused. Engines are
+    shared by all tenants."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -108,7 +108,7 @@ class ProrlServer:
         return {"status": "started"}
 
     async def stop(self, request: Request, caller: Principal) -> dict[str, str]:
-        """Accept no new jobs, and cancel the unfinished ones. Their callers get results."""
+        """Accept no new jobs, and cancel the unfinished ones. The callers of the cancelled jobs get results."""
         await self._check_running(caller)
         self._started[caller.tenant] = False
         jobs = await self._jobs(caller)
@@ -186,8 +186,8 @@ class ProrlServer:
 
     async def clear_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
         """Detach the engines that `/add_llm_server` attached, after their generations have ended. Clients call this
-        before they change the weights, so later tokens get the policy's next version. If no other engine is left, the
-        policy is paused until `/add_llm_server` attaches one."""
+        before they change the weights, so this call raises the policy's version: tokens that are sampled later get the
+        next version. If no other engine is left, the policy is paused until `/add_llm_server` attaches one."""
         async with self._clearing:
             policy = self._service.pool.policy
             names = [engine.name for engine in self._engines() if engine.name.startswith(ENGINE_PREFIX)]
@@ -204,8 +204,9 @@ class ProrlServer:
         return {"status": f"{len(names)} engines are detached; the policy's next version is {version}"}
 
     def _known_context(self, address: str) -> int:
-        """Return the model's context length from the settings. It is needed to limit the length of replies, but a
-        server with only ProRL's token route does not report it. Raises InvalidField if the setting is missing."""
+        """Return the model's context length from the settings. The length of replies is limited with it. A server that
+        has only ProRL's token route does not report the context length. Raises InvalidField if the setting is
+        missing."""
         context = self._service.config.model.context_tokens
         if context is None:
             raise InvalidField(
@@ -275,8 +276,8 @@ class ProrlServer:
         return [group for group in groups if JOB_LABEL in group.labels]
 
     async def _is_running(self, caller: Principal) -> bool:
-        """Return True if the tenant's server is started. After a restart of the service, it counts as started if the
-        tenant has unfinished jobs: their callers will ask for the results."""
+        """Return True if the tenant's server is started. After a restart of the service, the tenant's server counts as
+        started if the tenant has unfinished jobs, because the callers of these jobs will ask for the results."""
         if (started := self._started.get(caller.tenant)) is not None:
             return started
         return bool(await self._jobs(caller))

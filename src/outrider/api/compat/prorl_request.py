@@ -1,9 +1,9 @@
 """Parses the requests of ProRL Agent's clients, and translates a job to a group of one session.
 
 A job has an instance, which is a row of a data set. A handler in the operator's settings (`[prorl.handlers.NAME]`)
-turns it into a task. A handler is a task file whose placeholders are filled with the instance's columns, or the adapter
-for a public data set. Invariants: an instance or sampling parameter that cannot be translated is refused with an error
-that names it; equal requests give equal groups.
+turns the instance into a task. A handler is a task file whose placeholders are filled with the instance's columns, or
+the adapter for a public data set. Invariants: an instance or sampling parameter that cannot be translated is refused
+with an error that names it; equal requests give equal groups.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ SAMPLED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-"""Parameters with the same name and meaning in a task's sampling parameters."""
+"""ProRL's parameters that have the same name and meaning among a task's sampling parameters."""
 AGENTS_OWN: dict[str, bool] = {
     "native_tool_calling": False,
     "ensure_thinking_end_properly": True,
@@ -115,8 +115,8 @@ AGENTS_OWN: dict[str, bool] = {
     "enable_vision": True,
     "enable_a11y_tree": True,
 }
-"""The switches for ProRL's own agent, each with the value that is refused: Outrider's agents cannot follow it. The
-opposite value is accepted and ignored."""
+"""The switches for ProRL's own agent, each with the value that is refused, because Outrider's agents cannot do what
+this value requests. The opposite value is accepted and ignored."""
 REFUSABLE = (*AGENTS_OWN, "max_model_len", "token_level_generation")
 """Parameters that a handler may list in its setting `ignored`. They are then accepted and ignored."""
 
@@ -213,8 +213,9 @@ class Handlers:
                 self._named[source] = handler
 
     def find(self, data_source: str) -> Handler:
-        """Return the handler for a data source: the one with exactly this name, or else the one with the longest name
-        that ends with `*` and matches the beginning. Raises RequestError, which lists the known names."""
+        """Return the handler for a data source. This is the handler with exactly this name. Without one, names
+        that end with `*` are compared with the beginning of the data source, and the longest matching name is used.
+        Raises RequestError, which lists the known names."""
         if (found := self._named.get(data_source)) is not None:
             return found
         for source in sorted(self._named, key=len, reverse=True):

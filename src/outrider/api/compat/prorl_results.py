@@ -100,8 +100,8 @@ def main_path(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def critical_error(result: SessionResult) -> str | None:
-    """Return the stage in which a session without a verdict failed or was cancelled: "init", "run" or "eval". Return
-    "timeout" if it reached a time limit, and None if it has a verdict."""
+    """Return why a session has no verdict, or None if it has one. The reason is "timeout" if the session reached a time
+    limit. Otherwise it is the stage in which the session failed or was cancelled: "init", "run" or "eval"."""
     if result.verdict is not None:
         return None
     if result.stop_reason in UNGRADED_TIMEOUTS:
@@ -115,7 +115,7 @@ def critical_error(result: SessionResult) -> str | None:
 
 def _trains(result: SessionResult, path: Sequence[Turn], samples: Sequence[Sample]) -> bool:
     """Return True if the job gives a trainer tokens to train on. If the engine reports no token ids, there are no
-    training rows to look at, so the task's branch policy for the main conversation decides."""
+    training rows. Then the task's branch policy for the main conversation decides."""
     if result.verdict is None:
         return False
     if path and all(turn.mode is TokenMode.TEXT for turn in path):

@@ -67,8 +67,9 @@ def _route(route: CompatRoute, prefix: str) -> Route:
 
 
 def compat_paths(routes: Sequence[Route], names: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tells whether a path belongs to one of the named systems. It is used to give errors
-    outside of handlers the format of these systems, too. `routes` are the routes from `compat_routes`."""
+    """Return a function that returns True if a path belongs to one of the named systems. With this function, errors
+    that are raised outside of handlers also get the format of these systems. `routes` are the routes from
+    `compat_routes`."""
     below = tuple(f"/{name}/" for name in names)
 
     def belongs(path: str) -> bool:
@@ -101,7 +102,7 @@ def _socket(service: Service, socket: CompatSocket) -> Callable[[WebSocket], Awa
     async def serve(websocket: WebSocket) -> None:
         await socket.serve(service, websocket)
 
-    # FastAPI reads the annotation, which `from __future__` has made a string: put the class there instead.
+    # FastAPI reads the annotation. `from __future__` has made the annotation a string, so replace it by the class.
     serve.__annotations__["websocket"] = WebSocket
     return serve
 

@@ -2,9 +2,9 @@
 them.
 
 The agent of such a session runs outside Outrider (docs/external.md). The session is found by an idempotency key that
-contains its id. The recipe's trainer reads the session's record and computes the reward itself. Outrider never gets the
-reward, so a completed session ends as cancelled, with its turns but without a verdict. Invariant: only `create` creates
-a session, never a model call with an unknown id.
+contains the session's id. The recipe's trainer reads the session's record and computes the reward itself. Outrider
+never gets the reward, so a completed session ends as cancelled, with its turns but without a verdict. Invariant: only
+`create` creates a session, never a model call with an unknown id.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ TAKEN = {PREFIX.strip("/"): "the model gateway"}
 """Ids that clients must not choose, because `/ID/v1/chat/completions` already belongs to another part of the service.
 The value names this part."""
 SESSION_SECONDS = 86_400.0
-"""Maximum duration of a session in seconds. Clients normally close their sessions, but one that crashes must not leave
-its session open forever."""
+"""Maximum duration of a session in seconds. Clients normally close their sessions, but a client that crashes must not
+leave its session open forever."""
 LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=1 << 30)
 MOST_LISTED = 100
 MOST_PAGES = 100
@@ -186,8 +186,8 @@ class VerlProxy:
         return GatewayCall(self._gateway, f"/s/{credential}/v1/chat/completions", None)
 
     async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
-        """Return the group of the session with this id, or None. A group of another kind may use the same idempotency
-        key; it is recognised by the missing label, and ignored."""
+        """Return the group of the session with this id, or None. A group of another kind may have the same idempotency
+        key. Such a group does not have the label LABEL, and is ignored."""
         group = await self._service.store.keyed_group(caller.tenant, _idempotency_key(sid))
         return None if group is None or group.labels.get(LABEL) != sid else group
 
@@ -214,7 +214,8 @@ def _idempotency_key(sid: str) -> str:
 
 def _turn(turn: Turn) -> dict[str, Any]:
     """Convert a turn to the format of verl's recipe. `request_messages` are the messages that this request added. If
-    the worker did not send the ids of the prompt, the ids of the reply come from the worker's report."""
+    the worker did not send the ids of the prompt, the turn has no ids of its own. The ids of the reply and their
+    log-probabilities then come from the worker's report."""
     reply = turn.reply or Message(role=Role.ASSISTANT)
     calls = [*map(tool_call_object, reply.tool_calls)]
     report = turn.report or WorkerReport()

@@ -43,8 +43,8 @@ class BoundRuns:
         return run
 
     async def next_idempotency_key(self, session: SessionRow, caller: Principal) -> str:
-        """Return the idempotency key for a request to run the session. If the session has a run, its key is returned,
-        so that the request finds this run. Otherwise the key is new."""
+        """Return the idempotency key for a request to run the session. If the session has a run, the run's key is
+        returned, so that the request finds this run. Otherwise the key is new."""
         run, free = await self._look(session, caller)
         return _idempotency_key(session, free if run is None else free - 1)
 
