@@ -195,8 +195,8 @@ def run_command(argv: Sequence[str] | None) -> int:
         terminal.error(RequestError(message, hint=f"{program} --help").record())
         return USAGE
     except BrokenPipeError:
-        # The program that reads the output, such as `head`, has exited. Python flushes standard output at exit, which
-        # would fail again. So standard output is replaced by /dev/null.
+        # The program that reads the output, such as `head`, has exited. Python flushes standard output at exit, and
+        # this would fail, too. So standard output is replaced by /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except Exception as error:  # a bug is raised again to get a traceback

@@ -29,8 +29,9 @@ def list_consumers(terminal: Terminal, service: Client) -> None:
     """List the consumers with their positions.
 
     A consumer is a named reader of the results. The service keeps a group until
-    every consumer that reads it has acknowledged it, unless `outrider gc --force`
-    removes it. So remove a consumer that was last seen long ago.
+    every consumer that reads it has acknowledged it. Only `outrider gc --force`
+    removes such a group earlier. So remove a consumer that was last seen long
+    ago.
 
     Example:
 

@@ -54,10 +54,11 @@ def demo(
 
     The run takes some seconds and needs no engine, no network and no root.
 
-    With --train, the library TRL trains the model. Its sessions run in a service
-    in another process. The training ends when the model is right nearly every
-    time, or after 48 steps. Ctrl-C ends it after the current step, and keeps the
-    weights and the curve of the reward. A second Ctrl-C ends it at once.
+    With --train, the library TRL trains the model. The training's sessions run
+    in a service in another process. The training ends when the model is right
+    nearly every time, or after 48 steps. Ctrl-C ends the training after the
+    current step, and keeps the weights and the curve of the reward. A second
+    Ctrl-C ends the training at once.
 
     With --open, the service's page opens in a browser before the first session,
     and the service runs until Ctrl-C.

@@ -50,9 +50,9 @@ def eval_(
 ) -> None:
     """Run the tasks of a source, and score the policy.
 
-    The scores leave out sessions that could not be graded, which are counted
-    separately. Ctrl-C ends only this command: the sessions continue in the
-    service, and --resume continues the evaluation.
+    Sessions that could not be graded are left out of the scores, and are
+    counted separately. Ctrl-C ends only this command: the sessions continue in
+    the service, and --resume continues the evaluation.
 
     Examples:
 

@@ -37,7 +37,7 @@ def _started_threads() -> ThreadPoolExecutor:
     """Return a thread pool for blocking calls, with all its threads already started. Raises RuntimeError if a thread
     cannot be started.
 
-    By default, a pool starts a thread only when a call needs one. If the machine cannot start it, `submit` raises an
+    By default, a pool starts a thread only when a call needs one. If the thread cannot be started, `submit` raises an
     error, although the call is already queued and may still run later.
     """
     number = min(32, (os.cpu_count() or 1) + 4)  # the size of asyncio's default thread pool

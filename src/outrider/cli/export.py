@@ -44,7 +44,7 @@ PAGE = 20
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider export --json`.
 
-    left_out: the number of samples that `--min-reward` left out, because their reward is lower or they have none.
+    left_out: the number of samples that `--min-reward` left out: samples with a lower reward or without a reward.
     evaluations: the number of left-out groups that evaluate a policy.
     cursor: the value of `--after` for the next export.
     sha256: the SHA-256 digest of the written file.
@@ -224,8 +224,8 @@ def _groups(
 async def _reading(
     client: AsyncClient, after: int, *, samples: bool, limit: int
 ) -> AsyncIterator[asyncio.Future[ResultsPage]]:
-    """Start to read the page of results after the cursor `after`, and yield a future of it. Meanwhile, the block writes
-    the previous page, which takes longer."""
+    """Start to read the page of results after the cursor `after`, and yield a future of it. The block writes the
+    previous page in the meantime. Writing a page takes longer than reading one."""
     page: asyncio.Future[ResultsPage] = asyncio.get_running_loop().create_future()
 
     async def read() -> None:
@@ -239,7 +239,7 @@ async def _reading(
         yield page
         reading.cancel()
     if page.done():
-        page.exception()  # marks an error as read: otherwise asyncio logs it if the block did not await the page
+        page.exception()  # marks an error as read: if the block did not await the page, asyncio would log the error
 
 
 async def _page_of(page: asyncio.Future[ResultsPage]) -> ResultsPage:

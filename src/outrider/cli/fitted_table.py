@@ -47,7 +47,7 @@ class FittedTable:
         its columns by position."""
         places = range(len(self._names))
         if sum(self._widths) + GAP * (len(places) - 1) > room and self._is_text(places[-1]):
-            # If the last column has no text, such as a column of errors when there are none, leave it out.
+            # If the last column has no text, leave it out. An example is the column of errors when there are no errors.
             places = places if any(self._cells(places[-1])) else places[:-1]
         columns: dict[int, int] = {}
         for at in places:
@@ -59,13 +59,13 @@ class FittedTable:
         yield self._widened(columns, room)
 
     def _is_text(self, at: int) -> bool:
-        """Return whether the cells of a column may wrap. Only those of the last column may, and only if it is aligned
-        to the left."""
+        """Return whether the cells of a column may wrap. This is True only for the last column, and only if the last
+        column is aligned to the left."""
         return at == len(self._names) - 1 and not self._right[at]
 
     def _smallest(self, at: int, room: int) -> int:
         """Return the minimum width of a column: the width of its widest cell or, if greater, of the longest word in its
-        name. If its cells may wrap, TEXT_WIDTH is enough for them."""
+        name. If the column's cells may wrap, a width of TEXT_WIDTH is enough for the cells."""
         words = max(map(cell_len, self._names[at].split()), default=0)
         width = max(words, *self._cells(at), 0)
         if self._is_text(at):

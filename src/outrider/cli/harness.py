@@ -101,8 +101,9 @@ def update_harness(
 
     The command installs the newest version in the registry beside the pinned
     version. It checks both, as `outrider harness check` does, and prints the
-    differences. If the newest version passes, it becomes the pinned one, which
-    needs a checkout of Outrider's source. With --check, the pin does not change.
+    differences. If the newest version passes, it becomes the pinned version.
+    This change needs a checkout of Outrider's source. With --check, the pin
+    does not change.
 
     Exit code 0: the newest version passes, or is already pinned.
     Exit code 1: the newest version does not pass.
@@ -149,9 +150,9 @@ def check_harness(
     """Certify that a harness works with this version of Outrider.
 
     The agent program does small tasks with a scripted model. Each task is a row
-    of the certificate. Together, they cover everything that makes clients rewrite
-    a conversation. Every recorded token is compared with the model's own input
-    and output. A row holds if all its checks succeed.
+    of the certificate. Together, the rows cover everything that makes clients
+    rewrite a conversation. Every recorded token is compared with the model's
+    own input and output. A row holds if all its checks succeed.
 
     Exit code 0: all rows that were tried hold.
     Exit code 1: a row does not hold, or a required row could not be tried.

@@ -1,7 +1,7 @@
 """The work of `outrider harness check`: lets a harness do small tasks with a scripted model, and prints a certificate
 with one row per task.
 
-Commands import this module only when they run, because it loads the libraries of the service.
+Commands import this module only when they run, because this module loads the libraries of the service.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
         files=files,
         stdin=answers.stdin,
     )
-    # Call `place_of` before the program runs: it reads the program's files, which the program may change.
+    # `place_of` reads the program's files. Call it before the program runs, because the program may change the files.
     place = place_of(answers.words, environment("PATH"))
     answers.output.mkdir(parents=True, exist_ok=True)
     terminal.note(f"running {answers.words[0]}")

@@ -290,8 +290,8 @@ def remove_image(terminal: Terminal, name: Name) -> None:
 
 
 def pod_images(task: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the images of a task's pods, which are those sandboxes of its agent and its evaluators that have the kind
-    `kubernetes`."""
+    """Yield the images of a task's pods. The pods are the sandboxes of the kind `kubernetes`, both the agent's sandbox
+    and those of the evaluators."""
     steps = [task, *task.get("then", ())]
     runtimes = [task.get("runtime"), *((step.get("evaluator") or {}).get("runtime") for step in steps)]
     for runtime in runtimes:

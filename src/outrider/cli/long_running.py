@@ -26,8 +26,9 @@ def start_log(level: int, *, token: str | None = None, process: str = "", as_jso
 class StopSignals:
     """Handles SIGINT and SIGTERM for the asyncio task that creates this object.
 
-    `first` waits for the first signal. A second signal cancels the task, as does any signal before `first` is called.
-    After that, Python's default handling applies again, so one more signal ends the process.
+    `first` waits for the first signal. A second signal cancels the task. A signal that arrives before `first` is called
+    also cancels the task. After this cancellation, Python's default handling applies again, so one more signal ends the
+    process.
     """
 
     def __init__(self) -> None:

@@ -45,8 +45,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     for name in os.listdir("/proc/self/fd"):
-        # The starting program's uvloop leaves copies of the descriptors that it gives this process. Sandboxes must not
-        # inherit the copies.
+        # If the starting program uses uvloop, this process also has copies of the descriptors that were passed to it.
+        # Sandboxes must not inherit the copies.
         with suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
     end = socket.socket(fileno=os.dup(0))
@@ -91,7 +91,7 @@ class Starter:
         self._service: ServiceProxy | None = None
         self._leaving = False
         self.ending = asyncio.Event()
-        """Set by SIGTERM, which may have reached the sandboxes of this process as well."""
+        """Set by a SIGTERM. The same SIGTERM may also have reached the sandboxes of this process."""
 
     async def note_work(self, service: ServiceProxy) -> None:
         """Tell the starting program that this process now works for a service."""
@@ -128,8 +128,8 @@ class Starter:
 async def _join(join: Join, starter: Starter) -> None:
     """Join a service, and run its attempts until the service or the starting program closes the connection.
 
-    SIGTERM also ends this work. Batch systems and systemd send SIGTERM to all processes of a job or unit at once,
-    sandboxes included, so the results of the running attempts may be wrong.
+    SIGTERM also ends this work, because the results of the running attempts may be wrong after a SIGTERM: batch systems
+    and systemd send it to all processes of a job or unit at once, also to those in sandboxes.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starter.ending.set)
     async with asyncio.TaskGroup() as tasks:
@@ -204,7 +204,8 @@ async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[An
                 backend=models.policy,
                 frozen=models.frozen,
                 store=service.store,
-                # A node on another machine shares no folder with the service, so it sends its artifacts to the service.
+                # A node on another machine shares no folder with the service, so the node sends its artifacts to the
+                # service.
                 artifacts=ArtifactStore(config.data / "artifacts") if starter is None else service.artifacts,
                 resources=service.resources,
                 paths=paths,

@@ -76,7 +76,7 @@ HarnessName = Annotated[
     CliOption("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),
 ]
 BUILT_IN = "tools"
-"""Name of the built-in agent, which runs the tasks of a data set that name no agent."""
+"""Name of the built-in agent. It runs those tasks of a data set in which no agent is named."""
 AgentName = Annotated[
     str | None,
     CliOption("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
@@ -141,8 +141,8 @@ def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
     """Return the task with the agent that the command line chooses. The preset `harness` replaces the task's own agent.
-    If no preset is given, a task that names no agent gets the Python agent `agent` or, if that is not given either,
-    `default`."""
+    If no preset is given, a task that names no agent gets the Python agent `agent`. If `agent` is not given either,
+    such a task gets the Python agent `default`."""
     own = task.get("harness") or {}
     given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:

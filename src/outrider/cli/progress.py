@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 @contextmanager
 def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[Watch]:
     """Show one progress bar for the sessions of several groups, with the number of sessions in each state. The block
-    passes the groups to the yielded function. Until it first does so, the bar shows the text `first`."""
+    passes the groups to the yielded function. Until the block first calls this function, the bar shows the text
+    `first`."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task(first, total=None)
 

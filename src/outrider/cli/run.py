@@ -38,9 +38,9 @@ from outrider.errors import InvalidField
 from outrider.schemas import GroupView
 
 ANSWER_SECONDS = 10.0
-"""How long to wait, after Ctrl-C, for the reply to a submission, in seconds. The reply is needed because a group that
-the service has accepted must be cancelled. The wait is limited because no reply comes while the service's queue is
-full."""
+"""How many seconds to wait for the reply to a submission after Ctrl-C. If the service has accepted the group, the group
+must be cancelled, and only the reply has the group's id. The wait is limited, because no reply comes while the
+service's queue is full."""
 
 
 class Ran(msgspec.Struct, frozen=True):
@@ -146,8 +146,8 @@ async def _run_all(
 
 
 def _address(client: AsyncClient) -> str:
-    """Return the option that another command needs to call the same service: ` --url URL`. Returns "" if the command
-    would find the service without it."""
+    """Return the option that another command needs to call the same service: ` --url URL`. Returns "" if the other
+    command would call this service without the option."""
     return "" if client.url == (environment("OUTRIDER_URL") or DEFAULT_URL).rstrip("/") else f" --url {client.url}"
 
 

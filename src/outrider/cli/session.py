@@ -52,9 +52,9 @@ def open_(
 ) -> None:
     """Open a session for an agent that runs elsewhere, and print its variables.
 
-    The output is shell code that sets environment variables for the agent. They
-    contain the session's credential, which only allows model calls of this
-    session.
+    The output is shell code that sets environment variables for the agent.
+    These variables contain the session's credential, which allows nothing but
+    model calls of this session.
 
     Examples:
 

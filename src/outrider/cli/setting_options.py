@@ -30,7 +30,7 @@ MACHINE = OWN - {"data"}
 no store."""
 MachineConfig = Annotated[Config, MACHINE]
 """The annotation of a parameter that gives a command one option for each setting in MACHINE. The annotation `Config`
-gives it options for all settings."""
+gives a command options for all settings."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 

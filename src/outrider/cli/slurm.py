@@ -28,16 +28,16 @@ FOLDER = "slurm"
 """Name of the job's folder within the data folder."""
 STANDARD_OUTPUT = "-"
 SERVICE_ONLY = ("processes", "stop_seconds", "token")
-"""Parameters of `outrider serve` that are not passed on to `outrider nodes join`, because they mean something else
-there."""
+"""Parameters of `outrider serve` that are not passed on to `outrider nodes join`, because they have another meaning in
+that command."""
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider slurm --json`.
 
     job: the job's number. None if the command only wrote the script.
-    url, token: the paths of the files with the service's address and token. The file `url` exists only while the
-        service runs, or after a job that was killed until its next start.
+    url, token: the paths of the files with the service's address and token. The file `url` exists while the service
+        runs. If the job is killed, the file stays until the next start of the job.
     logs: a file name pattern that matches the log files.
     """
 
@@ -202,7 +202,7 @@ def _check(given: Mapping[str, Any], settings: Config) -> None:
 
 def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None) -> list[str]:
     # Do not wait for running sessions: when a job ends, Slurm also sends SIGTERM to the agents, and the nodes would
-    # grade their interrupted runs.
+    # grade the interrupted runs of the agents.
     words = ["--stop-seconds", "0"]
     if processes is not None:
         words += ["--processes", str(processes)]

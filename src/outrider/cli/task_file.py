@@ -1,8 +1,8 @@
 """Reads a task from a TOML file.
 
 This module does not validate the task, because the service does that. So it need not import the classes of tasks and
-the readers of data sets, which load slowly. Invariant: an `upload` step of a file or folder beside the TOML file
-becomes `write` steps of the same bytes to the same paths, so that the service needs no copy of the file.
+the readers of data sets, which load slowly. Invariant: an `upload` step of a file or folder beside the TOML file is
+replaced by `write` steps that write the same bytes to the same paths. So the service needs no copy of the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ template."""
 
 
 def is_one_task(path: Path) -> bool:
-    """Return True if `path` is a TOML file with one task, which is not a template for rows. Also returns True for a
+    """Return True if `path` is a TOML file with one task, and not with a template for rows. Also returns True for a
     missing TOML file, so that the caller reads it and raises the error."""
     if path.suffix != ".toml" or path.is_dir():
         return False

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outrider.config import Config
 
 CONFIG = Path("outrider.toml")
-"""The file in which users usually keep the settings of a service, in the folder where they start it."""
+"""The file in which users usually keep the settings of a service, in the folder where they start the service."""
 
 Name = Annotated[str, CliArgument(metavar="NAME", help="The token's name.")]
 
@@ -100,14 +100,14 @@ def create(
 
 
 def _check_no_other_store(data: Path, config: Path | None) -> None:
-    """Raise InvalidField if a service whose settings name no store seems to have one all the same. It would not know a
-    token that is created in the SQLite file of its data folder."""
+    """Raise InvalidField if the service seems to use another store than SQLite, although the given settings name no
+    store. A token that is created in the SQLite file of the data folder would be unknown to such a service."""
     # Imported here, because the other commands do not need the libraries of the service.
     from outrider.service.data_folder import DATABASE, RUNS
 
     if (data / DATABASE).exists():
         return
-    if (data / RUNS).exists():  # a service with any store makes this file
+    if (data / RUNS).exists():  # every service makes this file, whatever its store
         sign = f"it has used {data}, but there is no {DATABASE}"
     elif config is None and _names_a_store(data):
         sign = f"{CONFIG} names one"
@@ -121,12 +121,12 @@ def _check_no_other_store(data: Path, config: Path | None) -> None:
 
 
 def _names_a_store(data: Path) -> bool:
-    """Return True if the settings file of the current folder names a store, and is that of this data folder."""
+    """Return True if the settings file of the current folder names both a store and this data folder."""
     from outrider.config import Config, read_settings_file
 
     try:
         settings = read_settings_file(CONFIG)
-    except (OSError, OutriderError):  # it may have nothing to do with this data folder
+    except (OSError, OutriderError):  # the file may belong to another data folder
         return False
     folder = settings.get("data", Config.model_fields["data"].default)
     return bool(settings.get("store")) and os.path.realpath(str(folder)) == os.path.realpath(data)

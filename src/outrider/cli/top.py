@@ -1,7 +1,7 @@
 """`outrider top`: shows what a service does at present. The view is printed once, or drawn again every second.
 
 `frame` draws a `TopView`, and depends on nothing else. A `TopView` combines the service's status, its rates, and a
-query for the newest errors. A tenant's token may not read the rates, so for a tenant they are computed from two
+query for the newest errors. A tenant's token may not read the rates. So for a tenant, the rates are computed from two
 readings of the status.
 """
 

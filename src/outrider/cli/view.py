@@ -32,8 +32,9 @@ def view(
     """Look at a finished run in the browser, without a service.
 
     PATH is the data folder of a service that has ended, or a file written by
-    `outrider export` or `outrider demo`. The command does not change it. Only
-    this machine can reach the page. The command serves it until Ctrl-C.
+    `outrider export` or `outrider demo`. The command does not change this
+    folder or file. Only this machine can reach the page. The command serves the
+    page until Ctrl-C.
 
     Examples:
 
