@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # not typing.TYPE_CHECKING: the import is slow, and Ctrl-C during it shows a traceback
+TYPE_CHECKING = False  # not typing.TYPE_CHECKING: importing typing is slow, and a Ctrl-C meanwhile shows a traceback
 if TYPE_CHECKING:
     from outrider.client.client import AsyncClient, Client
 

@@ -49,7 +49,8 @@ _ANTHROPIC_ACTIONS = (
 
 
 class _OpenAiAction(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
-    """An action of OpenAI's computer tool. `keys` in a mouse action are the keys held down meanwhile."""
+    """An action of OpenAI's computer tool. `keys` in a mouse action are the keys that are held down during the
+    action."""
 
 
 class OpenAiClick(_OpenAiAction, tag="click"):

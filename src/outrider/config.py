@@ -65,8 +65,8 @@ SANDBOX_VARIABLES = frozenset(
         "VERDICT",
     )
 )
-"""Variables that Outrider sets for programs in a sandbox. If an agent starts Outrider there, it must not warn about
-these variables as unknown."""
+"""Variables that Outrider sets for programs in a sandbox. If an agent starts Outrider in the sandbox, Outrider must not
+warn about these variables as unknown."""
 
 
 class Section(BaseModel):
@@ -318,7 +318,7 @@ class NamedServer(Section):
 class GraderConfig(NamedServer):
     """A judge model or a grading service.
 
-    `url`: the server's address; for a judge model, that of an OpenAI-compatible API, including `/v1`.
+    `url`: the server's address; for a judge model, the address of an OpenAI-compatible API, including `/v1`.
     `more_urls`: addresses of more servers with the same model or grader. Each call goes to the server with the fewest
         running calls. A retry goes to another server.
     `model`: the model name in a judge's requests.
@@ -337,7 +337,7 @@ class AgentServiceConfig(NamedServer):
 
     `kind`: "outrider" for a service with Outrider's own protocol (docs/external.md), "harbor" for a Harbor run server.
     `network`: the network of its agents, a name from `advertise`. The agents reach Outrider at the address that
-        `advertise` has for this network, or without `network` at the first address there.
+        `advertise` has for this network. Without `network`, they reach Outrider at the first address in `advertise`.
     `poll_seconds`: the seconds between two polls of a run.
     `patience_seconds`: how long the service may be unreachable before a run counts as lost.
     """
@@ -386,8 +386,8 @@ class ProrlConfig(Section):
 
 
 class VerlProxyConfig(Section):
-    """The HTTP interface of verl's recipe (`compat = ["verl"]`). The section is not named `verl`, because its variable
-    would be OUTRIDER_VERL, which the trainer's bridge already reads."""
+    """The HTTP interface of verl's recipe (`compat = ["verl"]`). The section is not named `verl`, because the section's
+    variable would then be OUTRIDER_VERL. The trainer's bridge already reads this variable."""
 
     call_seconds: Annotated[Seconds, Setting("--relay-timeout SECONDS")] = 300.0
     """Maximum seconds of a model call at a [worker of verl's recipe](compat/verl.md#workers-that-dial-in); a declared
@@ -503,8 +503,8 @@ class Config(Section):
     agents: tuple[AgentServiceConfig, ...] = ()
     """Services that run agents for tasks with a [remote](external.md#a-service-that-runs-agents) harness."""
     compat: Annotated[tuple[Literal["prorl", "polar", "verl"], ...], Setting("--compat SYSTEM")] = ()
-    """Other systems whose HTTP interfaces are served, too: `prorl`, `polar` and `verl`. The first has the root of the
-    URL, each has `/NAME`."""
+    """Other systems whose HTTP interfaces are served, too: `prorl`, `polar` and `verl`. Each system has its routes at
+    `/NAME`, and the first system in the list also has them at the root of the URL."""
     traces_to: Annotated[str | None, Field(pattern="^https?://"), Setting("--traces-to URL")] = None
     """Address of OTLP over HTTP to which a [trace](timeline.md#opentelemetry) of each session is sent, such as
     `http://collector:4318/v1/traces`."""
@@ -697,8 +697,8 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
     path = ".".join(map(str, location))
     having = [name for name, values in reversed(sources) if _has_value(values, location)]
     if len(having) > 1 and having[0] == sources[-1][0] and ".".join(map(str, location[:2])) in ADDED:
-        # A list in ADDED is merged from several sources. The flag cannot be at fault, because its values are strings,
-        # which are always valid, so blame the next source.
+        # A list in ADDED is merged from several sources. The wrong value cannot come from the flag, because the flag's
+        # values are strings, and all strings are valid. So the error names the next source.
         having = having[1:]
     source = having[0] if having else "nowhere"
     hint = None
@@ -712,9 +712,9 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Map
 
 
 def _value(variable: str, text: str) -> Any:
-    """Return a variable's value. Text that begins with a bracket is read as JSON; pydantic converts all other text. A
-    single value, such as a path, may begin with a bracket without being JSON, and then stays text. For a list or a
-    whole section, invalid JSON raises InvalidField."""
+    """Return a variable's value. Text that begins with a bracket is read as JSON; pydantic converts all other text. If
+    the text is invalid JSON, a setting with a single value, such as a path, gets the text itself. For a list or a whole
+    section, invalid JSON raises InvalidField."""
     if text[0] not in "[{":
         return text
     try:

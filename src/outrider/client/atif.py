@@ -23,8 +23,8 @@ Trajectory = dict[str, Any]
 def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
     """Convert a row to a trajectory. `sample` has the row's token ids, and `row` has its messages.
 
-    A reply is marked as copied context if the model did not sample it, or if this row does not train it. An image of a
-    type that the format does not support becomes a text with the image's path or URL.
+    A reply is marked as copied context if the model did not sample the reply, or if this row does not train it. An
+    image of a type that the format does not support becomes a text with the image's path or URL.
     """
     media = iter(image.media_type for image in sample.images)
     spans = iter(sample.turn_spans)
@@ -99,8 +99,8 @@ def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
-    """Return the metrics of one model call: its token ids, and also its log-probabilities if the engine reported them
-    and the row trains the call."""
+    """Return the metrics of one model call: its token ids and its log-probabilities. The log-probabilities are left out
+    if the engine did not report them, or if the row does not train the call."""
     found: dict[str, Any] = {
         "prompt_tokens": start,
         "completion_tokens": end - start,

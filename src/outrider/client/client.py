@@ -196,8 +196,8 @@ class AsyncClient:
     """The client of the service for asynchronous code: `async with AsyncClient(url, token=None) as client`.
 
     The certificate of an https service is verified. `ca` is a PEM file with the certificate of the authority that
-    signed it. It is needed if this machine does not trust the authority. `patience` is the number of seconds for which
-    safe calls are repeated (see the module). With 0, they are sent once.
+    signed the service's certificate. `ca` is needed if this machine does not trust the authority. `patience` is the
+    number of seconds for which safe calls are repeated (see the module). With 0, safe calls are sent once.
     """
 
     def __init__(
@@ -259,8 +259,9 @@ class AsyncClient:
         after the wait that the service requests. After `patience` seconds, raises Busy (QueueFull for a full queue).
 
         With an `idempotency_key`, the submission is also repeated while the service cannot be reached. If the service
-        has already stored the group, that group is returned. Without a key, the submission is not repeated in this
-        case: the service may have stored the group although no reply arrived, and would run it twice.
+        has already stored the group, that group is returned. Without a key, the submission is not repeated while the
+        service cannot be reached: the service may have stored the group although no reply arrived, and would then run
+        the group twice.
         """
         return await self._submit("/v1/groups", group, patience)
 
@@ -349,8 +350,8 @@ class AsyncClient:
         `evaluations` is True, so that a trainer does not train on held-out tasks. For the other arguments, see
         `results`.
 
-        With a `consumer`, a group is acknowledged when the next group is requested. If the caller's loop ends before
-        that, the next call of `follow` yields the group again.
+        With a `consumer`, a group is acknowledged when the next group is requested. If the caller's loop ends without
+        requesting the next group, the next call of `follow` yields the last group again.
         """
         while True:
             page = await self.results(after=after, consumer=consumer, wait=LONG_POLL, samples=samples)
@@ -363,8 +364,8 @@ class AsyncClient:
 
     async def ack(self, consumer: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> ConsumerView:
         """Acknowledge the groups up to `cursor`. Call this method once the data made from these groups is stored. If
-        the consumer's position is after `cursor`, it does not change. With `rewind`, it moves back to `cursor`, and the
-        consumer gets the later groups again. An admin may name the consumer's `tenant`."""
+        the consumer's position is after `cursor`, the position does not change. With `rewind`, the position moves back
+        to `cursor`, and the consumer gets the later groups again. An admin may name the consumer's `tenant`."""
         body = _encoded({"cursor": cursor, "rewind": rewind})
         path = _path("consumers", consumer, "ack")
         # A rewind is not repeated, because it could undo an acknowledgement that another process has made since.
@@ -391,7 +392,8 @@ class AsyncClient:
         return (await self._call("POST", _path("callbacks", "dead", *which, "redeliver"), Redelivered)).callbacks
 
     async def discard_callback(self, group_id: str) -> tuple[CallbackView, ...]:
-        """Discard a callback that was given up. Returns the newest 100 of the remaining given-up callbacks."""
+        """Discard a callback that was given up. Returns the callbacks that are still given up, at most the newest
+        100."""
         return (await self._call("DELETE", _path("callbacks", "dead", group_id), CallbackList)).callbacks
 
     async def gc(
@@ -523,8 +525,8 @@ class AsyncClient:
         return await self._call("POST", "/v1/query", QueryReply, body=_encoded({"sql": sql}), safe=True)
 
     async def diff(self, a: str, b: str, *, passed: float = 1.0) -> RunDiff:
-        """Compare the runs `a` and `b`. Each is given by labels (NAME=VALUE) or ids of groups, separated by commas. A
-        session counts as solved if its reward is at least `passed`."""
+        """Compare the runs `a` and `b`. Each run is given by labels (NAME=VALUE) or ids of groups, separated by commas.
+        A session counts as solved if its reward is at least `passed`."""
         return await self._call("GET", "/v1/diff", RunDiff, query={"a": a, "b": b, "passed": passed})
 
     async def cancel_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
@@ -703,7 +705,7 @@ class AsyncClient:
         return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
 
     async def _with_samples(self, path: str, shape: type[T], query: Query) -> tuple[T, list[Sample]]:
-        """Fetch a reply with samples. Returns the reply without them, and the samples."""
+        """Fetch a reply with samples. Returns two values: the reply without samples, and the samples."""
         reply = await self._fetch("GET", path, query=query, accept=MEDIA_TYPE)
         if reply.media_type != MEDIA_TYPE:
             raise ServiceUnusable(
@@ -858,8 +860,8 @@ async def patiently(
     limits: RetryLimits = LIMITS,
 ) -> T:
     """Call the service, and retry for up to `patience` seconds while the service is busy or cannot be reached. If
-    `unreachable` is False, retry only while it is busy. Otherwise `call` must be repeatable: a read, or a submission
-    with an idempotency key.
+    `unreachable` is False, retry only while the service is busy. If `unreachable` is True, `call` must be safe to
+    repeat: a read, or a submission with an idempotency key.
 
     The time of the calls also counts: a submission that has itself waited for `patience` seconds is not repeated.
     Errors that a retry cannot change, such as ServiceUnusable, are raised at once. A warning with the reason is
@@ -910,8 +912,8 @@ class _Reports:
 
     @classmethod
     def due(cls, every: float) -> bool:
-        """Return True if a warning may be logged now, because the newest is at least `every` seconds old. The caller
-        then logs one."""
+        """Return True if a warning may be logged now, because the previous warning is at least `every` seconds old. The
+        caller must then log a warning."""
         loop = asyncio.get_running_loop()
         newest = cls._newest.get(loop)
         if newest is not None and loop.time() - newest < every:
@@ -923,8 +925,8 @@ class _Reports:
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> GroupView:
     """Return a group that the service has accepted. Raises ServiceError if the service has lost the group.
 
-    Call this function if a group's result does not arrive: the result of a lost group never will. `group` is the method
-    `AsyncClient.group`."""
+    Call this function if a group's result does not arrive, because the result of a lost group never arrives. `group` is
+    the method `AsyncClient.group`."""
     try:
         return await patiently(lambda: group(group_id))
     except NotFound as error:
@@ -962,8 +964,9 @@ class ExternalSession:
         return done
 
     async def fail(self, error: BaseException) -> None:
-        """Report an error, unless the session is completed. If the report itself fails, this is ignored, because the
-        caller is about to raise `error`. A session without a report ends with an error after its `idle_seconds`."""
+        """Report an error, unless the session is completed. If the report cannot be sent, the failure is ignored,
+        because the caller is about to raise `error`. A session without a report ends with an error after its
+        `idle_seconds`."""
         self.failed = True
         if not self.completed:
             with suppress(OutriderError):
@@ -1031,8 +1034,8 @@ class Client:
     """`AsyncClient` for code that does not await: the same methods with the same arguments and replies.
 
     An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in a separate
-    thread. So it also works in a notebook, whose own thread already runs an event loop. With `run` and `open`, other
-    asynchronous code, such as a `DynamicSampler`, can use the same connections.
+    thread. So a Client also works in a notebook, whose own thread already runs an event loop. With `run` and `open`,
+    other asynchronous code, such as a `DynamicSampler`, can use the same connections.
     """
 
     def __init__(
@@ -1083,7 +1086,7 @@ class Client:
         with self.open(self.asynchronous.external_session(session)) as opened:
             try:
                 yield BlockingExternalSession(self, opened)
-            except BaseException as error:  # `open` does not tell the session about the block's error
+            except BaseException as error:  # `open` does not pass the block's error to the session
                 self.run(opened.fail(error))
                 raise
 
@@ -1153,7 +1156,7 @@ def _not_open() -> ServiceError:
 
 def _path(*segments: str) -> str:
     """Return a path of the control API. Names and ids are quoted, because they may contain any text. Raises
-    InvalidField for an empty name, because the path would then be that of the whole list."""
+    InvalidField for an empty name, because without the name, the path would be that of the whole list."""
     if not all(segments):
         raise InvalidField("a name or an id in the request is empty", hint="give the name or the id")
     return "/v1/" + "/".join(quote(segment, safe="") for segment in segments)
@@ -1213,7 +1216,8 @@ def _refusal(body: bytes, reply: Response) -> OutriderError:
         hint = "the reply is not from Outrider: see whether the address is right, and what a proxy in front refuses"
         return ServiceUnusable(text, hint=hint)
     error = error_from(record)
-    # This client does not know the error's code, so the service has another version. Retry only if the record says so.
+    # This client does not know the error's code, so the service has another version. Retry only if the record says that
+    # the error is retryable.
     if lasting and type(error) is ServiceError and not record.retryable:
         error = ServiceUnusable(error.message, hint=error.hint, field=error.field, log_tail=error.log_tail)
     if isinstance(error, Busy):

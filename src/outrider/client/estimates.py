@@ -12,14 +12,14 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 MOST_RESAMPLED = 500
 """Maximum number of values for which an interval is computed by resampling. With more values, the normal approximation
-is as good."""
+is as good as resampling."""
 NORMAL_QUANTILE = 1.959964
 """Number of standard errors that the interval extends to each side of the mean, for CONFIDENCE."""
 
 
 def pass_at(k: int, passes: int, samples: int) -> float:
     """Return the probability that at least one of `k` samples passes. The `k` samples are drawn without replacement
-    from `samples` samples, of which `passes` pass."""
+    from `samples` samples. Of these `samples` samples, `passes` pass."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 

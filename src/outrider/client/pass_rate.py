@@ -99,8 +99,8 @@ async def evaluate(
 ) -> Evaluation:
     """Run `samples` sessions of each task, and wait for all of them.
 
-    seed: task i gets the seed `seed` + i in place of its own, so that a deterministic engine samples the same tokens in
-        every evaluation. If None, the tasks keep their own seeds.
+    seed: task i gets the seed `seed` + i in place of the task's own seed, so that a deterministic engine samples the
+        same tokens in every evaluation. If None, the tasks keep their own seeds.
     policy_version: if given, the version that the policy must have from the beginning to the end.
     passed: a sample passes if its reward, or the value of a metric, is at least this number.
     name: the value of the label `outrider.evaluation` that the groups get.

@@ -29,7 +29,7 @@ from outrider.schemas import GroupView
 RUN_LABEL = "outrider.run"
 """The label that holds the name of a group's run. `outrider export --run` exports all groups of a run."""
 WAITED_FOR = 16
-"""Maximum number of groups that are polled at once: the first ones that are not done."""
+"""Maximum number of groups that are polled at once. The polled groups are the first groups that are not done."""
 WAIT_SECONDS = 1.0
 """Seconds that a poll waits for the first group to be done."""
 
@@ -124,7 +124,7 @@ async def roll_out(
     earlier = sum(group.state is GroupState.DONE for group in groups.values())
     while active := [group for group in groups.values() if group.state is not GroupState.DONE][:WAITED_FOR]:
         report(active)
-        # Only the request for the first group waits, for up to WAIT_SECONDS. This is the pause between two polls.
+        # Only the request for the first group waits, for up to WAIT_SECONDS. This wait is the pause between two polls.
         waits = [WAIT_SECONDS] + [0.0] * (len(active) - 1)
         calls = [partial(client.group, group.id, wait=wait) for group, wait in zip(active, waits, strict=True)]
         for group in await asyncio.gather(*map(patiently, calls)):

@@ -29,8 +29,8 @@ Row = Sample | ChatRow
 TOKEN_COLUMNS = ("ids", "loss_mask", "logprobs", "versions")
 """The columns that have a number for each token."""
 ROW_GROUP_TOKENS = 1 << 20
-"""A Parquet row group ends once it has this many tokens. Its arrays have 17 bytes for each token. Writing row groups of
-400,000 or of two million tokens takes a tenth more time."""
+"""A Parquet row group ends once it has this many tokens. The arrays of a row group have 17 bytes for each token. With
+row groups of 400,000 tokens or of two million tokens, writing takes a tenth more time than with this number."""
 
 
 class SampleFormat(StrEnum):
@@ -79,8 +79,8 @@ class Parquet:
                 hint=f"{install_command('parquet')}, or use --format jsonl",
             ) from error
         self._schema = self._arrow.schema(_columns(self._arrow, JsonSample))
-        # For token columns, dictionaries and statistics would take two thirds of the time to write, and no reader needs
-        # them.
+        # Write no dictionaries and no statistics for token columns. No reader needs them, and they would take two
+        # thirds of the writing time.
         small = [field.name for field in self._schema if field.name not in TOKEN_COLUMNS]
         self._writer = parquet.ParquetWriter(
             file, self._schema, compression="zstd", use_dictionary=small, write_statistics=small
@@ -126,8 +126,8 @@ class Parquet:
 
 
 def _token_arrays(rows: Sequence[Sample]) -> dict[str, Any]:
-    """Return the TOKEN_COLUMNS of all rows as numpy arrays, one row after the other. They are made from the rows'
-    packed fields, because joining the arrays of the single samples would copy them."""
+    """Return the TOKEN_COLUMNS of all rows as numpy arrays, one row after the other. The arrays are made from the rows'
+    packed fields. Joining the arrays of single samples would copy all values."""
     import numpy as np
 
     total = sum(map(len, rows))
@@ -204,8 +204,9 @@ def stored_images(samples: Iterable[Row]) -> list[str]:
 
 @contextmanager
 def whole_file(path: Path, *, field: str) -> Iterator[BinaryIO]:
-    """Open a file for writing. It has a temporary name until the block ends without an error, and then appears at
-    `path`. After an error, it is removed. Raises InvalidField, naming `field`, if the file cannot be created."""
+    """Open a file for writing. The file has a temporary name until the block ends. If the block ends without an error,
+    the file then appears at `path`. After an error, the file is removed. Raises InvalidField, naming `field`, if the
+    file cannot be created."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Makes batches of rollouts for a trainer, without the groups that teach nothing (the dynamic sampling of DAPO).
 
 If all samples of a group have the same reward, every advantage is 0, and so is the gradient. The sampler drops such
-groups and replaces them at once. It runs groups concurrently, and returns a batch as soon as it has enough of the other
-groups, which are called informative. If a group fails, its prompt (its task) is submitted again a few times. Otherwise
-tasks whose sandboxes fail more often would be missing from the data.
+groups and replaces them at once. All other groups are called informative. The sampler runs groups concurrently, and
+returns a batch as soon as it has enough informative groups. If a group fails, its prompt (its task) is submitted again
+a few times. Without this repetition, tasks whose sandboxes fail more often would be missing from the data.
 
     async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
         async for batch in sampler:
@@ -13,9 +13,9 @@ Invariant: `state()` has every prompt that was taken from the source and is not 
 counted in `Counts`.
 
 `max_age` limits the age of tokens without dropping groups. The sampler submits only as many groups as the trainer can
-train on before they are too old, and delivers the oldest groups first. A batch waits for slow groups that would be too
-old for the next batch. Dropping old groups instead would favour fast groups, because the prompt of a dropped group is
-sampled again.
+train on before these groups are too old. It delivers the oldest groups first. A batch waits for slow groups that would
+be too old for the next batch. If old groups were dropped instead, the data would have too many fast groups, because the
+prompt of a dropped group is sampled again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ again."""
 SAME = 1e-9
 """Two rewards count as equal if they differ by at most this."""
 FAILED_IN_A_ROW = 16
-"""The sampler fails if this many prompts in a row fail at their first group, with no graded group in between. The cause
+"""The sampler fails if the first groups of this many prompts fail in a row, with no graded group in between. The cause
 then probably affects all prompts."""
 HELD_SECONDS = 600.0
 """A warning is logged when a full batch has been held back for this many seconds. It is repeated each time the duration
@@ -82,14 +82,16 @@ class RolloutService(Protocol):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """The number of groups with each outcome since the previous batch. Every group is counted in `submitted`. Once it
-    no longer runs or waits, which may be in a later batch, it is also counted in exactly one of `informative`,
-    `uninformative`, `retried`, `given_up`, `stale` and `stopped`.
+    """The number of groups with each outcome since the previous batch. Every group is counted in `submitted`. When a
+    group no longer runs or waits, it is also counted in exactly one of the outcomes. The two counts of a group may
+    belong to different batches. The outcomes are `informative`, `uninformative`, `retried`, `given_up`, `stale` and
+    `stopped`.
 
     informative: groups that were delivered in a batch.
     overdue: informative groups with a trained token older than `max_age`.
     uninformative: groups that teach nothing. Their prompts were dropped.
-    retried, given_up: failed groups whose prompt was submitted again, or was dropped after the last retry.
+    retried, given_up: failed groups. In `retried`, the group's prompt was submitted again. In `given_up`, the prompt
+        was dropped after the last retry.
     reasons: the groups in `retried` and `given_up`, by the most frequent error code of their sessions.
     stale: groups that are too old, because the version rose faster than expected. Their prompts are submitted again.
     stopped: groups that were cancelled by a user, or because their batch was full. Their prompts are submitted again.
@@ -168,8 +170,8 @@ class _Prompt(msgspec.Struct):
     """A prompt in progress. `version` is the policy version under which its group was submitted, or None before the
     submission.
 
-    `protected` is True if the prompt was submitted before. Its new group is not stopped when a batch is full, because a
-    slow task might otherwise be stopped again and again, and never be delivered.
+    `protected` is True if the prompt was submitted before. The new group of such a prompt is not stopped when a batch
+    is full. Without this protection, a slow task might be stopped again and again, and never be delivered.
     """
 
     number: int
@@ -225,30 +227,33 @@ class DynamicSampler:
     n: number of samples for each prompt.
     target: number of groups in a batch.
     inflight: number of groups that run at once, by default twice the target.
-    informative: decides whether to keep a group, if at least two of its sessions were graded (one if `n` is 1). If it
-        returns "again", or if fewer sessions were graded, the prompt is submitted again.
+    informative: decides whether to keep a group, if at least two of its sessions were graded (one if `n` is 1). If
+        `informative` returns "again", or if fewer sessions were graded, the prompt is submitted again.
     retries: how often a prompt is submitted again for one of these two reasons, before it is given up.
     refill: "asynchronous" replaces a group as soon as it is done. "synchronous" waits for all running groups before it
         submits `inflight` new groups, as DAPO did at first. "static" submits one batch, waits for all of its groups,
         and filters nothing. "synchronous" and "static" are for comparison.
     surplus: what happens to groups that still run when a batch is full. "carry" keeps them running for a later batch.
-        "cancel" stops them, and submits nothing before the next batch is requested. Its bias is described below.
-    max_age: by how many policy versions a trained token may be older than the version that trains on it. None sets no
-        limit. At most (`max_age` + 1) * `groups_per_version` groups run or wait for a batch, so that a finished group
-        is never too old. With 0, nothing runs while the trainer trains.
+        "cancel" stops them, and submits nothing before the next batch is requested. The bias of "cancel" is described
+        below.
+    max_age: the maximum age of a trained token: the number of policy versions from the version that sampled the token
+        to the version that is trained with it. None sets no limit. At most (`max_age` + 1) * `groups_per_version`
+        groups run or wait for a batch, so that a finished group is never too old. With 0, nothing runs while the
+        trainer trains.
     groups_per_version: the number of groups that the trainer trains on before it raises the version by one, by default
         `target`.
     overdue: what happens to running groups that the next version would make too old. "wait" holds a full batch back
-        until these groups are done (`Batch.held`). "train" keeps them running and uses them when they are done. Only
-        the number of groups is then limited, and tokens of slow groups may be older than `max_age` (`Counts.overdue`).
+        until these groups are done (`Batch.held`). "train" keeps them running and uses them when they are done. With
+        "train", `max_age` limits only the number of groups, and tokens of slow groups may be older than `max_age`
+        (`Counts.overdue`).
     min_usable, expires_seconds: fields of the submitted groups (`spec.GroupSpec`). With `min_usable` below `n`, the
         slowest sessions of a group are left out, which biases rewards that depend on the duration.
-    state: the `state()` of an earlier sampler, which this sampler continues. It finds the earlier groups by their
-        idempotency keys. So groups that finished meanwhile are used, and no group is delivered twice.
+    state: the `state()` of an earlier sampler, which this sampler continues. The new sampler finds the earlier groups
+        by their idempotency keys. So groups that have finished meanwhile are used, and no group is delivered twice.
 
-    With `surplus` "cancel", the prompt of a stopped group is submitted again before any new prompt, and its new group
-    is not stopped when a batch is full. So slow tasks are not left out. But a slow group is stopped and sampled again,
-    so slow outcomes are rarer in the batches than among the rollouts, and the rewards are biased.
+    With `surplus` "cancel", the prompt of a stopped group is submitted again before any new prompt. The prompt's new
+    group is not stopped when a batch is full, so slow tasks are not left out. But because a slow group is stopped and
+    sampled again, slow outcomes are rarer in the batches than among the rollouts. This biases the rewards.
     """
 
     def __init__(
@@ -308,8 +313,8 @@ class DynamicSampler:
         )
         self._submitting: _Prompt | None = None
         self._early: dict[str, GroupView] = {}
-        """Finished groups by id, collected while a submission waits for its reply: the submitted group may finish
-        before the reply is read. Some of these groups belong to other clients."""
+        """Finished groups by id, collected while a submission waits for its reply, because the submitted group may
+        finish before the reply is read. Some of these groups belong to other clients."""
         self._running: dict[str, _Prompt] = {}
         self._ready: deque[_Ready] = deque()
         self._version = state.version
@@ -325,8 +330,8 @@ class DynamicSampler:
         self._one_batch = asyncio.Lock()
         self._wanted = False
         self._resting = True
-        """True while nothing is submitted: until the first batch is requested and, after `stop` or too many
-        uninformative groups, until the next batch is requested."""
+        """True while the sampler submits nothing. At first, this lasts until the first batch is requested. After
+        `stop`, or after too many uninformative groups, it lasts until the next batch is requested."""
         self._exhausted = False
         self._is_open = False
         """True inside the `async with` block. Outside of it, `_failure` is not None."""
@@ -365,8 +370,8 @@ class DynamicSampler:
 
     @property
     def counts(self) -> Counts:
-        """The outcomes of groups since the previous batch. The outcomes after the last batch are only here, not in a
-        batch."""
+        """The outcomes of groups since the previous batch. The outcomes after the last batch are only in this value,
+        not in a batch."""
         return self._counts
 
     def state(self) -> SamplerState:
@@ -379,8 +384,8 @@ class DynamicSampler:
         return SamplerState(
             run=self._run,
             next=self._next,
-            # A sampler that continues from this state does not use a group that is being stopped, so the prompt gets a
-            # new group.
+            # The prompt of a group that is being stopped gets a new group in the sampler that continues from this
+            # state.
             pending=tuple(
                 PendingPrompt(prompt.number, prompt.attempt, prompt.failures, prompt.version)
                 if prompt.stopping is None
@@ -400,7 +405,8 @@ class DynamicSampler:
         - The service cannot be reached.
         - Groups keep failing (FAILED_IN_A_ROW).
         - Too few groups are informative (FRUITLESS_BATCHES).
-        - The sampler is stopped or closed meanwhile, or is not open. A batch that is full then stays in `state()`.
+        - The sampler is not open, or is stopped or closed during the call. If the batch is already full, it then stays
+          in `state()`.
 
         Also raises any error that a submission, the source or `informative` raises. No prompt is lost after an error or
         a cancellation.
@@ -413,7 +419,7 @@ class DynamicSampler:
                 held = await self._fill()
                 if self._surplus == "cancel":
                     await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
-                # `set_version` may have dropped groups meanwhile, or the sampler may have been closed
+                # meanwhile, `set_version` may have dropped groups, or the sampler may have been closed
                 if (self._is_full() or self._has_ended()) and self._is_open:
                     break
             if not self._ready:
@@ -526,8 +532,8 @@ class DynamicSampler:
         return ready[: self._target]
 
     def _must_wait(self) -> bool:
-        """Return True if a full batch must wait for running groups, because one of them could be too old in a later
-        batch."""
+        """Return True if a full batch must wait for running groups, because one of the running groups could be too old
+        in a later batch."""
         if self._max_age is None or self._overdue == "train":
             return False
         running = [*self._running.values(), *([self._submitting] if self._submitting else [])]
@@ -550,7 +556,8 @@ class DynamicSampler:
             return self._target - running - ready if self._wanted else 0
         allowed = self._inflight
         if self._surplus == "cancel":
-            # For each ready group, the batch needs one running group fewer. Any more would only be cancelled.
+            # For each ready group, the batch needs one running group fewer. Further running groups would only be
+            # cancelled.
             allowed = max(self._inflight - ready, min(self._inflight, self._target - ready))
         if self._max_age is not None:
             trainable = (self._max_age + 1) * self._groups_per_version - self._delivered
@@ -600,7 +607,7 @@ class DynamicSampler:
             self._counts.submitted += 1
             self._running[group.id] = prompt
             group = self._early.get(group.id, group)
-        except BaseException:  # also for a cancellation on exit, so that `state()` keeps the prompt
+        except BaseException:  # also a cancellation on exit, so that `state()` keeps the prompt
             if prompt.number < self._next:
                 self._waiting.appendleft(prompt)
             raise
@@ -608,7 +615,7 @@ class DynamicSampler:
             self._submitting = None
             self._early.clear()
             self._changed.send()
-        if group.state is GroupState.DONE:  # it ended at once, or an earlier sampler had submitted it
+        if group.state is GroupState.DONE:  # the group ended at once, or an earlier sampler had submitted it
             await self._settle(group)
         elif self._is_stale(prompt):  # the version has risen since the submission began
             await self._stop([group.id], "stale")
@@ -636,21 +643,22 @@ class DynamicSampler:
                 check_at = _now() + LONG_POLL
                 oldest = await check_known(self._client.group, next(iter(self._running)))
                 if oldest.id in self._running and oldest.cursor is not None:
-                    # Go back to the group's result: if the service restarts without its old data, its cursors begin
-                    # again, and the group may be done at a lower cursor than the sampler's.
+                    # Go back to the group's result. If the service restarts without its old data, its cursors start
+                    # from the beginning, and the cursor of the group's result may be lower than the sampler's cursor.
                     cursor = min(cursor, oldest.cursor - 1)
 
     async def _settle(self, group: GroupView) -> None:
         """Keep a finished group for a batch, or drop it. Depending on the reason, a dropped group's prompt is submitted
         again."""
         prompt = self._running.get(group.id)
-        if prompt is None:  # another client's, already handled, or being submitted
+        if prompt is None:  # another client's group, a group already handled, or a group being submitted
             if self._submitting is not None:
                 self._early[group.id] = group
             return
         rewards = rewards_of(group)
-        # Only `group.cancelled` shows whether the group was stopped: it may have ended before the sampler could stop
-        # it, or a user or an update of the policy may have cancelled it.
+        # Only `group.cancelled` shows whether the group was stopped. The group may have ended before the sampler could
+        # stop it, and a group that the sampler did not stop may have been cancelled by a user or by an update of the
+        # policy.
         stopped = (prompt.stopping or "stopped") if group.cancelled else None
         choice: Choice = False
         if len(rewards) < min(self._n, 2):

@@ -7,9 +7,9 @@ An entry is built as a draft in the folder of the cache, and then renamed to its
     FOLDER/.draft-NAME-X    an entry under construction, or left behind by a killed builder
     FOLDER/.locks/NAME      the lock, held while NAME is built or removed
 
-The lock is a `flock`: the kernel releases it when its process is killed, and wakes the next waiter at once. (The
-library filelock polls every 50 ms instead.) Invariant: an entry at its final path is complete, even after a power
-failure.
+The lock is a `flock`: when the process that holds it is killed, the kernel releases the lock and wakes the next waiter
+at once. (The library filelock polls every 50 ms instead.) Invariant: an entry at its final path is complete, even after
+a power failure.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iter
 
 
 def lock_file(place: Path) -> Path:
-    """Return the path of the lock file of `place`. Lock files are never removed: otherwise, one process could lock a
-    removed file, which it had opened before, while another process locks a new file at the same path."""
+    """Return the path of the lock file of `place`. Lock files are never removed. If they were, a process that has
+    opened a lock file could lock it after its removal, while another process locks a new file at the same path."""
     return place.parent / ".locks" / place.name
 
 
 def new_draft(place: Path) -> Path:
-    """Create an empty draft folder for `place`. The caller must hold the lock of `place`, because builders remove a
-    draft if its entry is not locked."""
+    """Create an empty draft folder for `place`. The caller must hold the lock of `place`, because builders remove the
+    drafts of entries that are not locked."""
     return Path(tempfile.mkdtemp(prefix=f".draft-{place.name}-", dir=place.parent))
 
 

@@ -27,8 +27,8 @@ longer."""
 
 INLINE_BYTES = 32 << 10
 """How many input bytes of a computation are processed on the event loop before it moves to a thread. For an ordinary
-model call, the switch to the thread would cost more than the computation itself. 32 KiB take at most 20 ms, even as
-many very short messages."""
+model call, the switch to the thread would cost more than the computation itself. 32 KiB take at most 20 ms, even if
+they consist of many very short messages."""
 PIECE_BYTES = 16 << 10
 """A piece of a computation ends after about this number of input bytes. Between two pieces, other computations can
 run."""
@@ -38,10 +38,11 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
     """Await `work()` to its end, and return its result or raise its error.
 
     If the caller is cancelled meanwhile, the work still runs to its end, and CancelledError is raised afterwards. With
-    `grace`, the work is cancelled, too, if it has not ended that many seconds after the caller's cancellation.
+    `grace`, the work is cancelled, too, if it has not ended `grace` seconds after the caller's cancellation.
     """
-    # Give the work its own task: an asyncio.timeout() in the work cancels the task that it runs in. Every stored turn
-    # calls this function, so it uses a bare task and one future. They cost 8 us per call; a TaskGroup would cost 13 us.
+    # Give the work its own task, because an asyncio.timeout() in the work cancels the task in which the work runs. This
+    # function is called for every stored turn. So it uses a bare task and one future, which cost 8 us per call. A
+    # TaskGroup would cost 13 us.
     task = asyncio.ensure_future(work())
     cancelled: asyncio.CancelledError | None = None
     if not task.done():
@@ -55,7 +56,7 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
                 if cancelled is None and grace is not None:
                     loop.call_later(grace, task.cancel)
                 cancelled = error
-                waiter = loop.create_future()  # the task's callback reads `waiter` anew, so it wakes this one
+                waiter = loop.create_future()  # the task's callback reads `waiter` when it runs, and so sets this one
     try:
         if cancelled is None:
             return task.result()
@@ -63,8 +64,9 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
             task.exception()  # marks the error as read; asyncio would log an unread error
         raise cancelled
     finally:
-        # The traceback of an error references this frame. If the frame also referenced the error, this cycle would keep
-        # both alive until the next garbage collection, and with them objects such as request bodies of megabytes.
+        # The traceback of an error references this frame. If the frame also referenced the error, both would stay in
+        # memory until the next garbage collection, and so would all objects of the frame, such as request bodies of
+        # megabytes.
         del cancelled, task
 
 
@@ -91,8 +93,8 @@ class OffloadThread:
     pieces, and the pieces of several computations alternate. `close` waits for the piece that is running.
 
     Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop, this work would
-    stop every other session. Several threads would not be faster, because Python runs one thread at a time, and they
-    would give the event loop fewer turns.
+    stop every other session. Several threads would not be faster, because Python runs one thread at a time. With
+    several threads, the event loop would also get fewer turns.
     """
 
     def __init__(self) -> None:
@@ -121,8 +123,8 @@ class OffloadThread:
 
 
 def _advance(steps: Steps[object]) -> int | _Result:
-    """Run the next piece of a computation. If it was the last, return the computation's result as a `_Result`, because
-    a StopIteration could not leave the thread: a future cannot raise it."""
+    """Run the next piece of a computation. After the last piece, return the computation's result as a `_Result`. A
+    StopIteration could not carry the result out of the thread, because a future cannot raise a StopIteration."""
     try:
         return next(steps)
     except StopIteration as end:

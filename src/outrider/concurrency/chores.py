@@ -54,9 +54,9 @@ class Failures:
         return tuple(self._failing.values())
 
     def note(self, name: str, error: BaseException) -> None:
-        """Record a failure of the work `name`. The first failure after a success is logged, with a traceback if the
-        error looks like a bug. If another failure of `name` was logged less than QUIET_SECONDS ago, a later failure is
-        logged instead, if there is one."""
+        """Record a failure of the work `name`. Of all failures since the last success, only one is logged: the first
+        failure that comes at least QUIET_SECONDS after the previous log line about `name`. The log line has a traceback
+        if the error looks like a bug."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)
@@ -128,8 +128,8 @@ class Chores:
         self, name: str, turn: Callable[[], Awaitable[object]], *, every: float = 0.0, at_once: bool = True
     ) -> asyncio.Task[None]:
         """Start a chore: await `turn()` again and again until cancelled. The chore waits `every` seconds between two
-        turns, and with `at_once` False also before the first turn. `every` can be 0 if `turn` itself waits for work.
-        `turn` must be safe to repeat after a failure."""
+        turns. If `at_once` is False, it also waits before the first turn. `every` can be 0 if `turn` itself waits for
+        work. `turn` must be safe to repeat after a failure."""
         task = self._group.create_task(self._repeat(name, turn, every, at_once), name=name)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
@@ -140,9 +140,9 @@ class Chores:
         return self.create_task(self._until_done(name, work), name=name)
 
     def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
-        """Run `work` once, in a task. An error that is not fatal is recorded in `failures`, because possibly no code
-        awaits the task, and the task then returns None. The record has the name `chore`, by default `name`. Use the
-        name of repeated work, so that a later success under the same name clears the record."""
+        """Run `work` once, in a task. An error that is not fatal is recorded in `failures`, and the task returns None.
+        The error is not raised, because possibly no code awaits the task. The record has the name `chore`, by default
+        `name`. Use a name that later tasks for the same work also have, so that their success clears the record."""
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)

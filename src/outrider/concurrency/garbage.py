@@ -5,9 +5,9 @@ start a full collection. Instead, only young objects are collected every few sec
 The survivors are then frozen, so that no later collection visits them. Reference counts still free nearly all objects,
 even frozen objects, because sessions and model calls leave no reference cycles (tests/service/test_garbage.py).
 
-Other code, such as a plugin, may leave cycles. A full collection in an idle moment frees them. It also runs in a busy
-process that has grown by more than GROWN_MOST and by more than half since the last full collection. Invariant: while
-the process is busy and does not grow, collections visit only young objects.
+Other code, such as a plugin, may leave cycles. A full collection in an idle moment frees these cycles. A full
+collection also runs in a busy process that has grown by more than GROWN_MOST and by more than half since the last full
+collection. Invariant: while the process is busy and does not grow, collections visit only young objects.
 """
 
 from __future__ import annotations

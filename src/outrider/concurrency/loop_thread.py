@@ -44,7 +44,7 @@ class LoopThread:
     @contextmanager
     def open(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
         """Enter an asynchronous context manager, and leave it at the end of the block. One task does both, as task
-        groups and cancel scopes require. The manager does not see an error raised in the block."""
+        groups and cancel scopes require. An error raised in the block is not passed to the manager."""
         opened: Future[tuple[T, asyncio.Event]] = Future()
 
         async def hold() -> None:

@@ -49,8 +49,9 @@ class Turns:
             part, line = parts.popitem(last=False)
             turn = line.popleft()
             served = not turn.cancelled()
-            # The owner that got the slot moves behind all other owners, and its part behind its other parts. If the
-            # request had been cancelled, the slot is still free, so both stay in front.
+            # The owner that got the slot moves behind all other owners. The part that got the slot moves behind the
+            # owner's other parts. If the request had been cancelled, the slot is still free, so owner and part stay in
+            # front.
             if line:
                 parts[part] = line
                 parts.move_to_end(part, last=served)

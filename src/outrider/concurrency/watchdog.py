@@ -1,7 +1,8 @@
 """Detects stalls of the event loop, counts them, and logs the stack at which the loop was blocked.
 
-All sessions share one event loop, so a blocked loop stops all of them. A timer runs on the loop. If it is late, the
-loop was blocked or the process got no processor. While the loop is blocked, another thread records (samples) its stack.
+All sessions share one event loop, so a blocked loop stops all of them. A timer runs on the loop. If the timer is late,
+the loop was blocked or the process got no processor. While the loop is blocked, another thread records (samples) the
+loop's stack.
 Invariant: a stall of STALL seconds or more is counted exactly once.
 """
 
@@ -116,8 +117,8 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def stalled_seconds(self) -> float:
-        """Return the total seconds of all stalls until now. They include the stalls recorded with `note`, and a stall
-        that has just ended and is not counted yet."""
+        """Return the total seconds of all stalls until now. The total includes the stalls recorded with `note`, and a
+        stall that has just ended but is not counted yet."""
         latest = time.monotonic() - self._seen - PERIOD
         return self.stalls.total + self._noted + (latest if latest >= STALL else 0.0)
 
@@ -208,7 +209,7 @@ def frame_of(thread: int) -> FrameType | None:
 
     Garbage collection is off during the call, because it could stop the whole process for ever in Python 3.11
     (CPython's issue 106883): `sys._current_frames` holds a lock of the interpreter while it allocates. A collection at
-    this point may switch to another thread. If that thread starts a thread, it waits for the same lock without
+    this point may switch to another thread. If this other thread starts a thread, it waits for the same lock without
     releasing the GIL, so neither thread can continue."""
     enabled = gc.isenabled()
     gc.disable()
