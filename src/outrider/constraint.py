@@ -30,9 +30,9 @@ class Constraint(msgspec.Struct, frozen=True):
 
     - JSON_OBJECT: "", because any JSON object is accepted.
     - JSON_SCHEMA: the schema as JSON.
-    - REGEX, GRAMMAR: the regular expression, the grammar.
-    - TOOL_CALLS: JSON. For an engine that takes token ids, it is a structural tag of XGrammar; for an engine that takes
-      messages, the value of OpenAI's field `tool_choice`.
+    - REGEX, GRAMMAR: the regular expression or the grammar.
+    - TOOL_CALLS: JSON. An engine that takes token ids gets a structural tag of XGrammar. An engine that takes messages
+      gets the value of OpenAI's field `tool_choice`.
     """
 
     kind: ConstraintKind
@@ -43,8 +43,8 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The tools that a reply may or must call, as chosen by the client.
 
     - `names`: the names of these tools, as the model sees them; at least one.
-    - `required`: if True, the reply consists of one or more calls and nothing else. If False, it may contain text, and
-      need not contain a call.
+    - `required`: if True, the reply consists of one or more calls and nothing else. If False, the reply may contain
+      text, and may have no call.
     - `single`: if True, the reply has at most one call.
     - `field`: the path of the choice in the client's request, for errors.
     """

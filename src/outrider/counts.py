@@ -22,8 +22,8 @@ OTHER = "other"
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """The values in a histogram. `counts` is the number of values in each bucket, not cumulative. It may be empty if
-    there are no values. `total` is the sum of all values."""
+    """The values in a histogram. `counts` has the number of values in each bucket, not cumulative. `counts` may be
+    empty if there are no values. `total` is the sum of all values."""
 
     counts: tuple[int, ...] = ()
     total: float = 0.0
@@ -57,8 +57,8 @@ class Histogram:
 
 
 class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The sandbox starts of one runtime. `started` has the seconds of successful starts, including prepare steps.
-    `failed` is the number of failed starts."""
+    """The sandbox starts of one runtime. `started` has the durations of successful starts, in seconds, including the
+    prepare steps. `failed` is the number of failed starts."""
 
     started: Distribution = Distribution()
     failed: int = 0

@@ -23,8 +23,8 @@ MIRRORS = ("pip", "npm", "apt")
 """The names of the mirrors of package registries."""
 NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-"""Matches the last label of a host name if it is a number. Some resolvers read a name with such a label, for example
-127.1 or 0x7f000001, as an IPv4 address."""
+"""Matches a number. If the last label of a host name is a number, some resolvers read the name as an IPv4 address, for
+example 127.1 or 0x7f000001."""
 MAX_NAME = 253
 
 
@@ -50,7 +50,7 @@ class Destination(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Parse a destination. Raises ValueError for any other text."""
+        """Parse a destination. Raises ValueError if the text is not a destination."""
         lower = text.lower()
         if lower.startswith(MIRROR):
             mirror = lower.removeprefix(MIRROR)

@@ -241,7 +241,8 @@ def _network(runtimes: Iterable[Finding]) -> Finding:
 def _port(host: str, port: int) -> Finding:
     name = f"{host}:{port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # Servers set this option, too. Without it, the port would seem taken for a minute after its server has ended.
+        # Servers set this option, too. Without the option, the port would seem taken for a minute after a server on it
+        # has ended.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -2,7 +2,8 @@
 several dialects share the modules here.
 
 A dialect's folder defines its `Dialect` and routes (`__init__.py`), the parser of requests (`request.py`), and the
-writers of whole and streamed replies (`reply.py`). Each other file parses the part of a request that its name says.
+writers of whole and streamed replies (`reply.py`). Each other file of the folder handles one part of requests or
+replies, such as the tools.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from outrider.dialects.responses import RESPONSES_DIALECT
 DIALECTS = (MESSAGES_DIALECT, RESPONSES_DIALECT, GEMINI_DIALECT, CHAT_DIALECT)
 """All dialects, in the order in which their routes are tried: the first with a matching route serves a call. The order
 matters only for `GET /v1/models` and `GET /v1/models/NAME`, for which three dialects have routes. Messages and Gemini
-serve the call only if it has their vendor's header. Chat serves all other clients."""
+serve such a call only if it has the header of Anthropic or of Google. Chat serves all other such calls."""
 
 UNKNOWN_ROUTES = CHAT_DIALECT
 """The dialect of the error reply to a call that matches no route. Most clients can read OpenAI's errors."""

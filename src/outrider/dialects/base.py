@@ -35,7 +35,7 @@ conversation or a side conversation, such as a sub-agent's. A client that cannot
 model's name: `MODEL@subagent/reviewer`."""
 DECLARABLE = (BranchKind.MAIN, BranchKind.SUBAGENT, BranchKind.COMPACTION, BranchKind.AUXILIARY)
 """The kinds of branches that a client can declare. The other kinds are not known when the call is made. For example, a
-branch is ABORTED if the client later cuts off its last reply."""
+branch is ABORTED if the client later cuts off the branch's last reply."""
 MAX_LABEL = 64
 """Maximum number of characters of a branch's LABEL."""
 
@@ -105,8 +105,9 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     - `tools_raw`: bytes that differ whenever `tools` differ; b"" for no tools.
     - `tool_choice`: restricts the reply's tool calls; None for no restriction.
     - `ignored`: the names of the request's fields and tools that have no effect (`reading.bounded_notes`).
-    - `needs_images`: True if the agent cannot work without the images that its tools return. A request with such an
-      image is then refused if the model cannot read images. If False, such a model sees a text instead.
+    - `needs_images`: True if the agent cannot work without the images that its tools return. The value matters only for
+      a model that cannot read images, if a tool has returned an image. If True, the request is refused. If False, the
+      model sees a text instead of the image.
     - `reply_context`: the dialect's own data for writing the reply.
     """
 
@@ -129,9 +130,9 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A finished model call.
 
-    `created` is in whole seconds since the epoch. `pieces` has the text of each sampled token, decoded separately. It
-    is empty unless the request asks for log-probabilities. `stop_match` is the stop token or stop string that ended the
-    reply, if the engine reports it.
+    `created` is in whole seconds since the epoch. `pieces` has the text of each sampled token, decoded separately.
+    `pieces` is empty unless the request asks for log-probabilities. `stop_match` is the stop token or stop string that
+    ended the reply, if the engine reports it.
     """
 
     id: str
@@ -160,12 +161,12 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamWriter(Protocol):
-    """Writer of one streamed reply. Call `open`, then `delta` any number of times, then either `close` or `error`. No
-    calls may follow. `error` may also be called without `open`.
+    """Writer of one streamed reply. Call `open`, then `delta` any number of times, then either `close` or `error`.
+    After that, no method may be called. `error` may also be called without `open`.
 
     Each method returns the bytes to send, which may be empty. `pieces` has the text of each new token, decoded
-    separately. It is empty unless the request asks for log-probabilities. `ping` is sent to keep an idle connection
-    open. It may be sent before the first result of a method and between two results.
+    separately. `pieces` is empty unless the request asks for log-probabilities. `ping` has the bytes that keep an idle
+    connection open. These bytes may be sent before the first result of a method and between two results.
     """
 
     content_type: str
@@ -180,7 +181,7 @@ class StreamWriter(Protocol):
 class Route(msgspec.Struct, frozen=True):
     """Maps calls to an operation. `calls` is a regular expression that must match the whole "METHOD /path", such as
     "POST /v1/messages". If `header` is set, the call must also have a header of this name. `action` is None for a part
-    of the vendor's API that is not served. `hint` is then added to the error reply."""
+    of the vendor's API that is not served. For such a part, `hint` is added to the error reply."""
 
     calls: str
     action: Action | None = None
@@ -234,8 +235,8 @@ class RouteTable:
             for dialect in dialects
             for route in dialect.routes
         ]
-        # Most routes are plain strings, so look them up in a dictionary. It omits a route whose calls an earlier route
-        # may serve.
+        # Most routes are plain strings, so look them up in a dictionary. The dictionary does not have a route whose
+        # calls an earlier route may serve.
         self._exact: dict[str, Routed] = {}
         for number, route in enumerate(route for dialect in dialects for route in dialect.routes):
             fits, header, routed = self._routes[number]
@@ -268,8 +269,8 @@ def event(fields: Any, name: bytes | None = None) -> bytes:
 
 
 def line(value: Any) -> bytes:
-    """Encode the value as JSON, with U+0085, U+2028 and U+2029 escaped. These characters do not end a line in
-    server-sent events, but some clients split streams with Python's str.splitlines, for which they do."""
+    """Encode the value as JSON, with U+0085, U+2028 and U+2029 escaped. In server-sent events, these characters do not
+    end a line. But some clients split streams with Python's str.splitlines, which splits at these characters."""
     data = _encode(value)
     if data.isascii():
         return data

@@ -1,8 +1,8 @@
 """Lists how every request field besides the messages is treated, in one table for each dialect.
 
-A field is passed on, refused with an error, or ignored. An ignored field is recorded with the turn
-(`ModelRequest.ignored`), unless it does not concern the reply. Invariant: a field that is in no table is also recorded.
-`reading.py` applies the tables. docs/dialects.md has the same tables.
+A field is passed on, refused with an error, or ignored. An ignored field that concerns the reply is recorded with the
+turn (`ModelRequest.ignored`). Invariant: a field that is in no table is also recorded. `reading.py` applies the tables.
+docs/dialects.md has the same tables.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Invariants:
 - Wrong data raises only `RequestError`, with the name of the field.
 - If a key is repeated, its last value is used.
 - A field that no struct declares is skipped, and only its JSON syntax is checked.
-- If a client sends a call's arguments back, they are equal to the sampled arguments after parsing (as
+- If a client sends a call's arguments back, the parsed arguments are equal to the sampled arguments (as
   `tokens/tree/canonical.py` compares them), even if the client writes the same values as different JSON.
 - A request with more than one form of the reply is refused.
 
@@ -77,8 +77,8 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _ABSENT = Raw()
 """The value of a missing field. Compare it by identity (`is`), because a value from a client may be equal to it."""
 _LONGEST_NEUTRAL = 16
-"""Maximum size, in bytes, of a value that is compared with NOTHING and `FieldRule.neutral`. None of these is
-longer."""
+"""A field's value of more bytes than this is not compared with NOTHING and `FieldRule.neutral`, because they have no
+value that is longer."""
 _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
 # A data URL may have parameters between the media type and `base64`, such as a charset or a file name. All repetitions
 # are bounded. An unbounded search in a malicious URL of 30 MB took 13 seconds and blocked all other threads.
@@ -86,9 +86,9 @@ _DATA_URL = re.compile(r"data:([\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[^,;]{0,256}){0,
 _NO_ADDRESS = "must be an http or https address, or a data URL of an image in base64"
 INVALID_JSON = "INVALID_JSON"
 """The key that marks a call's arguments as invalid. Some dialects require arguments to be an object. Any other
-arguments are replaced by an object with this single key, whose value is their text. No tool accepts such an object,
-so the tool's error shows the model its mistake. The key is from Anthropic's documentation of fine-grained tool
-streaming."""
+arguments are replaced by an object with this single key. The key's value is the text of the arguments. No tool accepts
+such an object, so the tool's error shows the model its mistake. The key is from Anthropic's documentation of
+fine-grained tool streaming."""
 
 _MEMORY_KEY = "tools"
 
@@ -250,8 +250,8 @@ def apply_rules(
 
 
 def _is_nothing(raw: Raw) -> bool:
-    """Return True if the value of an unknown field is in NOTHING. Only the value's JSON syntax was checked, so it may
-    be text that cannot be decoded."""
+    """Return True if the value of an unknown field is in NOTHING. The value may be impossible to decode, because only
+    its JSON syntax was checked."""
     if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             return _ANY.decode(raw) in NOTHING
@@ -283,8 +283,9 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
 
 
 def image_from_address(url: str, where: str) -> Image | Attachment:
-    """Return the image at an http(s) address, which the engine fetches later, or in a data URL. A data URL with another
-    type of file or with unreadable data becomes an `Attachment`. Raises RequestError for any other address."""
+    """Return the image at an http(s) address or in a data URL. An image at an address is fetched later, by the engine.
+    A data URL with another type of file or with unreadable data becomes an `Attachment`. Raises RequestError for any
+    other address."""
     if url.startswith(("http://", "https://")):
         return image_from_url(url)
     if (head := _DATA_URL.match(url)) is None:

@@ -1,7 +1,7 @@
 """Writes the replies of Chat Completions: whole replies, streams of server-sent events, and the list of models.
 
 Invariants: a streamed reply and a whole reply carry the same message. If the client requests token ids and
-log-probabilities, the reply has those of the engine, one for each token.
+log-probabilities, the reply has the engine's values, one for each token.
 
 Source: OpenAI API reference, "The chat completion object" and "The chat completion chunk object"; vLLM's server for
 `prompt_token_ids`, `token_ids` and `max_model_len`.

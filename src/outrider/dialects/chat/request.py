@@ -149,8 +149,8 @@ _REASONING_KEYS = frozenset({"effort", "enabled", "max_tokens", "exclude", "summ
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse the request in `body`. Raises RequestError. A malformed message raises it only when that message is
-    parsed."""
+    """Parse the request in `body`. Raises RequestError. A malformed message raises RequestError only later, when that
+    message is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if not wire.messages:

@@ -250,8 +250,8 @@ def reply_text(parts: Sequence[WirePart]) -> str:
 
 def arguments_on_wire(arguments: str) -> bytes:
     """Return a call's arguments as a JSON object, which Google's API requires. Text that is not a JSON object is put
-    into an object with the key INVALID_JSON; `arguments_from_wire` takes it out again. If the model itself wrote such
-    an object, it is wrapped, too, so that unwrapping restores it."""
+    into an object with the key INVALID_JSON; `arguments_from_wire` takes the text out again. If the model itself wrote
+    such an object, the object is wrapped, too, so that unwrapping restores it."""
     try:
         if not is_invalid_json_object(_OBJECT.decode(arguments)):
             return msgspec.json.format(arguments, indent=-1).encode()

@@ -21,7 +21,8 @@ exists:
 6. `call_` and a number.
 
 The ids chosen at a position do not change later. A tool result belongs to the call with the same id. If no call has
-this id, it belongs to the first call of the same function that has no result yet.
+this id, the tool result belongs to one of the calls in the latest model message: the first call of the same function
+that has no result yet.
 """
 
 from __future__ import annotations
@@ -261,8 +262,8 @@ class _HistoryReader:
         return reader
 
     def _copy(self) -> _HistoryReader:
-        """Return an independent copy. Call this only directly after a user's content, where `_model_run` is empty,
-        because the copy omits it."""
+        """Return an independent copy. The copy omits `_model_run`, so call this only directly after a user's content,
+        where `_model_run` is empty."""
         other = _HistoryReader(self._memory)
         other.place, other._calls = self.place, self._calls
         other.spans, other._waiting = list(self.spans), list(self._waiting)

@@ -53,8 +53,8 @@ def items(raw: bytes | Raw, where: str = "") -> list[Raw]:
 
 
 def has_escaped_letters(data: bytes) -> bool:
-    """Return True if letters or underscores may be written as escapes. Searching the bytes for a key can then miss
-    it."""
+    """Return True if letters or underscores may be written as escapes. A search of the bytes for a key can then miss
+    the key."""
     return b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None
 
 

@@ -96,7 +96,7 @@ class WireMessage(msgspec.Struct, gc=False):
 
 
 class _PlacedBlock(msgspec.Struct, frozen=True, gc=False):
-    """A content block and its path in the request, which error messages name."""
+    """A content block and its path in the request. Error messages name the path."""
 
     block: Block
     where: str

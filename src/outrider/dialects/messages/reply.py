@@ -127,16 +127,16 @@ def tool_use_object(call: ToolCall, input: msgspec.Raw) -> dict[str, Any]:
 
 def input_json(arguments: str) -> str:
     """Return a call's arguments as a JSON object, which Anthropic's API requires. An object is returned unchanged, and
-    empty text becomes `{}`. Any other text is put into an object with the key INVALID_JSON. The request parser takes it
-    out again."""
+    empty text becomes `{}`. Any other text is put into an object with the key INVALID_JSON. The request parser takes
+    the text out again."""
     if not arguments.strip():
         return "{}"
     try:
         value = _ANY.decode(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = None
-    # If the model itself wrote an object with only the key INVALID_JSON, it is wrapped again. Otherwise the request
-    # parser would unwrap it.
+    # If the model itself wrote an object with only the key INVALID_JSON, this object is wrapped, too. Otherwise the
+    # request parser would unwrap the model's own object.
     if isinstance(value, dict) and not is_invalid_json_object(value):
         return arguments
     return msgspec.json.encode({INVALID_JSON: arguments}).decode()

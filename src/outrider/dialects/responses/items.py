@@ -367,7 +367,7 @@ def _screenshot(raw: Raw, where: str) -> Part:
 
 
 def _shell_call_id(at: PlacedItem) -> str:
-    # A shell call has its id in `call_id`. Its output has the id there or in `id`.
+    # A shell call has its id in `call_id`. The output of a shell call has the call's id in `call_id` or in `id`.
     call_id = optional(_NULLABLE, at.item.call_id, f"{at.where}.call_id")
     return call_id if call_id is not None else string(at.item.id, f"{at.where}.id")
 

@@ -136,8 +136,8 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def call_item(context: ResponsesContext, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
-    """Return the item of a tool call. It names the tool as the client does; a call of an unknown tool keeps the name
-    that the model wrote. A computer call becomes a `function_call` if its arguments are not a valid action."""
+    """Return the item of a tool call. The item names the tool as the client does; a call of an unknown tool keeps the
+    name that the model wrote. A computer call becomes a `function_call` if its arguments are not a valid action."""
     tool = context.table.get(call.name)
     if tool is not None and tool.custom:
         sent = custom_call(call)
@@ -237,7 +237,7 @@ class _OpenItem(msgspec.Struct, frozen=True):
     pieces: list[str]
 
     def place(self) -> dict[str, Any]:
-        """Return the fields of an event that locate the item and its part."""
+        """Return those fields of an event that name the item and the position of its part."""
         return {"item_id": self.id, "output_index": self.index, self.form.index_key: 0}
 
     def text_place(self) -> dict[str, Any]:

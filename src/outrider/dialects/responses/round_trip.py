@@ -1,9 +1,9 @@
 """Encodes the reasoning, the calls of custom tools, the actions of a computer and the names of tools in a Responses
 reply, and decodes them when the client sends the reply back.
 
-Each function is followed by its inverse. Only `flat_name` has none here, because `Tools.table` (in `tools.py`) maps its
-results back. Invariant: a reply in a client's history is parsed exactly as the model wrote it, character by character.
-Items that another service wrote have none of the marks defined here, and their text is taken as it is.
+Each function is followed by its inverse. Only `flat_name` has no inverse here, because `Tools.table` (in `tools.py`)
+maps flat names back. Invariant: a reply in a client's history is parsed exactly as the model wrote it, character by
+character. Items that another service wrote have none of the marks defined here, and their text is taken as it is.
 
 The model sees functions only, but the Responses API has two more forms of tools. A custom tool's call
 (`custom_tool_call`) has a string as input, not JSON; the model sees a function with the single parameter `input`. A
@@ -30,11 +30,11 @@ _SEAL = "outrider1:"
 """The prefix that marks `encrypted_content` as written by Outrider and not by another provider."""
 _JOIN = "__"
 _AS_JSON = "~json"
-"""Appended to the id of a custom call if the model's arguments are not one string `input`. The input that the client
-gets is then the JSON of all arguments."""
+"""Appended to the id of a custom call if the model's arguments are not an object with only a string `input`. The client
+then gets the whole text of the arguments as the input."""
 _AS_TEXT = "~text"
 """Appended to the id of a custom call with text as input, if the model's own id ends with `_AS_JSON` or `_AS_TEXT`.
-Without it, that ending of the model's id would be removed when the client sends the call back."""
+Without this addition, the ending of the model's own id would be removed when the client sends the call back."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -71,16 +71,17 @@ class CustomCall(msgspec.Struct, frozen=True):
 def custom_call(call: ToolCall) -> CustomCall:
     """Convert the model's call of a custom tool to the form that the client receives.
 
-    If the model's arguments are not one string `input`, the client receives their JSON text as the input, and the id
-    ends with `_AS_JSON`. The client's tool then refuses the input, which shows the model its mistake.
+    If the model's arguments are not an object with only a string `input`, the client receives the whole text of the
+    arguments as the input, and the id ends with `_AS_JSON`. The client's tool then refuses the input, and this shows
+    the model its mistake.
     """
     try:
         value: Any = json.loads(call.arguments)
     except (ValueError, RecursionError):
         value = None
     text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
-    # Python's JSON parser accepts unpaired surrogates, but a reply cannot encode them. An input that contains one is
-    # sent as JSON.
+    # Python's JSON parser accepts unpaired surrogates, but a reply cannot encode them. If the input contains one, the
+    # client gets the whole text of the arguments.
     if not isinstance(text, str) or _SURROGATE.search(text):
         return CustomCall(call.id + _AS_JSON, call.arguments)
     return CustomCall(call.id + _AS_TEXT if call.id.endswith((_AS_JSON, _AS_TEXT)) else call.id, text)
@@ -96,7 +97,7 @@ def arguments_of_custom_call(sent: CustomCall) -> str:
 def computer_action(call: ToolCall) -> dict[str, Any] | None:
     """Return the action in the model's call of the computer; None if the arguments are not an action. Arguments with a
     null value do not count as an action: clients add nulls for missing fields, so the inverse function removes all
-    nulls, and would also remove the model's own."""
+    nulls. It would also remove a null that the model wrote."""
     try:
         OPENAI_ACTION.decode(call.arguments)
         action: dict[str, Any] = json.loads(call.arguments)

@@ -37,8 +37,9 @@ _COMPUTER_TYPES = tuple(_COMPUTERS)  # unlike in a dict, `in` also accepts a cli
 _SUPPORTED = frozenset({"function", "custom", "namespace", *_COMPUTERS})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
-"""Keys of a function declaration that the model does not see, because only OpenAI's servers use them. There, `strict`
-guarantees that arguments follow the schema; nothing here enforces it."""
+"""Keys of a function declaration that are not part of the function shown to the model. Only OpenAI's servers use
+`defer_loading` and `strict`. On these servers, `strict` guarantees that arguments follow the schema; nothing here
+enforces the schema."""
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
@@ -139,8 +140,8 @@ def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -
 
 
 def _names_in_table(name: Any, tools: Tools) -> list[str]:
-    """Return the keys in `tools.table` of all tools that `name` may mean. It is either a key, or the client's name of a
-    tool, which tools in different namespaces may share."""
+    """Return the keys in `tools.table` of all tools that `name` may mean. `name` is either a key, or a name that the
+    client gives to a tool. Tools in different namespaces may have the same name of the client."""
     return [flat for flat, tool in tools.table.items() if name in (tool.name, flat)]
 
 
