@@ -2,7 +2,7 @@
 networks.
 
 For each available runtime (kind of sandbox) in TRIED, the check starts a sandbox and runs commands in it, as a session
-would. It leaves nothing running. A failed check has a hint if there is a remedy.
+would. The check leaves nothing running. A failed check has a hint if there is a remedy.
 """
 
 from __future__ import annotations

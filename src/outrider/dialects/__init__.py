@@ -15,8 +15,9 @@ from outrider.dialects.responses import RESPONSES_DIALECT
 
 DIALECTS = (MESSAGES_DIALECT, RESPONSES_DIALECT, GEMINI_DIALECT, CHAT_DIALECT)
 """All dialects, in the order in which their routes are tried: the first with a matching route serves a call. The order
-matters only for `GET /v1/models` and `GET /v1/models/NAME`, for which three dialects have routes. Messages and Gemini
-serve such a call only if it has the header of Anthropic or of Google. Chat serves all other such calls."""
+matters only for `GET /v1/models` and `GET /v1/models/NAME`, for which three dialects have routes. Messages serves such
+a call only if it has Anthropic's header, and Gemini only if it has Google's header. Chat serves all other such
+calls."""
 
 UNKNOWN_ROUTES = CHAT_DIALECT
 """The dialect of the error reply to a call that matches no route. Most clients can read OpenAI's errors."""

@@ -1,4 +1,4 @@
-"""The interface of a dialect, which parses requests in one wire format and writes replies in the same format.
+"""The interface of a dialect. A dialect parses requests in one wire format, and writes replies in the same format.
 
 An unknown field has no effect and is listed in `ModelRequest.ignored`. A known field with a wrong value raises
 `RequestError` with the field's name.
@@ -105,8 +105,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     - `tools_raw`: bytes that differ whenever `tools` differ; b"" for no tools.
     - `tool_choice`: restricts the reply's tool calls; None for no restriction.
     - `ignored`: the names of the request's fields and tools that have no effect (`reading.bounded_notes`).
-    - `needs_images`: True if the agent cannot work without the images that its tools return. The value matters only for
-      a model that cannot read images, if a tool has returned an image. If True, the request is refused. If False, the
+    - `needs_images`: True if the agent cannot work without the images that its tools return. The value matters only if
+      a tool has returned an image and the model cannot read images. If True, the request is then refused. If False, the
       model sees a text instead of the image.
     - `reply_context`: the dialect's own data for writing the reply.
     """
@@ -257,7 +257,7 @@ class RouteTable:
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 """The media type of a stream of server-sent events."""
 COMMENT = b": ping\n\n"
-"""A comment in a stream of server-sent events, which clients skip."""
+"""A comment in a stream of server-sent events. Clients skip comments."""
 
 _encode = msgspec.json.Encoder().encode
 

@@ -77,8 +77,8 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _ABSENT = Raw()
 """The value of a missing field. Compare it by identity (`is`), because a value from a client may be equal to it."""
 _LONGEST_NEUTRAL = 16
-"""A field's value of more bytes than this is not compared with NOTHING and `FieldRule.neutral`, because they have no
-value that is longer."""
+"""A value of more bytes than this is not compared with NOTHING and `FieldRule.neutral`, because no value in these is
+longer."""
 _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
 # A data URL may have parameters between the media type and `base64`, such as a charset or a file name. All repetitions
 # are bounded. An unbounded search in a malicious URL of 30 MB took 13 seconds and blocked all other threads.
@@ -383,8 +383,9 @@ def tool_choice(
 
 
 def arguments_from_text(raw: Raw, where: str) -> str:
-    """Return the arguments of a call, which OpenAI's APIs send as a string of JSON. A missing field becomes "{}". Some
-    clients send an object instead; its JSON is returned without white space. Raises RequestError."""
+    """Return the arguments of a call. OpenAI's APIs send arguments as a string of JSON. A missing field becomes "{}".
+    Some clients send an object instead of a string; the object's JSON is returned without white space. Raises
+    RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)
@@ -509,8 +510,8 @@ def read_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list
 
 
 def note_unknown(where: str, sent: JsonObject | None, known: Container[str], notes: list[str]) -> None:
-    """Add a note to `notes` for each key of the object `sent` that is not in `known`, unless its value requests
-    nothing. `where` is the object's path."""
+    """Add a note to `notes` for each key of the object `sent` that is not in `known`. A key whose value requests
+    nothing gets no note. `where` is the object's path."""
     for name, value in (sent or {}).items():
         if name not in known and value not in NOTHING:
             notes.append(f"{UNKNOWN}{where}.{name}")

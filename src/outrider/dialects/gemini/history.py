@@ -1,5 +1,4 @@
-"""Converts the contents of a Google request to messages, and restores the ids of calls, which some clients change or
-drop.
+"""Converts the contents of a Google request to messages, and restores call ids that some clients change or drop.
 
 A content (Google's form of a message) is read once per session. If a user's content has no tool results, reading it
 decodes only its role. Invariants: a call from one of our replies keeps its original id, even if the client changes or
@@ -137,7 +136,7 @@ class _Span(msgspec.Struct, frozen=True, gc=False):
 class GeminiHistory:
     """Implements `WireMessages` for a system instruction (b"" for none) and contents. `hosted` has the names of the
     fields that tools on Google's servers wrote; the model does not see them. Raises RequestError for errors in new
-    contents. The parts of a user's content without tool results are checked only by `parse`."""
+    contents. If a user's content has no tool results, only `parse` checks its parts."""
 
     __slots__ = ("_contents", "_decoded", "_memory", "_place", "_spans", "_system", "hosted")
 

@@ -1,8 +1,8 @@
 """Parses the body of a generateContent, streamGenerateContent or countTokens call into a `ModelRequest`.
 
-This module parses the settings, `tools.py` the tools and `history.py` the contents. Invariant: contents that earlier
-requests also had are scanned, not decoded. So reading a request takes one pass over its bytes, plus decoding its new
-contents. `GeminiHistory.parse` makes the messages later.
+This module parses the settings, `tools.py` the tools and `history.py` the contents. Invariant: contents that were part
+of an earlier request are scanned, not decoded. So reading a request takes one pass over its bytes, plus decoding its
+new contents. `GeminiHistory.parse` makes the messages later.
 
 Source: Google AI API reference, "models.generateContent", "models.countTokens", "GenerationConfig".
 """

@@ -3,8 +3,8 @@
 Invariants:
 
 - One scan of the body finds the relevant fields of each item. Only `ResponsesHistory.parse` decodes messages.
-- A message's bytes (`raw`) contain neither the states of its items nor their ids, except the ids that connect a call
-  with its output.
+- A message's bytes (`raw`) contain the ids that connect a call with its output, but no other ids of items, and no
+  states of items.
 - No content for the model is left out silently. An unsupported item or part is refused with status 400. Only items of
   the types in HOSTED_ITEMS are left out, and their types are added to the request's notes.
 

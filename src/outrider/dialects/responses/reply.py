@@ -237,7 +237,7 @@ class _OpenItem(msgspec.Struct, frozen=True):
     pieces: list[str]
 
     def place(self) -> dict[str, Any]:
-        """Return those fields of an event that name the item and the position of its part."""
+        """Return the fields by which an event refers to the item and to the item's part."""
         return {"item_id": self.id, "output_index": self.index, self.form.index_key: 0}
 
     def text_place(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def arguments_of_custom_call(sent: CustomCall) -> str:
 def computer_action(call: ToolCall) -> dict[str, Any] | None:
     """Return the action in the model's call of the computer; None if the arguments are not an action. Arguments with a
     null value do not count as an action: clients add nulls for missing fields, so the inverse function removes all
-    nulls. It would also remove a null that the model wrote."""
+    nulls. The inverse function would also remove a null that the model wrote."""
     try:
         OPENAI_ACTION.decode(call.arguments)
         action: dict[str, Any] = json.loads(call.arguments)

@@ -70,8 +70,8 @@ class ResponseStore:
         self, previous: str | None, items: Sequence[Item], *, stored: bool
     ) -> tuple[list[PlacedItem], StoredConversation | None]:
         """Return all items of a request's conversation: those of the previous response's conversation, then the new
-        items. References are replaced by the items they refer to. The second value is the stored conversation, which
-        `keep` takes; None if `stored` is False. Raises RequestError."""
+        items. References are replaced by the items they refer to. The second value is an argument of `keep`: the stored
+        conversation, or None if `stored` is False. Raises RequestError."""
         placed: list[PlacedItem] = []
         known: StoredConversation | None = None
         if previous is not None:

@@ -141,7 +141,7 @@ def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -
 
 def _names_in_table(name: Any, tools: Tools) -> list[str]:
     """Return the keys in `tools.table` of all tools that `name` may mean. `name` is either a key, or a name that the
-    client gives to a tool. Tools in different namespaces may have the same name of the client."""
+    client gives to a tool. The client may give the same name to tools in different namespaces."""
     return [flat for flat, tool in tools.table.items() if name in (tool.name, flat)]
 
 
