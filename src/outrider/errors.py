@@ -106,8 +106,8 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
     """Background work that has failed and is retried. It is listed until it succeeds.
 
-    It has failed `count` times, first at `since` and most recently at `last`, in seconds since the epoch. `error` is
-    the most recent error. `node` is the node that does the work, None for the service.
+    The work has failed `count` times, first at `since` and most recently at `last`, in seconds since the epoch. `error`
+    is the most recent error. `node` is the node that does the work, None for the service.
     """
 
     name: str

@@ -73,8 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """True if a new request can continue a reply that was cut off, without a change to the distribution of any
         token. The new prompt ends with the ids of the reply so far.
 
-        Constraints and penalties make this impossible: an engine applies a constraint from the start of the new output,
-        and presence and frequency penalties count only tokens of the new output.
+        A constraint, a presence penalty or a frequency penalty makes this impossible: an engine applies a constraint
+        from the start of the new output, and these two penalties count only tokens of the new output.
         """
         return self.constraint is None and self.presence_penalty == 0 and self.frequency_penalty == 0
 
@@ -179,8 +179,8 @@ class Engine(Protocol):
 
     `generate` may raise an EngineError at any time, such as ContextOverflow, EngineRejected, EngineUnavailable or
     EngineMisbehaved. Closing the generator aborts the generation on the server. The pool checks every chunk
-    (`pool.checks`). `pause` and `resume` raise an EngineError. `health` never raises. The engine's owner calls `start`
-    and `close` once each.
+    (`pool.checks`). `pause` and `resume` raise an EngineError if they fail. `health` never raises. The engine's owner
+    calls `start` and `close` once each.
     """
 
     name: str
@@ -268,8 +268,8 @@ def image_form_of(engine: object) -> ImageForm | None:
 
 class KnownVersions(msgspec.Struct, frozen=True):
     """The last known policy version of a server (`served`), and the version that weights without a label have
-    (`unlabelled`). `run` is a random name of this run of the service. It keeps the cache salts apart from those of
-    earlier runs, which may have used the same server with the same version numbers."""
+    (`unlabelled`). `run` is a random name of this run of the service. The name makes the cache salts differ from those
+    of earlier runs, because an earlier run may have used the same server with the same version numbers."""
 
     served: int = 0
     unlabelled: int = 0
@@ -288,7 +288,7 @@ class KnownVersions(msgspec.Struct, frozen=True):
     @property
     def cache_salt(self) -> str:
         """The cache salt of every request. A server reuses keys and values only between requests with the same salt. So
-        it never reuses them between versions."""
+        no request reuses keys and values of another version."""
         return f"{self.run}-{self.served}"
 
 
@@ -317,8 +317,8 @@ class LoadsWeights(Protocol):
 
     `update_weights` is called while the engine generates nothing. Tokens sampled later have the version `version`, and
     keys and values of the old weights are not reused for a new prompt. Raises EngineRejected if the new weights are
-    refused and the old ones stay in use, or EngineUnavailable. If the attribute `loads_weights` exists and is False,
-    the engine cannot load weights at present.
+    refused; the old ones then stay in use. Raises EngineUnavailable if the engine fails. If the attribute
+    `loads_weights` exists and is False, the engine cannot load weights at present.
     """
 
     async def update_weights(self, weights: str, version: int) -> None: ...

@@ -17,9 +17,10 @@ from outrider.concurrency.events import wait_for_event
 from outrider.spec import PolicyPause
 
 ANSWER_SECONDS = 30.0
-"""Maximum seconds until a follower (another process with engines of this policy) reports that its gate is closed."""
+"""In a pause, a follower (another process with engines of this policy) has this number of seconds to report that its
+gate is closed."""
 SETTLE_SECONDS = 1800.0
-"""Maximum seconds until a follower's generations have ended, in a pause that does not cut them off. The value is the
+"""In a pause, a follower's generations that are not cut off have this number of seconds to end. The value is the
 default time limit of an agent."""
 
 
@@ -65,8 +66,8 @@ class PauseGate:
         await wait_for_event(self._idle, seconds)
 
     def cut_off(self) -> None:
-        """Call the `cut` function of every generation in flight. A generation that entered the gate without one
-        continues."""
+        """Call the `cut` function of every generation in flight. A generation that entered the gate without a `cut`
+        function continues."""
         for cut in tuple(self._cuts):
             cut()
 
@@ -109,8 +110,8 @@ class PolicyGate:
 
     Other processes may have gates that follow this one (followers). `settled` waits for their generations, too.
     `report` records the state of a follower's gate. A follower has `answer_seconds` to report that its gate is closed,
-    and `settle_seconds` for its generations to end. If it takes longer, it is removed and its `lost` function is called
-    (see `expect`).
+    and `settle_seconds` for its generations to end. A follower that takes longer is removed, and its `lost` function is
+    called (see `expect`).
     """
 
     answer_seconds = ANSWER_SECONDS
@@ -183,8 +184,9 @@ class PolicyGate:
             await wait_for_event(self._changed, self._lose_overdue("in_flight" if self.mode == "finish" else "whole"))
 
     def expect(self, follower: str, lost: Callable[[str], None] = lambda why: None) -> None:
-        """Add a follower. A pause waits for its first report. If the follower takes too long, it is removed and `lost`
-        is called with the reason. `lost` must disconnect it, because its generations may go on during the pause."""
+        """Add a follower. A pause waits for the follower's first report. If the follower takes too long, it is removed
+        and `lost` is called with the reason. `lost` must disconnect the follower, because the follower's generations
+        may go on during the pause."""
         self._followers[follower] = _Follower(asyncio.get_running_loop().time(), lost)
 
     def expects(self, follower: str) -> bool:

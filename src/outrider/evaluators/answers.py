@@ -29,8 +29,8 @@ class NoAnswer(Exception):
 
 
 def last_reply(outcome: Outcome) -> str:
-    """Return the answer that the harness reported. Without one, return the model's last reply, or "" if it gave no
-    reply."""
+    """Return the answer that the harness reported. If the harness reported none, return the model's last reply, or ""
+    if the model gave no reply."""
     if outcome.harness.answer is not None:
         return storable(outcome.harness.answer)
     replies = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
@@ -39,9 +39,9 @@ def last_reply(outcome: Outcome) -> str:
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
     """Return the agent's answer without surrounding whitespace. If `file` is given, the answer is its content.
-    Otherwise, it is what a Python agent returned. If that is blank, or the agent is not a Python agent, it is the last
-    reply that is not blank. Without `file`, only the last MAX_ANSWER characters of the answer are used. Raises
-    NoAnswer, and RuntimeFailure if the sandbox is broken."""
+    Otherwise, the answer of a Python agent is what the agent returned. If that is blank, or the agent is not a Python
+    agent, the answer is the last reply that is not blank. Without `file`, only the last MAX_ANSWER characters of the
+    answer are used. Raises NoAnswer, and RuntimeFailure if the sandbox is broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
         # Only Python agents return an answer. Other agents are programs, and their `harness.answer` is their whole
@@ -57,7 +57,7 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # The file cannot be read, or the whole sandbox is broken. If it is broken, this command raises.
+            # The file cannot be read, or the whole sandbox is broken. If the sandbox is broken, this command raises.
             await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():

@@ -128,7 +128,7 @@ class DecidesEarly(Protocol):
     """An evaluator that can grade some outcomes without a sandbox."""
 
     def decide(self, outcome: Outcome) -> Verdict | None:
-        """Return the verdict that `evaluate` would return, or None if that needs a sandbox. This method must not use
+        """Return the verdict that `evaluate` would return, or None if grading needs a sandbox. This method must not use
         `outcome.runtime`. The caller sets `outcome.patch`, which is empty if the agent changed nothing. Raises
         EvaluatorError."""
         ...

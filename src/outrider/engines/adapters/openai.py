@@ -1,8 +1,8 @@
 """The adapter for any OpenAI-compatible server. It sends messages to `/v1/chat/completions`, and reads a stream.
 
 The server renders the messages, so token ids are known only if the server reports them, as vLLM does. A reply without
-ids is text, and is never used for training. SGLang servers refuse to report ids in a stream, so attach them as kind
-`sglang`. Invariant: ids are passed on only with exactly one log-probability for each id.
+ids is text, and is never used for training. SGLang servers refuse to report ids in a stream, so attach an SGLang server
+as kind `sglang`. Invariant: ids are passed on only with exactly one log-probability for each id.
 """
 
 from __future__ import annotations

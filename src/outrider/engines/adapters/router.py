@@ -3,8 +3,8 @@ to every worker.
 
 A router passes a generation to one worker, or to two workers if they divide prefill and decode. It passes an order to
 at most one worker, so orders are sent to the workers directly. Tested with vllm-router 0.1.17 and sglang-router 0.3.2.
-Invariant: when an order returns without an error, every listed worker that accepts connections has carried it out, and
-there is at least one such worker.
+Invariant: when an order returns without an error, every listed worker that accepts connections has carried out the
+order, and there is at least one such worker.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Servers:
         return answers
 
     async def query_all(self, question: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """Send a query to all servers, like `order_all`. If this process has never reached a worker, the query goes to
-        the router instead."""
+        """Send a query to all servers, like `order_all`. If no worker accepts a connection, and this process has never
+        reached one, the query goes to the router instead."""
         try:
             return await self.order_all(question)
         except WorkersOutOfReach:

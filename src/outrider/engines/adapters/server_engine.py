@@ -58,8 +58,8 @@ class ServerReply(Generic[EventT]):
     a later event may have the token counts.
 
     `versions` returns the current policy version. It is called when the request is sent, and again at the first token.
-    If the version has changed in between, WasCut is raised: the server may have delayed the request, and would sample
-    with new weights over old keys and values.
+    If the version has changed in between, WasCut is raised: the server may have kept the request while its weights
+    changed, and would then sample with new weights over old keys and values.
 
     `begun`: True once an event has arrived.
     `unfinished`: True if the stream has ended with neither an error nor a finish reason.
@@ -95,8 +95,8 @@ class ServerReply(Generic[EventT]):
         """Read events, and return their tokens as one chunk. Returns None if there are no tokens, or once the reply is
         finished.
 
-        Raises EngineMisbehaved for a malformed event, and StatusFailure for an error event. `unsent` then returns the
-        tokens of the events before that one.
+        Raises EngineMisbehaved for a malformed event, and StatusFailure for an error event. After such an error,
+        `unsent` returns the tokens of the events before the failed event.
         """
         self.begun = True
         for event in decode_batch(self.event, self.events, payloads, self._engine):
@@ -272,7 +272,7 @@ class ServerEngine(Generic[ReplyT]):
 
     def aborted(self, error: Exception, reply: ReplyT, *, paused: bool) -> bool:
         """Return True if the error shows that a pause has aborted the generation. `paused` is True if this adapter has
-        begun to hold back requests while this one was in flight."""
+        begun to hold back new requests while the generation was in flight."""
         raise NotImplementedError
 
     def other_route(self, route: str, error: Exception, reply: ReplyT) -> str | None:
@@ -281,8 +281,8 @@ class ServerEngine(Generic[ReplyT]):
         return None
 
     def note(self, last: Chunk, reply: ReplyT) -> None:
-        """Record properties of the server that only a reply shows, such as how it streams. Called after each reply.
-        Does nothing by default."""
+        """Record properties of the server that only a reply shows, such as the way in which the server streams. Called
+        after each reply. Does nothing by default."""
 
     async def health(self) -> EngineHealth:
         try:

@@ -1,9 +1,9 @@
 """The adapter for SGLang servers. Sends and receives token ids through `/generate`.
 
-It was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU, whose recorded replies are
-used in tests. The code for images follows the sources of 0.5.15 to 0.5.23, and was never tested with a real server. The
-events of a stream may be cumulative (the default) or incremental, as the counts in each event show. Invariant: an id is
-passed on only with the log-probability that the server sent for it.
+It was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU. The tests use recorded
+replies of this server. The code for images follows the sources of 0.5.15 to 0.5.23, and was never tested with a real
+server. The events of a stream may be cumulative (the default) or incremental, as the counts in each event show.
+Invariant: an id is passed on only with the log-probability that the server sent for it.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class _SGLangReply(ServerReply[_Event]):
             if not self._length and event.prompt_token_ids:
                 self._prompt_ids = decode_ids(event.prompt_token_ids, self._engine)
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
-            # If the aborted request had been requeued, `output_ids` has only its last id. The log-probabilities have
-            # all ids.
+            # If the aborted request had been requeued, `output_ids` has only the last id of the reply. The
+            # log-probabilities have all ids.
             ids = [entry[1] for entry in entries]
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
@@ -185,7 +185,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     async def _generate_with_images(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Generate, and check the prompt ids that the server reports with the first token. The server computes the size
         of each image in patches (its grid) itself, and inserts one placeholder for each token of the image. If the
-        reported ids equal the request's ids, it has read every image at the right position and in the right size."""
+        reported ids equal the request's ids, the server has read every image at the right position and in the right
+        size."""
         read = False
         async with aclosing(super().generate(request)) as chunks:
             async for chunk in chunks:
@@ -296,8 +297,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         self._warn_of_images()
 
     def _warn_of_images(self) -> None:
-        """Log once that the server may combine new weights with images that were encoded with old weights. The server
-        has no route to clear its cache of encoded images, and this cache has no salt."""
+        """Log a warning, only once: the server may combine new weights with images that were encoded with old weights.
+        The server has no route to clear its cache of encoded images, and this cache has no salt."""
         if self._read_images and not self._warned:
             self._warned = True
             log.warning("engine %s %s", self.name, OLD_IMAGES)
@@ -323,9 +324,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
 
 def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
-    """Return the ids of a prompt with one placeholder id for each image. The server replaces it by one placeholder for
-    each token of the image. Raises EngineRejected if there is a placeholder outside of the images, because the server
-    would take it for another image."""
+    """Return the ids of a prompt with one placeholder id for each image. The server replaces this id by one placeholder
+    for each token of the image. Raises EngineRejected if the prompt has a placeholder outside of the images, because
+    the server would read such a placeholder as another image."""
     kept = np.ones(len(ids), dtype=np.bool_)
     for image in images:
         kept[image.span.start + 1 : image.span.start + image.span.length] = False
@@ -340,8 +341,8 @@ def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
 
 
 def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
-    """Return the beginning of a request body: the images of the prompt. It stays in several pieces, because joining
-    them would copy many megabytes."""
+    """Return the beginning of a request body, the images of the prompt, in several pieces. The pieces are not joined,
+    because joining would copy many megabytes."""
     pieces: list[Buffer] = [b'{"image_data":']
     for at, image in enumerate(images):
         pieces += [b',"data:image/png;base64,' if at else b'["data:image/png;base64,', image.item, b'"']

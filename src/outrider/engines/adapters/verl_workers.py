@@ -5,10 +5,10 @@ Invariants:
 
 - If a worker loses its connection, its calls do not wait: they go to another worker at once, or fail with
   EngineUnavailable if there is none.
-- A call goes to another worker only if the earlier worker has sent no reply, or has replied with an error that it may
-  have caused itself.
-- The ids of a reply are passed on only together with the ids of the prompt and one log-probability for each id. Any
-  other reply is text and never used for training; its ids appear only in the worker's report.
+- A call goes to another worker only if the earlier worker has sent no reply, or has replied with an error that the
+  earlier worker itself may have caused.
+- The ids of a reply are passed on only if the reply also has the ids of the prompt, and one log-probability for each
+  id. Without these, the reply is text and never used for training, and its ids appear at most in the worker's report.
 """
 
 from __future__ import annotations

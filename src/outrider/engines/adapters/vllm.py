@@ -185,9 +185,9 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
                 yield chunk
 
     async def _check_pixel_form(self) -> None:
-        """Check that the servers take pixels in the form that `RequestImage.item` has, by letting them prepare a small
-        image. Pixels in another form would be read as a different image, without an error. Raises EngineRejected if a
-        server takes another form, or does not show which form it takes."""
+        """Check that the servers take pixels in the form of `RequestImage.item`: let each server prepare a small image,
+        and compare the form of its pixels. A server that takes another form would read the pixels as a different image,
+        without an error. Raises EngineRejected if a server takes another form, or does not show which form it takes."""
         part = {"type": "image_url", "image_url": {"url": PROBE_IMAGE}}
         body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
         if self._model is not None:
@@ -343,9 +343,9 @@ def pixel_form(rendered: Any) -> str:
 
 
 def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
-    """Return the beginning of a request body: the images of the prompt. It stays in several pieces, because the pixel
-    values have many megabytes and are sent without a copy. The server caches encoded images by the hash given here. The
-    hash depends on the cache salt, so that no encoding by older weights is reused."""
+    """Return the beginning of a request body, the images of the prompt, in several pieces. The pieces are not joined,
+    because the pixel values have many megabytes and joining would copy them. The server caches encoded images by the
+    hash given here. The hash depends on the cache salt, so that no encoding by older weights is reused."""
     hashes = [hashlib.sha256(f"{salt}/{image.span.digest}".encode()).hexdigest() for image in images]
     placed = {
         "mm_hashes": {"image": hashes},
@@ -358,7 +358,8 @@ def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
 
 
 def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
-    """Return what is wrong with a folder of weights. Returns None if it is good, or if it cannot be seen from here.
+    """Return what is wrong with a folder of weights. Returns None if the folder is good, or if it cannot be seen from
+    here.
 
     A folder can be seen if one of the URLs in `servers` is on this machine and the folder's parent exists here. If the
     parent is missing here, the server probably runs in a container with other folders.
@@ -381,7 +382,7 @@ def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
 
 def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[float]:
     """Return the log-probabilities of `ids`, in the format of the generate route or of `/v1/completions`. Raises
-    EngineMisbehaved if one is missing or belongs to another id."""
+    EngineMisbehaved if a log-probability is missing or belongs to another id."""
     if given is None:
         return checked_logprobs(ids, [], engine)
     if given.token_logprobs is not None:

@@ -134,7 +134,8 @@ class RowBatch(Generic[RowT]):
 
     def _prefix(self, row: RowT) -> Cache:
         """Find the longest stored prefix of the row's ids, set `row.cached` to its length, and return its keys and
-        values. The prefix never includes the last id, whose logits are needed for sampling."""
+        values. The prefix never includes the last id, because the model must compute the logits after this id for
+        sampling."""
         limit = len(row.ids) - 1
         asked = np.asarray(row.ids[:limit])
         best: Cache = []

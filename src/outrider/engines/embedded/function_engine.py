@@ -31,8 +31,8 @@ class FunctionEngine:
     The policy version of a token comes from the first of these sources that exists:
 
     1. `versions` of the last chunk, which cover the whole output.
-    2. `versions` of the token's chunk, whose positions count from the start of the whole output. A chunk needs them if
-       it may wait in a queue while the version changes.
+    2. `versions` of the token's chunk. Positions in these spans count from the start of the whole output. A chunk needs
+       these spans if it may wait in a queue while the version changes.
     3. The version that was set (`set_version`, or the attribute `version`) when the chunk arrived.
 
     `tokenize`: without it, `token_check` returns None.

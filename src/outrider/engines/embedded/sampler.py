@@ -69,7 +69,7 @@ class SamplingState:
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Check that all sampling parameters are in range. Raises EngineRejected with the name of the wrong one."""
+    """Check that all sampling parameters are in range. Raises EngineRejected with the name of the wrong parameter."""
     legal = {
         "max_tokens": params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
@@ -104,7 +104,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     chosen = logits.argmax(dim=-1)
     if any(state.params.temperature != 0 for state in states):
         temperatures = _column([state.params.temperature for state in states])
-        # In rows with temperature 0, the clamp only avoids a division by zero: they get the likeliest token below.
+        # In rows with temperature 0, the clamp only avoids a division by zero: the code below gives these rows the
+        # likeliest token.
         weights = (logits.double() / temperatures.clamp_min(1e-6)).softmax(dim=-1)
         if any(state.params.top_k > 0 or state.params.top_p < 1 or state.params.min_p > 0 for state in states):
             weights = _truncate(weights, [state.params for state in states])

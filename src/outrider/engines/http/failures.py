@@ -37,8 +37,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     context: int | None = None
 
     def overflow(self) -> Overflow | None:
-        """Return the sizes of prompt and context if the prompt alone fills the context. Returns None if it does not, or
-        if one of the sizes is unknown."""
+        """Return the sizes of prompt and context if the prompt alone fills the context. Returns None if the prompt is
+        shorter, or if one of the two sizes is unknown."""
         if self.prompt is None or self.context is None or self.prompt < self.context:
             return None
         return Overflow(self.prompt, self.context)

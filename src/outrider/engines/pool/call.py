@@ -2,8 +2,9 @@
 again after failures.
 
 If the session's engine fails or misbehaves before the first chunk, another engine takes over. A pause of the policy, or
-a silent engine, may cut a generation off. If possible, it then continues as a new request (`ContinuedGeneration`).
-Invariant: a generation that cannot continue is tried again only if its consumer has received no token.
+a silent engine, may cut a generation off. If possible, the generation then continues as a new request
+(`ContinuedGeneration`). Invariant: a generation that cannot continue is tried again only if its consumer has received
+no token.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 FAILOVERS = 3
-"""Maximum number of retries of a call: after more failures, the request itself may be the cause. If engines are
-unavailable, the maximum is the number of engines in the pool, if that is larger."""
+"""Maximum number of retries of a call: after more failures, the request itself may be the cause. For failures of
+unavailable engines, the maximum is the number of engines in the pool, if this number is larger."""
 
 
 class EngineCalls:
@@ -129,7 +130,7 @@ class EngineCalls:
 
 class PoolReply(Generic[T]):
     """The reply to a call, as an async iterator over checked chunks. The consumer must close it with
-    `contextlib.aclosing`. `serving` describes the engine of the next chunks. It is None until an engine has been
+    `contextlib.aclosing`. `serving` describes the engine of the next chunks. `serving` is None until an engine has been
     assigned."""
 
     def __init__(self, calls: EngineCalls, request: AnyRequest, overdue: Overdue | None) -> None:
@@ -268,8 +269,8 @@ class PoolReply(Generic[T]):
     def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
         """Handle the last chunk of an engine's reply. Returns True if the engine has cut the reply off and the reply
         continues as a new request."""
-        # `ours` is True if a pause of this pool has cut generations off since this one began. The chunk's version may
-        # then be old.
+        # `ours` is True if a pause of this pool has cut generations off since this generation began. The chunk's
+        # version may then be old.
         ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
             # A generation that was aborted by something other than this pool starts again, but only if it has no token

@@ -54,9 +54,9 @@ MESSAGE_TOKENS = 64
 
 def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
     """Check that a prompt has ids, and that all token ids of a request are in the vocabulary. Raises InvalidField for a
-    wrong id in `logit_bias` or `stop_token_ids`, which may come from an agent. Raises EngineRejected for an empty
-    prompt or a wrong id in the prompt, which are not the agent's fault: the prompt comes from the renderer and the
-    engines."""
+    wrong id in `logit_bias` or `stop_token_ids`, because these fields may come from an agent. Raises EngineRejected for
+    an empty prompt or a wrong id in the prompt. Such a prompt is not the agent's fault, because prompts come from the
+    renderer and the engines."""
     sampling, end = request.sampling, vocabulary.end
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
         for token in ids:

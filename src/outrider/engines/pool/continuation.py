@@ -54,8 +54,8 @@ class ContinuedGeneration:
             self._watch = StopWatch(stops, self._text(), self._sampled)
 
     def ended(self) -> Chunk | None:
-        """Return the last chunk if the reply was already complete when it was cut off, otherwise None. It is complete
-        if the engine had sampled the last token but had not yet checked whether the reply ends there."""
+        """Return the last chunk if the reply was already complete when it was cut off, otherwise None. The reply is
+        complete if the engine had sampled its last token but had not yet checked whether the reply ends there."""
         sampling, count = self._request.sampling, len(self._sampled)
         last = self._sampled[-1] if self._sampled else None
         string = self._watch.completed if self._watch is not None else None
@@ -135,8 +135,8 @@ class ContinuedGeneration:
 
     def _echo(self, reported: list[int]) -> list[int]:
         """Return the part of the reported prompt that belongs to the original prompt. The part after it should be the
-        ids of the reply so far. For each id there that is wrong, missing or surplus, an id 0 is appended to the result.
-        The result is then longer than the original prompt, so that a deviation (drift) is recorded."""
+        ids of the reply so far. For each wrong, missing or surplus id in this second part, an id 0 is appended to the
+        result. The result is then longer than the original prompt, so that a deviation (drift) is recorded."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
@@ -144,7 +144,7 @@ class ContinuedGeneration:
 
     def _joined(self, versions: tuple[VersionSpan, ...], version: int) -> tuple[VersionSpan, ...]:
         """Return the version spans of the reply so far. `versions` are the spans of the newest request. If there are
-        none, its tokens have the version `version`."""
+        none, the tokens of the newest request have the version `version`."""
         start, count = len(self._sampled), self._given
         spans = list(self.versions)
         for span in versions or (VersionSpan(version, 0, count),):
@@ -164,8 +164,8 @@ class StopWatch:
     request. `completed` is the stop string that ends with the last token before the cut, or None. `over` is True once
     no stop string can span the cut any more.
 
-    The first character after the cut counts as a character before it, because its first bytes may belong to a token
-    before the cut.
+    The first character after the cut counts as a character before the cut, because the first bytes of this character
+    may belong to a token before the cut.
     """
 
     def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:

@@ -114,9 +114,9 @@ class Flight:
             raise
         now = loop.time()
         seconds = now - began
-        # Update `Overdue`, which sums up the session's overdue seconds, if this wait for a chunk was overdue. Also
-        # update it after a wait of more than `least` seconds, because a later call that is queued behind this one may
-        # then be overdue.
+        # `Overdue` sums up the session's overdue seconds. Update it if this wait for a chunk was overdue. Also update
+        # it after a wait of more than `least` seconds, because a later call that is queued behind this call may then be
+        # overdue.
         if seconds > self._least or seconds > wait.allowance - wait.waited:
             self._end_stretch(now)
         else:
@@ -136,7 +136,7 @@ class Flight:
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
             self.forgiven = 0.0 if self._known else wait.overdue
-            # later chunks do not get the seconds that a fast first chunk did not use
+            # seconds that are left over by a fast first chunk are not added to the allowance of later chunks
             wait.allowance = wait.waited + self._least
         self.tokens += tokens
         wait.allowance += tokens * self._token_due

@@ -76,8 +76,9 @@ class FollowedPolicy(Policy):
         self._report()
 
     def _report(self) -> None:
-        # Count the pause in `gate.cuts` before reporting it. The count shows that a pause has cut the generations off,
-        # and the leader may order the engines to abort them as soon as it has the report.
+        # Count the pause in `gate.cuts` before the report. As soon as the leader has the report, the leader may order
+        # the engines to abort the generations. The count must then already show that a pause has cut these generations
+        # off.
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._mode_changes:
             self._cut = self._mode_changes
             self.gate.cuts += 1
@@ -197,7 +198,7 @@ class PoolFollower:
         self._followed[engine.name] = engine
         if engine.spec is None:
             cast(Forwarded, self.pool.engine(engine.name)).apply_state(engine)
-        # Take over the leader's versions only if they have changed. Otherwise this process may have newer ones.
+        # Take over the leader's versions only if they have changed. Otherwise this process may have newer versions.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):

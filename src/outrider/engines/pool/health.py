@@ -39,7 +39,7 @@ EngineCheck = Callable[[AnyEngine], Awaitable[None]]
 log = logging.getLogger("outrider.engine")
 
 GOOD_REPLIES = 3
-"""A suspect engine must pass this number of trials in a row before it is trusted again."""
+"""A suspect engine must pass this number of trials in a row. Then it is no longer suspect."""
 HEALTH_SECONDS = 60.0
 """Maximum seconds for an engine's health report. The pool's `check` of the engine is not included."""
 TRIAL_SECONDS = 60.0
@@ -87,7 +87,7 @@ class HealthChecks:
         self._probing = probing
 
     def run(self, member: EngineRecord, what: EngineTask, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work on an engine in the background. It is cancelled when the engine is removed."""
+        """Run work on an engine in the background. The work is cancelled when the engine is removed."""
         member.tasks[what] = task = self._tasks.create_task(work, name=f"{what} {member.name}")
         return task
 
@@ -177,10 +177,10 @@ class HealthChecks:
     async def prove(
         self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
-        """Check that an engine generates a token within `seconds`, and return its health. Unless `by_token` is set, an
-        engine whose workers connect to the service only has to pass `vet`, because the workers' model may be slow. A
-        pause of the policy does not wait for this check: it ends the check, which then returns None. Raises EngineError
-        if the engine fails the check."""
+        """Check that an engine generates a token within `seconds`, and return its health. The workers that connect to
+        the service may have a slow model. Unless `by_token` is set, an engine with such workers only has to pass `vet`.
+        A pause of the policy does not wait for this check: the pause ends the check, and the check then returns None.
+        Raises EngineError if the engine fails the check."""
         gate = self.policy.gate
         mode_changes, engine = gate.mode_changes, member.engine
         if gate.mode is not None:

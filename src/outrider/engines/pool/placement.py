@@ -2,8 +2,8 @@
 
 Only `EngineRecord` stores the state of an engine. Functions turn it into structs for different readers: `serving` for a
 session, `use_of` for the leading pool, `state_of` for following pools, `status_of` for the status. `Placement` assigns
-a new session to the least loaded engine. The session stays there, because this engine has cached its prefix. Invariants
-of an engine:
+a new session to the least loaded engine. The session stays there, because this engine has cached the session's prefix.
+Invariants of an engine:
 
 - `sessions` is the number of sessions assigned to it, and `assigned_tokens` the sum of their context tokens.
 - `idle` is set exactly while no process has a generation in flight on it. During its removal, `idle` is set only after
@@ -119,7 +119,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LASTING = ("generated_tokens", "failures", "misbehaved")
-"""Counts that outlast a follower: when it ends, the leader adds the follower's values to its own."""
+"""Counts that outlast a follower: when a follower ends, the leader adds the follower's values to the leader's own."""
 COUNTS = ("in_flight", "sessions", "assigned_tokens", *LASTING)
 """The fields of `EngineUse` that the status adds up over all processes."""
 
@@ -224,7 +224,7 @@ class EngineRecord:
         self.awaits_workers = isinstance(self.engine, AwaitsWorkers) and self.engine.awaits_workers
         self.idle.set()
         # The engine if it takes constraints, else None. Checked once: an isinstance check on a protocol takes 30
-        # microseconds, and every call would make two.
+        # microseconds, and every call would make two such checks.
         self._constraining = self.engine if isinstance(self.engine, TakesConstraints) else None
 
     @property
@@ -248,7 +248,8 @@ class EngineRecord:
 
     @property
     def constraints(self) -> frozenset[ConstraintKind]:
-        """The kinds of constraints that the engine supports now. Those of a relay change with its workers."""
+        """The kinds of constraints that the engine supports now. The kinds of a relay engine change with its
+        workers."""
         return frozenset() if self._constraining is None else self._constraining.constraints
 
     def enter(self) -> None:
@@ -368,8 +369,8 @@ class Placement:
         assigns the least loaded one.
 
         The session's own load is added to OVERLOAD: the longer the context that the other engine must compute again,
-        the more the loads must differ. After a few moves they differ by less than this sum, so sessions do not move
-        back.
+        the more the loads must differ. After a few moves the loads differ by less than this sum, so sessions do not
+        move back.
         """
         place = self._places.get(session_key)
         if place is None or not place.member.serves:

@@ -1,5 +1,5 @@
 """Manages the policy that the engines of a pool serve: its version, the pauses for new weights, and which engines have
-them.
+the new weights.
 
 The module handles no requests. While the policy is paused, no generation begins. Once `pause` has returned, none is
 running. An engine that fails during an operation is marked as failed (`lost`), and must get the current weights before
@@ -47,8 +47,8 @@ FAREWELL_SECONDS = 5.0
 
 
 class KnownPolicy(msgspec.Struct, frozen=True):
-    """The version that a trainer has set. `weights` is the path from which the engines have loaded its weights, or None
-    if the trainer itself has changed the weights."""
+    """The version that a trainer has set. `weights` is the path from which the engines have loaded the weights of this
+    version, or None if the trainer itself has changed the weights."""
 
     version: int
     weights: str | None = None
@@ -100,8 +100,8 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """The version that a trainer has set. Without one, the highest version of the engines, or 0 if there are no
-        engines."""
+        """The version that a trainer has set. If no trainer has set a version: the highest version of the engines, or 0
+        if there are no engines."""
         if self._known is not None:
             return self._known.version
         return max((member.version for member in self._members.values()), default=0)
@@ -124,7 +124,7 @@ class Policy:
 
     def outdated(self, engine: AnyEngine, health: EngineHealth) -> EngineUnavailable | None:
         """Return an error if the health report shows that the engine's weights are older than the policy, or have a
-        version that was withdrawn by going back. Returns None if the engine may serve."""
+        version that was undone by going back to a lower one. Returns None if the engine may serve."""
         if self._known is None or not isinstance(engine, SetsVersion):
             return None
         if health.version == self._known.version:
@@ -148,7 +148,8 @@ class Policy:
 
     async def resume(self, version: int | None = None, *, go_back: bool = False) -> None:
         """Resume generation on all engines, also on engines that this pool has not paused. If `version` is given, set
-        it on the engines first. Raises Conflict if it is lower than the current version, unless `go_back` is set."""
+        it on the engines first. Raises Conflict if `version` is lower than the current version, unless `go_back` is
+        set."""
         self._check_forward(version, go_back)
         if self._draining:
             self.gate.open()
@@ -199,8 +200,9 @@ class Policy:
                 await shielded(lambda: self._resume_engines(known, loaded))
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
-        """Bring a returning engine up to date, and return its version. If its weights are outdated, it loads the
-        current ones. It is resumed, unless the policy is paused. Raises EngineError if the engine cannot serve."""
+        """Bring a returning engine up to date, and return its version. If the engine's weights are outdated, the engine
+        loads the current ones. The engine is resumed, unless the policy is paused. Raises EngineError if the engine
+        cannot serve."""
         engine = member.engine
         async with self._lock:
             if member.ok:  # an earlier operation has already brought it up to date
@@ -209,8 +211,8 @@ class Policy:
             if (outdated := self.outdated(engine, health)) is not None:
                 member.behind = True  # so that the next update includes it, in case the load below fails
                 known, load = self._known, weights_loader(engine)
-                # A busy engine still runs generations from before its failure, which a pause may not have stopped. So
-                # it must not load weights.
+                # A busy engine still runs generations that began before its failure. A pause may not have stopped these
+                # generations, so the engine must not load weights.
                 if known is None or known.weights is None or load is None or member.busy:
                     raise outdated
                 await _await_order(engine, load(known.weights, known.version))
@@ -288,7 +290,7 @@ class Policy:
 
     async def _load(self, weights: str, version: int) -> list[EngineRecord]:
         """Load the weights on all engines, and return the engines that have loaded them. If all fail, raises an
-        engine's error. Raises EngineUnavailable if there are none."""
+        engine's error. Raises EngineUnavailable if there are no engines."""
 
         async def load(member: EngineRecord) -> None:
             await cast(LoadsWeights, member.engine).update_weights(weights, version)
@@ -312,8 +314,8 @@ class Policy:
     async def _resume_engines(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
         """Set the version if `known` is given, and resume the engines that respond. Engines that fail are marked as
         failed. Engines that must first load the current weights in `catch_up` are left out. `loaded` are the engines
-        that have just loaded weights, or None if the pool had none to load. If it had, an engine that is not among
-        `loaded` must have joined since then, and is marked as failed, too."""
+        that have just loaded new weights, or None if there were no weights to load. If `loaded` is given, any other
+        engine has joined the pool since the loading, and is marked as failed, too."""
         if known is not None and known.version < self.version:
             # An engine that has failed may still have another of the versions that are undone here.
             versions = (self.version, *(member.version for member in self._members.values()))
@@ -354,8 +356,8 @@ class Policy:
             self._changed()  # even if the gate was open already, because the version may be new
 
     def _warn_of_old_keys(self, member: EngineRecord) -> None:
-        """Log once for each engine that it may reuse keys and values of the old weights. Called when the trainer itself
-        has changed the weights."""
+        """Log a warning, once for each engine: the engine may reuse keys and values of the old weights. Called when the
+        trainer itself has changed the weights."""
         if member.name not in self._warned and Capability.VERSIONED_CACHE not in capabilities_of(member.engine):
             self._warned.add(member.name)
             log.warning(

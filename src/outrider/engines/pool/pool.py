@@ -261,8 +261,8 @@ class EnginePool:
 
     @asynccontextmanager
     async def _joining(self, name: str, source: EngineSpec | AnyEngine) -> AsyncGenerator[Any, None]:
-        """Reserve the name, and start an engine or a list of engines. The block must admit it. If the block raises, the
-        engine is closed and the name is free again."""
+        """Reserve the name, and start an engine or a list of engines. The block must admit the engine or the list. If
+        the block raises, the engine or the list is closed and the name is free again."""
         self._claim(name)
         try:
             engine: Any = source

@@ -1,10 +1,10 @@
 """Detects engines that have fallen silent, and calls that an engine has lost.
 
-Every generation in flight is a `Flight` (`flights.py`). It measures how long its consumer waits for the engine, and
-compares the wait with recent calls to the engine (`Pace`). A `SilenceWatch` checks all flights a few times a second. If
-a wait is overdue and the engine sends no chunk to any call, the watch sends it a request for one token. If no token
-arrives, the engine is marked as failed, and its generations continue on other engines. The overdue seconds are recorded
-in the session's `Overdue`.
+Every generation in flight is a `Flight` (`flights.py`). A flight measures how long its consumer waits for the engine,
+and compares the wait with recent calls to the engine (`Pace`). A `SilenceWatch` checks all flights a few times a
+second. If a wait is overdue and the engine sends no chunk to any call, the watch sends the engine a request for one
+token. If no token arrives, the engine is marked as failed, and its generations continue on other engines. The overdue
+seconds are recorded in the session's `Overdue`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class SilenceWatch:
 
     def _note_given_up(self, flight: Flight) -> None:
         """Record that a consumer has given up a wait: add a check of this wait to the session's `pending_checks`. If
-        the engine has sent no chunk since the wait began, also send it a request for one token. The request measures
-        how much longer the engine stays silent, so it cannot wait until the session's outcome is decided."""
+        the engine has sent no chunk since the wait began, also send the engine a request for one token. The request
+        measures how much longer the engine stays silent, so it must be sent now and not when the session's outcome is
+        decided."""
         member, overdue = flight.member, flight.overdue
         given_up = given_up_wait(flight)
         if overdue is None or given_up.waited < UNANSWERED_SECONDS:
@@ -95,15 +96,15 @@ class SilenceWatch:
             return
         overdue = wait.overdue_by(now) - flight.forgiven - flight.grace
         if self._gate.mode is not None and overdue > self.limits.slow:
-            # The pause may be waiting for this call, so cut the call off. It can continue after the pause. The engine
-            # is not checked first, because no engine may be probed during a pause.
+            # The pause may be waiting for this call, so cut the call off. The call can continue after the pause. The
+            # engine is not checked first, because no engine may be probed during a pause.
             flight.cut(EngineSilent(f"engine {member.name!r} has kept a pause of the policy waiting for a call"))
         since = max(wait.since, self._deaf_until)
         silent = now - since
         if silent < self.limits.least:
             return
-        # Until a later call has received a chunk, this call may just be waiting in a queue behind earlier ones. Do not
-        # cut it off as lost then: if it were repeated, it would have to queue again.
+        # Until a later call has received a chunk, this call may just be waiting in a queue behind earlier calls. So do
+        # not cut it off as lost before that: a repeated call would have to queue again.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
         if member.last_chunk_at <= since or (lost and not overtaken and not member.awaits_workers):
@@ -124,8 +125,8 @@ class SilenceWatch:
             )
 
     async def _check_silent(self, member: EngineRecord, request: AnyRequest, since: float) -> None:
-        """Check an engine that sends no chunk to any of its calls, or that may have lost a call. If it fails the check,
-        it is marked as failed and its flights are cut off. `since` is the time when the silence began."""
+        """Check an engine that sends no chunk to any of its calls, or that may have lost a call. If the engine fails
+        the check, it is marked as failed and its flights are cut off. `since` is the time when the silence began."""
         requested_at = loop_time()
         try:
             proof = await self._health.prove(member, request, self._check_seconds(member))
@@ -149,8 +150,8 @@ class SilenceWatch:
                     member.newest_answered = max(member.newest_answered, requested_at)
 
     def _check_seconds(self, member: EngineRecord) -> float:
-        """Return how many seconds the engine has for one token. They allow for reading the longest prompt of the
-        waiting calls, up to `longest_check`, or for compiling or loading a model if the engine has sent no chunk
+        """Return how many seconds the engine has for one token. The time is long enough to read the longest prompt of
+        the waiting calls (at most `longest_check`), or to compile or load a model if the engine has sent no chunk
         yet."""
         known = member.pace.known or member.newest_answered
         seconds = self.limits.check if known else self.limits.first_check
@@ -205,8 +206,8 @@ class GivenUp(msgspec.Struct, frozen=True):
     `waited`: the number of seconds that the consumer has waited.
     `usual`: the number of seconds that the engine usually takes, or None if unknown.
 
-    `waited` and `usual` are for the missing chunk alone, or for all chunks of the reply up to this one.
-    `given_up_wait` decides.
+    `waited` and `usual` are for the missing chunk alone, or for all chunks of the reply up to this chunk.
+    `given_up_wait` decides which of the two.
     """
 
     began: float
@@ -227,7 +228,8 @@ def given_up_wait(flight: Flight) -> GivenUp:
     token = pace.usual_token
     whole, waited = first + token * (flight.tokens + 1), flight.wait.waited
     late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-    # unless the wait for this chunk was long, too, the client gave up for another reason, such as the text of the reply
+    # Count the whole reply only if the wait for this chunk was long, too. Otherwise the client gave up for another
+    # reason, such as the text of the reply.
     if late and stretch >= SLOWER * token:
         return GivenUp(began, waited, whole)
     return GivenUp(began, stretch, token)

@@ -1,9 +1,9 @@
 """The waits for an engine, the store or the service. `Pace` measures how long a wait for an engine usually takes.
 `Overdue` adds up by how much the waits of a session are too long.
 
-Each wait has an allowance: the length of a normal wait. For an engine it depends on the engine's pace, which is
-measured over the calls of recent minutes. Seconds within the allowance count towards the session's time limits, like
-the session's own work. Seconds beyond the allowance are overdue, and count towards no limit. Invariants:
+Each wait has an allowance: the length of a normal wait. The allowance of a wait for an engine depends on the engine's
+pace, which is measured over the calls of recent minutes. Seconds within the allowance count towards the session's time
+limits, like the session's own work. Seconds beyond the allowance are overdue, and count towards no limit. Invariants:
 
 - Seconds in which several waits of a session are overdue count once.
 - A session that waits behind its own earlier requests is not overdue.
@@ -30,14 +30,15 @@ LEARNING_SECONDS = 1.0
 """Once the pace is known, at most one call in this number of seconds is remembered. So the medians cover several
 minutes even on a busy engine, and a minute of unusual calls hardly changes them."""
 ESTABLISHED_CALLS = 128
-"""When a pace becomes known or is taken over from elsewhere, each of its calls is remembered several times, to get at
-least this number. So later calls change the medians only slowly."""
+"""When a pace becomes known or is taken over from elsewhere, each of its calls is remembered several times, until at
+least this number of calls is remembered. So later calls change the medians only slowly."""
 SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
 """After at least SLOW_CALLS overdue calls in a row, over at least SLOW_SECONDS, the engine is considered slow and not
 silent. Its pace is then computed from these calls only."""
 STEADY = 5.0
-"""Factor for SLOW_SECONDS if the engine's pace is known and this process has already got a reply from it in time."""
+"""Factor for SLOW_SECONDS if the engine's pace is known and this process has already got a reply from the engine in
+time."""
 SUMMED_UP_EVERY = 16
 """The medians are computed again after this number of newly remembered calls."""
 MUCH_SLOWER = 8.0
@@ -51,10 +52,10 @@ SLOW_PREFILL_TOKENS_PER_SECOND = 200
 """Number of prompt tokens that a slow engine computes in a second, for example without a GPU. Time limits allow for
 this rate, so that such an engine is not considered as failed."""
 FIXED_COST_TOKENS = 1024
-"""A prompt of fewer tokens counts as a prompt of this number, because the time to its first chunk is mostly a fixed
-cost."""
+"""A prompt of fewer tokens counts as a prompt of this number of tokens, because most of the time to the first chunk is
+then a fixed cost."""
 WHOLE_TOKENS = 32
-"""If the first chunks of an engine usually have more tokens than this, it is assumed to send each reply in one
+"""If the first chunks of an engine usually have more tokens than this, the engine is assumed to send each reply in one
 chunk."""
 UNKNOWN_TOKEN_SECONDS = 1 / 64
 """Assumed seconds for each token after the first chunk while the pace of an engine is unknown."""
@@ -64,8 +65,8 @@ class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits for silent engines and lost calls, in seconds.
 
     - `least`: an overdue wait has at least this length.
-    - `unknown`: if the pace of an engine is unknown, additional seconds before a call without a token makes the pool
-      check the engine, which may have to compile or load a model first.
+    - `unknown`: additional time before the pool checks an engine of unknown pace because of a call without a token.
+      Such an engine may have to compile or load a model first.
     - `unknown_token`: like `unknown`, for each token that the call has received already.
     - `check`: a silent engine must send one token in this time to pass a check.
     - `first_check`: the same for an engine that has sent nothing yet.
@@ -391,8 +392,8 @@ class Overdue:
             del self._open[wait]
 
     def _note_delivery(self, wait: SessionWait) -> None:
-        """Record the time of the last delivery to `wait`, which is over, in the later waits for the same resource
-        (`behind`)."""
+        """Record the time of the last delivery to `wait` as `behind` in the later waits for the same resource. `wait`
+        is over."""
         later = False
         for other in self._open:
             if later and other.queued and other.what == wait.what:
@@ -444,8 +445,8 @@ class Overdue:
             self.remove(wait)
 
     def _count(self, now: float) -> None:
-        """Add the overdue seconds since the last call of this method. No overdue wait has ended since then, so they are
-        one stretch that lasts until now."""
+        """Add the overdue seconds since the last call of this method. No overdue wait has ended since then, so the
+        seconds to add are one stretch that lasts until now."""
         due = math.inf
         if len(self._open) == 1:  # fast path for the usual case of one wait
             (wait,) = self._open

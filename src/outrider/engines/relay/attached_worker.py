@@ -1,4 +1,4 @@
-"""The service's side of one worker: the worker's generations and calls, which continue when it reconnects.
+"""The service's side of one worker: the worker's generations and calls. They continue when the worker reconnects.
 
 Invariants: the messages of a generation are processed in the order of their numbers, each once, even if the worker
 reconnects. Windows (see `RelayOptions`) limit how many chunks from a worker can wait here to be read.
@@ -93,8 +93,8 @@ class AttachedWorker:
     """A worker's generations and calls, over all its connections.
 
     `engine` is the name of the engine for error messages. `gone` is the reason why the worker was given up, or None
-    while it is connected or may reconnect. The class has those members of `Engine`, and the method of
-    `TokenizesText`, that the service needs to check the worker's tokenizer.
+    while it is connected or may reconnect. To check the worker's tokenizer, the service needs some members of `Engine`
+    and the method of `TokenizesText`. This class has these members.
     """
 
     mode = TokenMode.TOKENS
@@ -135,7 +135,7 @@ class AttachedWorker:
     @property
     def _patience(self) -> float:
         """Timeout of `resume` and `set_version` in seconds. It includes the time to reconnect, because a worker without
-        a connection receives the call only after that."""
+        a connection receives the call only after it has reconnected."""
         return self._options.resume_seconds + CALL_SECONDS
 
     @property
@@ -237,7 +237,7 @@ class AttachedWorker:
 
     async def _call(self, action: WorkerAction, *, seconds: float | None = CALL_SECONDS, **fields: Any) -> WorkerReply:
         """Send a call with these `fields` and return the reply. If the worker replies with an error, raises that error.
-        Raises EngineUnavailable if it does not reply in time or is gone."""
+        Raises EngineUnavailable if the worker does not reply in time or is gone."""
         if self.gone is not None:
             raise self._is_gone()
         call = WorkerCall(call=next(self._numbers), action=action, **fields)

@@ -1,4 +1,5 @@
-"""The relay engine. Its workers connect to the service from outside, and it assigns each generation to one of them.
+"""The relay engine. Its workers connect to the service from outside, and the engine assigns each generation to one of
+them.
 
 Invariants: a generation moves to another worker only while none of its chunks was passed on. All workers of an engine
 report the same kind of log-probabilities and name the same model. A worker gets no work while its version is older than
@@ -31,10 +32,10 @@ log = logging.getLogger("outrider.relay")
 
 HELLO_SECONDS = 10.0
 STAY = 4
-"""A session stays on its own worker, which may have cached its prefix, while that worker has at most this number of
-generations in flight more than the least loaded worker."""
+"""A session stays on its own worker while this worker has at most this many generations in flight more than the least
+loaded worker. The own worker may have cached the session's prefix."""
 FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
-"""After these close codes, the worker is not expected to return. After any other end of a connection, it has
+"""After these close codes, the worker is not expected to return. After any other end of a connection, the worker has
 `resume_seconds` to reconnect."""
 NO_WORKERS = "no worker is attached"
 HINT = "run one where the model is: outrider.relay.Worker(URL, generate, engine={!r})"
@@ -86,8 +87,8 @@ class RelayEngine:
     @property
     def constraints(self) -> frozenset[ConstraintKind]:
         """The kinds that at least one worker supports: a request goes only to workers that support its constraint.
-        While no worker is attached, these are the kinds of the last one, so that a request fails because the workers
-        are missing, and is not refused as if it were wrong."""
+        While no worker is attached, these are the kinds of the last attached worker. A request with a constraint then
+        fails because no worker is attached, and is not refused as an invalid request."""
         return self._constraints
 
     @property

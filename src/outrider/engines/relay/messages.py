@@ -95,8 +95,8 @@ class Acknowledge(msgspec.Struct, tag="acknowledge", frozen=True):
 
 
 class WorkerCall(msgspec.Struct, tag="call", frozen=True, kw_only=True):
-    """An order to the worker, which carries out the action and sends one reply. If the worker receives the same call
-    again, it only sends the reply again."""
+    """An order to the worker. The worker carries out the action and sends one reply. If the worker receives the same
+    call again, it only sends the reply again."""
 
     call: int
     action: WorkerAction
