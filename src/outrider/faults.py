@@ -54,8 +54,8 @@ WORDS: dict[str, Callable[[Context], str]] = {
 
 
 def complaints(error: ValidationError) -> list[ErrorDetails]:
-    """Return pydantic's errors, one for each wrong field. Raises InvalidField if there are more than MAX_COMPLAINTS: a
-    request can have so many that listing them would take seconds."""
+    """Return pydantic's errors, one for each wrong field. Raises InvalidField if there are more than MAX_COMPLAINTS
+    errors: a request can have so many errors that listing them would take seconds."""
     if (count := error.error_count()) > MAX_COMPLAINTS:
         raise InvalidField(f"{count} fields are wrong or unknown, too many to name them") from error
     return error.errors(include_url=False)

@@ -156,7 +156,7 @@ def _errors_of(name: str) -> Iterator[None]:
 
 
 def _combinable(name: str, verdict: Verdict) -> Verdict:
-    """Return the verdict of a part. Raises EvaluatorError if it rewards training rows."""
+    """Return the verdict of a part. Raises EvaluatorError if the verdict rewards training rows."""
     if verdict.rows:
         raise EvaluatorError(f"part {name!r} rewards rows, which cannot be combined with the rewards of other parts")
     return verdict

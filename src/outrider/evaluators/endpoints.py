@@ -30,7 +30,7 @@ class Endpoints:
 
     frozen: the names of models that are never trained.
     pauses: the waits between attempts of one call.
-    called_here: True if this process calls the graders, so that it must have their keys.
+    called_here: True if this process calls the graders. Such a process must have the graders' keys.
     load: the number of calls in flight, by address."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Endpoints:
 
     def grader(self, name: str, *, field: str) -> GraderConfig:
         """Return the grader with this name. If there is none, raises InvalidField with a hint that lists the known
-        names. Also raises InvalidField if `called_here` and its key is missing."""
+        names. Also raises InvalidField if `called_here` is True and the grader's key is missing."""
         if name not in self._graders:
             known = ", ".join(sorted(self._graders)) or "none"
             raise InvalidField(
@@ -62,8 +62,8 @@ class Endpoints:
         return grader
 
     def check_signing_key(self, grader: GraderConfig, *, field: str) -> None:
-        """Raise InvalidField if the grader's signing key is too short or invalid, or if `called_here` and it is
-        missing."""
+        """Raise InvalidField if the grader's signing key is too short or invalid. If `called_here` is True, also raise
+        it if the key is missing."""
         secret = self._key(grader.secret_variable, grader, field)
         if secret is None:
             return
@@ -79,8 +79,9 @@ class Endpoints:
             ) from None
 
     def _key(self, name: str | None, grader: GraderConfig, field: str) -> str | None:
-        """Return the value of the variable `name`. If it is not set, raises InvalidField if `called_here`, else returns
-        None, because only the process that calls the grader needs it."""
+        """Return the value of the environment variable `name`. If the variable is not set, returns None, because only
+        the process that calls the grader needs the value. In such a process (`called_here`), raises InvalidField
+        instead."""
         try:
             return variable(name, grader.name)
         except EvaluatorError as error:

@@ -24,7 +24,7 @@ from outrider.trajectory import Verdict
 
 
 class CallableEvaluator:
-    """Calls the function that `path` names, with the Outcome. `path` is an `outrider.reward` entry point or
+    """Calls the function that `path` names, and passes the Outcome to it. `path` is an `outrider.reward` entry point or
     `package.module:attribute`. The function finds its options in `outcome.task.evaluator.options`. If it is not async,
     it runs in a thread.
 

@@ -48,9 +48,9 @@ async def post(
 ) -> dict[str, Any]:
     """Send a POST request to a grader and return the JSON object in its reply. Raises EvaluatorError.
 
-    Of the grader's addresses, the call goes to the one with the fewest calls in flight (`load`). It is repeated after a
-    pause (`pauses`) if it cannot connect, exceeds `seconds` or gets one of the statuses in `transient`. A repetition
-    prefers another address. Any other status except 2xx raises Refused at once.
+    Of the grader's addresses, the call goes to the one with the fewest calls in flight (`load`). The call is repeated
+    after a pause (`pauses`) if it cannot connect, exceeds `seconds` or gets one of the statuses in `transient`. A
+    repeated call prefers another address. Any other status except 2xx raises Refused at once.
     """
     key = variable(grader.key_variable, grader.name)
     sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}

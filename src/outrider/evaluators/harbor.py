@@ -128,8 +128,8 @@ async def verify(
 
 
 async def failure(runtime: Runtime, done: ExecResult, message: str) -> EvaluatorError:
-    """Return the error for rewards that cannot be read. It has `inside=True`, because an agent that used the same
-    sandbox may be the cause."""
+    """Return the error for rewards that cannot be read. The error has `inside=True`, because an agent that used the
+    same sandbox may be the cause."""
     return EvaluatorError(message, log_tail=await output(runtime, done), inside=True)
 
 

@@ -1,7 +1,7 @@
 """The evaluator `math`: compares the agent's answer with gold answers as mathematics, using math-verify.
 
 math-verify runs in other processes (see `checks/pool.py`). Invariant: if the check of an answer exceeds the time limit,
-the reward is 0; if the machine cannot run the check, that is an EvaluatorError.
+the reward is 0; if the machine cannot run the check, an EvaluatorError is raised.
 """
 
 from __future__ import annotations

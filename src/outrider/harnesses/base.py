@@ -60,9 +60,9 @@ def folders_in(runtime: Runtime) -> SessionFolders:
 
 
 class ModelRefused(RequestError):
-    """A frozen model, which is never trained, refused a call because of the agent: the session has used up its turns or
-    tokens of this model, or the prompt is too long. If the agent does not catch this error, the session is still
-    graded."""
+    """A frozen model (a model that is never trained) refused a call, and the agent is the cause: the session has used
+    up its turns or tokens of this model, or the prompt is too long. If the agent does not catch this error, the session
+    is still graded."""
 
     code = "model_refused"
     http_status = 429
@@ -141,6 +141,6 @@ class Harness(Protocol):
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         """Run the agent to its end. Raises ProgramExit if the program fails but its work can be graded, and
-        HarnessError for other failures. A time limit cancels this call, which must then end all processes that it has
-        started."""
+        HarnessError for other failures. At a time limit, this call is cancelled. It must then end all processes that it
+        has started."""
         ...

@@ -19,8 +19,8 @@ MARKER = ".outrider-sealed.json"
 
 
 class BuildInputs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The inputs from which a folder is built. The marker file records them. If it records other inputs, the folder
-    counts as incomplete."""
+    """The inputs from which a folder is built. The marker file records these inputs. If a marker file records other
+    inputs, its folder counts as incomplete."""
 
     packages: tuple[str, ...]
     node: str | None = None
@@ -42,8 +42,8 @@ def invalidate(folder: Path) -> None:
 
 
 def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None]) -> None:
-    """Build `folder` unless it is complete. It is emptied before `build` is called, and removed if `build` raises. The
-    call blocks while another process builds the same folder."""
+    """Build `folder` unless it is complete. The folder is emptied before `build` is called, and removed if `build`
+    raises. The call blocks while another process builds the same folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         if is_complete(folder, contents):

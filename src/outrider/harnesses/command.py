@@ -32,7 +32,7 @@ LOOKUP_SECONDS = 60.0
 
 MAX_INSTRUCTION = 100_000
 """Maximum bytes of an instruction. Linux refuses any argument or variable above 128 KiB, and an argument may contain
-more than the instruction."""
+other text besides the instruction."""
 
 TAIL_OF_NEWEST = (
     f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
@@ -89,9 +89,9 @@ class CommandHarness:
         """Prepare the task's virtual environment, write the preset's config files, and copy the skills.
 
         Raises InvalidField if the instruction cannot be passed to a program, if the virtual environment is missing or
-        broken, or if an MCP server or a skill is not in the sandbox. Also raises it if the sandbox already has one of
-        the preset's files. Raises HarnessUnavailable if the program is not installed, and HarnessError if the sandbox
-        has no HOME."""
+        broken, or if an MCP server or a skill is not in the sandbox. Also raises InvalidField if the sandbox already
+        has one of the preset's files. Raises HarnessUnavailable if the program is not installed, and HarnessError if
+        the sandbox has no HOME."""
         check_instruction(context.task.instruction)
         words = self._words(context)
         if self._venv is not None:
@@ -115,8 +115,8 @@ class CommandHarness:
             )
         self._home = str(home)
         words = self._words(context)
-        # Later steps are not checked: the sandbox then has the files of the previous step, which the agent may have
-        # changed.
+        # Only the first step is checked. At later steps, the sandbox has the files of the previous step, and the agent
+        # may have changed them.
         first, self._installed = not self._installed, True
         if first:
             for number, server in enumerate(self._servers):
@@ -175,8 +175,8 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # This is only an upper bound: the session's own time limit ends the program earlier. That limit leaves out
-            # time in which the service was suspended, but this one does not.
+            # This is only an upper bound: the session's own time limit ends the program earlier. If the service is
+            # suspended, this time counts for the bound here, but not for the session's limit.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail()

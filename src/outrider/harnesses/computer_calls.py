@@ -51,7 +51,7 @@ VENDORS: tuple[Vendor, ...] = get_args(Vendor)
 
 ANTHROPIC_NAME = "computer"
 NOTCH = 100
-"""Number of pixels that a page scrolls at one notch of the mouse wheel."""
+"""Number of pixels by which a page scrolls at one notch of the mouse wheel."""
 _MAX_NOTCHES = 50
 _WAIT_SECONDS = 2.0
 """Duration of OpenAI's action `wait` in seconds. The action itself names no duration."""
@@ -111,7 +111,7 @@ _KEYS = {
 
 
 def tools(vendor: Vendor, width: int, height: int, *, zoom: bool) -> list[ToolSpec]:
-    """Return the computer tools of a vendor for a screen of this size in pixels. `zoom` tells whether the model may ask
+    """Return the computer tools of a vendor for a screen of this size in pixels. If `zoom` is true, the model may ask
     for images of a part of the screen."""
     match vendor:
         case "anthropic":
@@ -315,8 +315,8 @@ def _key(keys: str | list[str]) -> Key:
 
 
 def _x_name(key: str, *, alone: bool) -> str:
-    """Return X's name of a key. X names the key of a letter by the lower-case letter. So a letter becomes lower case if
-    other keys are pressed with it."""
+    """Return X's name of a key. X uses the lower-case letter as the name of a letter's key. So a letter becomes lower
+    case if other keys are pressed together with its key."""
     return _KEYS.get(key.lower()) or (key if alone or len(key) > 1 else key.lower())
 
 

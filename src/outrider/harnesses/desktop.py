@@ -44,7 +44,8 @@ OPEN_SECONDS = 120.0
 SETTLE_SECONDS = 0.5
 """Seconds between an action of a vendor's tool and the screenshot that shows its effect."""
 TREE_SECONDS = 10.0
-"""Time limit in seconds for reading the accessibility tree. The part that was read by then is the result."""
+"""Time limit in seconds for reading the accessibility tree. At the limit, the part that has been read becomes the
+result."""
 TREE_BYTES = 64_000
 """Maximum bytes of an accessibility tree in UTF-8. `screen_tree.py` never prints more."""
 BUS = "a11y-bus"
@@ -54,8 +55,8 @@ PYTHON = "/usr/bin/python3"
 SCRIPT = Path(__file__).with_name("screen_tree.py")
 PNG = b"\x89PNG\r\n\x1a\n"
 
-# The configuration has no key bindings, mouse bindings or menus that close or move windows: a grader may need the
-# windows as they are.
+# The configuration has no key bindings, mouse bindings or menus that close or move windows, because a grader may need
+# the windows as they are.
 WINDOW_MANAGER = """\
 <?xml version="1.0"?>
 <openbox_config xmlns="http://openbox.org/3.4/rc">
@@ -71,8 +72,9 @@ WINDOW_MANAGER = """\
 </openbox_config>
 """
 
-# The script refuses a display that exists, because in a runtime without namespaces it could be the host's or another
-# session's. Without -noreset, Xvfb would restart when its last client exits, and refuse new clients meanwhile.
+# The script refuses a display that already exists: in a runtime without namespaces, the display could be the host's or
+# another session's. Without -noreset, Xvfb would restart when its last client exits, and refuse new clients during the
+# restart.
 OPEN = """\
 for program in {programs}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
@@ -239,7 +241,7 @@ class Desktop:
         done = await self._execute(["xdotool", *arguments], self._seconds)
         if done.timed_out:
             return Text(f"[timed out after {self._seconds:g} s]")
-        # xdotool exits with 0 even if a key is unknown. So if it prints anything, that is the result.
+        # xdotool exits with 0 even if a key is unknown. So if xdotool prints anything, its output is the result.
         return Text(done.log_tail().strip() or (DONE if done.exit_code == 0 else f"[exit code {done.exit_code}]"))
 
     async def _screenshot(self, part: Zoom | None = None) -> Part:
@@ -257,8 +259,8 @@ class Desktop:
     async def _tree(self) -> Text:
         """Return the accessibility tree of the screen."""
         options, script = self._options, f"{self._folder}/{SCRIPT.name}"
-        # The script reads for at most half of the time. The rest is for its start, and for the last reply that it waits
-        # for.
+        # The script reads for at most half of the time. The rest is for the start of the script, and for the last reply
+        # that the script waits for.
         words = [PYTHON, script, str(options.width), str(options.height), f"{min(TREE_SECONDS, self._seconds / 2):g}"]
         done = await self._execute(words, self._seconds)
         if done.timed_out:

@@ -1,7 +1,7 @@
 """The actions of an agent on a desktop: looking at the screen, and using mouse and keyboard.
 
 The docstring of each action in ACTIONS is shown to the model as its description. `pixels` must return all pixels that
-an action names: only these are checked against the size of the screen.
+an action names, because only the pixels that it returns are checked against the size of the screen.
 """
 
 from __future__ import annotations

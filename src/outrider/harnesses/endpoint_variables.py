@@ -1,5 +1,5 @@
-"""The environment variables of a session: its ids, its folders, and its model endpoint. Those of the endpoint have the
-names that vendors' programs read.
+"""The environment variables of a session: its ids, its folders, and its model endpoint. The variables of the endpoint
+have the names that vendors' programs read.
 
 Invariant: a task cannot set any of these variables.
 """
@@ -16,7 +16,7 @@ def folder_environment(folders: SessionFolders) -> dict[str, str]:
 
 def endpoint_environment(endpoint: ModelEndpoint, instruction: str, ids: SessionIds) -> dict[str, str]:
     """Return the variables for the model endpoint and the instruction, under the names that the programs of each vendor
-    read. Agents written for Outrider also find the ids of the attempt there."""
+    read. The variables also contain the ids of the attempt, for agents written for Outrider."""
     base, key = endpoint.base_url, endpoint.api_key
     return {
         "OPENAI_BASE_URL": f"{base}/v1",

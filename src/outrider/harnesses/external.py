@@ -1,6 +1,6 @@
 """The harness of an external session, whose agent runs elsewhere.
 
-`sessions/external.py` runs such sessions. A node makes this harness only to grade one.
+`sessions/external.py` runs such sessions. A node makes this harness only to grade an external session.
 """
 
 from __future__ import annotations

@@ -83,8 +83,9 @@ def mcp_tool_names(spec: HarnessSpec) -> dict[str, str]:
 
 
 def check_written(task: TaskSpec) -> None:
-    """Raise InvalidField if a prepare step writes a file that the task's preset also writes. The check assumes the HOME
-    that the task sets, or root's. For any other HOME, the harness checks this when the session begins."""
+    """Raise InvalidField if a prepare step writes a file that the task's preset also writes. The check uses the HOME
+    that the task sets or, without one, the home folder of root. For any other HOME, the harness itself checks for
+    existing files when the session begins."""
     if task.harness.preset is None:
         return
     home = task.harness.env.get("HOME") or task.runtime.env.get("HOME") or ROOTS_HOME
@@ -103,7 +104,7 @@ def check_written(task: TaskSpec) -> None:
 
 
 def _command_preset(spec: HarnessSpec) -> Preset:
-    """Return the task's own command as a preset. Its options are those that its texts use."""
+    """Return the task's own command as a preset. The preset has the options that the command's texts use."""
     command = tuple(spec.command or ())
     for index, part in enumerate(command):
         if "\0" in part:

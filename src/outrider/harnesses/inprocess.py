@@ -20,11 +20,11 @@ class Agent(Protocol):
     """An agent in Python.
 
     The class is called with the task's harness options: once when the task is submitted, and once per session. If the
-    call raises an exception, the task is refused with an InvalidField, which names the option if the exception is a
-    ValidationError of pydantic.
+    call raises an exception, the task is refused with an InvalidField. For a ValidationError of pydantic, the
+    InvalidField names the option.
 
-    The attribute `takes` is a set of the fields that the agent supports: `mcp_servers`, `skills`. A task with one of
-    these fields is invalid for any other agent.
+    The attribute `takes` is a set of the fields that the agent supports: `mcp_servers`, `skills`. A task that sets one
+    of these fields is invalid if the field is not in the agent's `takes`.
 
     `init` prepares the sandbox while the session is initialising. `run` calls the model (`context.model`) and uses the
     sandbox (`context.runtime`) until the agent is done. Both are called for each step of the task, and may be cancelled

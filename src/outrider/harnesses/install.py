@@ -166,7 +166,7 @@ def _install_command(preset: Preset) -> str:
 
 def _node_needed(prefix: Path, recipe: Install) -> str | None:
     """Return a hint that names the versions of Node.js which an npm package requires. Returns None if the package names
-    none."""
+    no versions."""
     package = recipe.packages[0].removesuffix(f"@{recipe.version}")
     try:
         manifest = json.loads((prefix / "node_modules" / package / "package.json").read_text("utf-8"))
@@ -192,8 +192,8 @@ def _node_binary(prefix: Path) -> Path:
 
 
 def _python_installation(prefix: Path) -> Installation | None:
-    # The environment's python is a link to a base interpreter, which may have been removed since. A sandbox has this
-    # interpreter only if it is below /usr, or if its folder is also mounted.
+    # The environment's python is a link to a base interpreter, and this interpreter may have been removed since. A
+    # sandbox has the base interpreter only if it is below /usr, or if its folder is also mounted.
     interpreter = (prefix / "bin" / "python").resolve()
     if not interpreter.is_file():
         return None
@@ -225,8 +225,8 @@ def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None
 
 
 def _node_requirement(package: Path) -> str | None:
-    """Return the versions of Node.js that an installed npm package requires, as in its package.json, or None if it
-    names none."""
+    """Return the versions of Node.js that an installed npm package requires, as written in its package.json, or None if
+    the package.json names none."""
     try:
         manifest = msgspec.json.decode((package / "package.json").read_bytes(), type=_PackageJson)
     except (OSError, msgspec.MsgspecError):
@@ -249,7 +249,7 @@ def _install_wheels(
         try:
             run([*uv, "pip", "install", *uv_target, "--compile-bytecode", *packages], cwd=cwd)
         except HarnessUnavailable as error:
-            # pip may still succeed, because uv does not read pip's settings, which may name another index.
+            # pip may still succeed, because pip's settings may name another index, and uv does not read them.
             say(f"uv failed, trying pip: {error.message}")
         else:
             return

@@ -1,4 +1,4 @@
-"""Finds a Python of a given minor version on this machine, for programs that need another one than Outrider.
+"""Finds a Python of a given minor version on this machine, for programs that need another Python than Outrider.
 
 The module downloads nothing. Invariant: an interpreter of a given version is returned only after it has run, has
 reported this version, and has imported `venv`. All functions here block.

@@ -35,8 +35,8 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     env, text: for a task with servers, these variables are set, and this text is merged into `file`.
     name: the name of a server in `file`. It differs from "{server}" if the program reserves some names for itself.
     tool: the model's name for the tool {tool} of a server.
-    allowed: the entry in the program's list of allowed tools that allows all tools of a server. It is empty if the list
-        does not apply to servers.
+    allowed: in the program's list of allowed tools, the entry that allows all tools of a server. It is empty if this
+        list does not apply to tools of servers.
     """
 
     file: str
@@ -109,7 +109,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer]) -> str:
-    """Return the text of the program's file with the servers added. `text` is the file without them, and may be
+    """Return the text of the program's file with the servers added. `text` is the file without the servers, and may be
     empty."""
     entries: dict[str, dict[str, Any]] = {}
     for server in servers:

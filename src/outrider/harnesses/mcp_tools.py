@@ -2,8 +2,8 @@
 
 The client is the optional package `mcp`, which is imported only when needed. A runtime cannot keep the pipes of a
 process open, so a server uses two named pipes instead. A live shell reads the server's output line by line, and a
-separate command writes each message to its input. Invariant: when the block of `mcp_tools` ends, the servers end, and
-an exception in the block is raised unchanged.
+separate command writes each message to the server's input. Invariant: when the block of `mcp_tools` ends, the servers
+end, and an exception in the block is raised unchanged.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ async def _served(runtime: Runtime, server: McpServer, folder: str) -> AsyncIter
             group.start_soon(_receive, shell, to_session)
             group.start_soon(_send, runtime, f"{folder}/in", from_session)
             async with ClientSession(received, sent) as session:
-                # An exception in the block is raised again outside of the task groups, which would wrap it in an
-                # ExceptionGroup.
+                # Catch an exception of the block here, and raise it again outside of the task groups, because they
+                # would wrap it in an ExceptionGroup.
                 try:
                     yield await _started(session, runtime, server, folder)
                 except Exception as error:
@@ -137,7 +137,8 @@ def _tool(session: ClientSession, server: McpServer, found: Any) -> Tool:
         try:
             result = await session.call_tool(found.name, dict(arguments))
         except Exception as error:  # the server or the connection failed
-            # In a broken sandbox, this command raises RuntimeFailure. Otherwise the model gets the error as the result.
+            # In a broken sandbox, the next command raises RuntimeFailure. Otherwise the model gets the error as the
+            # result.
             await context.runtime.exec(["true"], seconds=PROBE_SECONDS)
             return f"the MCP server {server.name} failed: {error or type(error).__name__}"
         text = "\n".join(map(_text, result.content))
@@ -196,7 +197,7 @@ async def _receive(shell: Shell, to_session: MemoryObjectSendStream[SessionMessa
 
 
 async def _send(runtime: Runtime, pipe: str, from_session: MemoryObjectReceiveStream[SessionMessage]) -> None:
-    """Pass messages on to the server until it no longer reads them or the sandbox breaks."""
+    """Pass messages on to the server until the server no longer reads them or the sandbox breaks."""
     async with from_session:
         async for message in from_session:
             line = message.message.model_dump_json(by_alias=True, exclude_unset=True) + "\n"

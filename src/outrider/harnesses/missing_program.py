@@ -68,8 +68,8 @@ class Missing(msgspec.Struct, frozen=True):
 async def find_missing(
     runtime: Runtime, command: Sequence[str], env: Mapping[str, str], result: ExecResult
 ) -> Missing | None:
-    """Return why `command` could not be started, given its `result`. Returns None if it was started, or if the cause is
-    unknown."""
+    """Return why `command` could not be started. `result` is the result of the command. Returns None if the command was
+    started, or if the cause is unknown."""
     if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
         return None
     sandbox = _Sandbox(runtime, env)
@@ -104,7 +104,7 @@ class _Sandbox:
 
     async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
         """Return why the program cannot be started, or None if no cause is found. For a script, check its interpreter,
-        too. An interpreter may itself be a script, so this is repeated up to `depth` times."""
+        too. An interpreter may itself be a script, so the check is repeated for up to `depth` interpreters."""
         place = await self._find(name)
         if place is None:
             return _not_there(name)
@@ -154,8 +154,9 @@ class _Sandbox:
         return True
 
     async def _head(self, path: str) -> bytes:
-        """Return the first HEAD bytes of a file. If the file is large and the sandbox has no command `head`, read it on
-        the host, but only if Outrider has installed it: only such programs have the same path there."""
+        """Return the first HEAD bytes of a file. If the file is large and the sandbox has no command `head`, read the
+        file on the host. This works only for programs that Outrider has installed, because only they have the same path
+        on the host."""
         try:
             return (await self._runtime.read(path, limit=SMALL))[:HEAD]
         except RuntimeFailure:
@@ -165,7 +166,7 @@ class _Sandbox:
 
 def _head_on_host(path: str) -> bytes:
     """Read the beginning of a program in Outrider's cache on the host. Returns b"" for any other path: the task chooses
-    it, and other files of the host may be secret, or pipes."""
+    the path, and other files of the host may be secret, or pipes."""
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(cache_home())):
         return b""
@@ -178,8 +179,8 @@ def _head_on_host(path: str) -> bytes:
 
 
 def _not_there(name: str) -> Missing:
-    """Describe a program that the sandbox does not have. The hint depends on whether the host has it in the service's
-    PATH."""
+    """Describe a program that the sandbox does not have. The hint depends on whether the host has the program in the
+    service's PATH."""
     if "/" in name and not posixpath.isabs(name):
         return Missing(
             f"{name} is not in the sandbox, where it was looked for below the working directory",
@@ -212,7 +213,7 @@ def _not_there(name: str) -> Missing:
         hint = f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
     else:
         folder = program.parent.parent if program.parent.name == "bin" else program.parent
-        # These folders contain much else, so only the program is mounted.
+        # These folders contain many other files, so only the program is mounted.
         if folder in (Path("/"), Path.home(), Path.home() / ".local"):
             folder = program
         hint = f'show it to the sandbox: write mounts = [{{source = "{folder}"}}] below [runtime]; {_allow(folder)}'

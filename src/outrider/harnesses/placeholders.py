@@ -52,8 +52,8 @@ def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = 
 
 
 def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
-    """Replace the placeholders in the text of a file. Values are escaped for a string in the file's format, which the
-    suffix of `path` tells."""
+    """Replace the placeholders in the text of a file. Values are escaped for a string in the file's format. The suffix
+    of `path` determines the format."""
     return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, str))
 
 

@@ -55,12 +55,12 @@ class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     type: `template` means that the value may have the placeholders of the endpoint: {base_url}, {api_key}, {model},
         {instruction}. `names` means a list of names, or a text with names and commas.
-    default, optional: an option must be given unless it has a default or is optional.
+    default, optional: a task must give an option that has no default and is not optional.
     choices, minimum: the allowed values (all, if empty), and the smallest number.
     spelling: for some values, the program's own word.
     dialects: the dialects in which the program has the option (all, if empty).
-    arguments, env, files: what is added if the option has a value: arguments at the end of the command, variables, and
-        files by path. If the preset also writes a file at this path, the texts are merged.
+    arguments, env, files: additions if the option has a value: arguments at the end of the command, variables, and
+        texts of files by path. If the preset itself writes a file at such a path, the two texts are merged.
 
     In texts of the preset, {option.x} is the value of the option x. For names, {option.x} has commas between them,
     {option.x.list} is a JSON list, and {option.x.members} has the members `"name": true` of a JSON object.
@@ -170,15 +170,15 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 Finding = Literal["yes", "no", "not tried"]
-"""What `outrider harness check` says about a feature of a program. "not tried" means that it found no tool to test the
-feature."""
+"""What `outrider harness check` says about a feature of a program. "not tried" means that the check found no tool with
+which to test the feature."""
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `outrider harness check` found about the features of a preset's program, in its default dialect. A test with
     the real programs compares these values.
 
-    image: if the model looks at an image file with a tool, it gets to see the image.
+    image: when the model opens an image file with a tool, the program sends the image to the model.
     subagent: the program has a tool that starts a sub-agent."""
 
     image: Finding = "not tried"
@@ -196,7 +196,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     words: for each dialect, the texts that replace {dialect.x}. They may use the endpoint's placeholders.
     logs: shell patterns of the program's log files below HOME. The end of the newest file is added to the output.
     nonzero_exit: what a non-zero exit code means if the model has replied (see NonzeroExit).
-    mcp, skills: how the program gets MCP servers and skills, or None if it does not support them.
+    mcp, skills: how the program gets MCP servers and skills. None means that the program does not support them.
     certified: the features for the table of programs in the docs.
     """
 
@@ -308,8 +308,7 @@ def _read(name: str) -> Preset:
 
 
 def _with_common(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an option. If it is a common option, this adds the common type, help, choices and
-    minimum."""
+    """Return the fields of an option. For a common option, they include the common type, help, choices and minimum."""
     common = COMMON.get(name)
     if common is None:
         return given

@@ -27,7 +27,7 @@ MAX_DEPTH = 50
 MAX_TEXT = 200
 """Maximum characters of an element's name or value."""
 CALL_SECONDS = 1.0
-"""Time limit of one query to a program, in seconds."""
+"""Time limit in seconds of one query to a program."""
 
 EMBEDDED = "\ufffc"
 """In an element's text, this character stands for a child."""

@@ -27,7 +27,7 @@ from outrider.spec import Seconds, Spec, Text
 class ToolOptions(Spec):
     """Options of the agent.
 
-    tools: the names of the tools. It may be empty.
+    tools: the names of the tools. The list may be empty.
     max_turns: the maximum number of model calls.
     tool_seconds: the time limit of one tool call.
     desktop: the options of the desktop. They require "desktop" in `tools`."""
@@ -56,9 +56,9 @@ class ToolAgent:
     """An `Agent` that calls the model and runs its tools in a loop. The first reply without a tool call is the answer.
     If `max_turns` is reached first, the last tool calls still run, but there is no answer.
 
-    To add tools, write a subclass that passes `own` to the constructor. In the list that the model gets, they come
-    after the built-in tools, but before those of the desktop. The constructor raises ValueError if one of them has the
-    name of a built-in tool."""
+    To add tools, write a subclass that passes `own` to the constructor. In the list that the model gets, the added
+    tools come after the built-in tools, but before the tools of the desktop. The constructor raises ValueError if an
+    added tool has the name of a built-in tool."""
 
     def __init__(self, options: Mapping[str, Any], *, own: Sequence[Tool] = ()) -> None:
         self._options = ToolOptions.model_validate(dict(options))
@@ -71,8 +71,8 @@ class ToolAgent:
 
     @property
     def takes(self) -> frozenset[str]:
-        """The fields of the task's harness that the agent supports. Skills require a tool that runs commands or code:
-        the model reads them with it."""
+        """The fields of the task's harness that the agent supports. Skills require a tool that runs commands or code,
+        because the model reads skills with such a tool."""
         readers = {"bash", "python", "ipython"}.intersection(self._options.tools)
         return frozenset({"mcp_servers", "skills"} if readers else {"mcp_servers"})
 

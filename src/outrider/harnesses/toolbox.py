@@ -146,8 +146,8 @@ class Toolbox:
         try:
             result = await shell.run(text, seconds=self._seconds)
         except RuntimeFailure:
-            # Raise nothing: the model may have ended its own shell with `exit`. If the sandbox is broken instead, the
-            # next call raises, because it cannot open a shell.
+            # Do not raise here, because the model may have ended its own shell with `exit`. If instead the sandbox is
+            # broken, the next call raises, because it cannot open a shell.
             del self._shells[kind]
             await shell.close()
             return f"[the {kind} session ended; the next call starts a new one]"
@@ -164,8 +164,8 @@ async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
     sandbox is broken."""
     if not 0 < len(path.encode()) <= MAX_PATH or "\0" in path:
         return "give the path of a file"
-    # Writing sets the file's mode, so find out first whether it is executable. In a broken sandbox, this raises
-    # RuntimeFailure.
+    # Writing sets the file's mode, so find out first whether the file is executable. In a broken sandbox, this command
+    # raises RuntimeFailure.
     executable = (await runtime.exec(["test", "-x", path], seconds=PROBE_SECONDS)).exit_code == 0
     try:
         text = (await runtime.read(path)).decode() if old else ""
@@ -194,7 +194,7 @@ def shortened(text: str) -> str:
 
 def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of a call by name. Returns None if the text is not a JSON object, if a required argument is
-    missing, or if an argument should be a string but is not."""
+    missing, or if an argument is not a string although it must be one."""
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     try:
         given = json.loads(text)

@@ -84,8 +84,8 @@ def read_venv(path: str) -> Venv:
     above = interpreter.parent.parent
     base = above if _libraries(above) else interpreter.parent
     editable = [place for folder in packages for place in _outside(folder)]
-    # Python looks for its library from `home` and follows symbolic links, so it also needs `home` and the folders of
-    # the links.
+    # To find its library, Python starts at `home` and follows symbolic links. So a sandbox also needs `home` and the
+    # folders of the links.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
     # `named` has each path as given, and with its symbolic links resolved. `outermost` leaves out paths that are below
     # another one.
@@ -136,9 +136,10 @@ async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> No
     """Compile modules that have no bytecode, into their `__pycache__` folders. A sandbox cannot write to these folders,
     so its Python would compile each imported module again at every start.
 
-    Each state of the environment is compiled once. If another session is compiling it already, the function returns at
-    once. It never raises, because it only saves time. PYTHONPYCACHEPREFIX is no alternative: every Python that the
-    agent starts would inherit the variable and ignore its own bytecode, and a start would take 340 ms instead of 54 ms.
+    Each state of the environment is compiled once. If another session is already compiling the same state, the function
+    returns at once. The function never raises an error, because compiling only saves time. PYTHONPYCACHEPREFIX is no
+    alternative: every Python that the agent starts would inherit this variable and ignore its own bytecode, and its
+    start would take 340 ms instead of 54 ms.
     """
     sources = [folder for folder in venv.sources if _own(folder)]
     name = hashlib.sha256(str(venv.prefix).encode()).hexdigest()[:16]
@@ -160,7 +161,7 @@ async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> No
 
 
 def _own(folder: Path) -> bool:
-    """Return True if this user owns the folder. New files in another user's folder would break that user's next
+    """Return True if this user owns the folder. In a folder of another user, new files would break that user's next
     upgrade."""
     try:
         return folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK)
@@ -169,13 +170,13 @@ def _own(folder: Path) -> bool:
 
 
 async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
-    """Run compileall for at most `seconds`. Returns True if it ended with exit code 0 or 1. With 1, some files could
-    not be compiled, for example because they are for another version of Python."""
+    """Run compileall for at most `seconds`. Returns True if it ended with exit code 0 or 1. Exit code 1 means that some
+    files could not be compiled, for example because they are for another version of Python."""
     log.info("compiling the modules of %s", venv.prefix)
     libraries = [re.escape(str(folder)) for folder in sources if (folder / "os.py").exists()]
     left_out = f"^({'|'.join(libraries) or '-'})/{UNCOMPILED}/"
-    # compileall runs as one process. With several, it would take 5 s of processor time even if everything is compiled
-    # already.
+    # compileall runs as one process. With several processes, it would take 5 s of processor time even if everything is
+    # already compiled.
     program = await asyncio.create_subprocess_exec(
         *(str(venv.python), "-I", "-S", "-m", "compileall", "-q", "-q", "-x", left_out, *map(str, sources)),
         stdin=asyncio.subprocess.DEVNULL,

@@ -1,8 +1,8 @@
 """Restricts a process that checks answers: it can only calculate and read Python's files.
 
-`reasoning_sets.py` keeps answers from running as code in this process. If one runs anyway, it cannot write a file, open
-a socket, start a program or send a signal. Invariant: after `confine_zygote` or `confine_check` has returned, the
-process cannot undo the restrictions.
+`reasoning_sets.py` keeps answers from running as code in this process. If an answer runs anyway, it cannot write a
+file, open a socket, start a program or send a signal. Invariant: after `confine_zygote` or `confine_check` has
+returned, the process cannot undo the restrictions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.sandbox.runtimes.guest.isolation.seccomp import (
 SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OPENS = {"x86_64": {2: SECOND, 257: THIRD}, "aarch64": {56: THIRD}}
-"""The numbers of the system calls `open` and `openat` of each machine architecture, each with the position of the
+"""The system calls `open` and `openat`, by machine architecture. Maps the number of each call to the position of the
 argument that holds the flags."""
 CALCULATION = {
     "x86_64": (
@@ -44,18 +44,19 @@ CALCULATION = {
         *(172, 93, 160, 165, 179, 178, 98, 123, 61, 128, 113, 114, 94, 79, 78, 48, 99, 278, 291, 293),
     ),
 }
-"""The numbers of the system calls of each machine architecture that Python needs to calculate and to import. aarch64
-has the same calls, if they exist there. Files may also be opened for reading (see OPENS). All other calls fail."""
+"""The system calls that Python needs to calculate and to import: their numbers, by machine architecture. For aarch64,
+these are the same calls, except those that do not exist there. Files may also be opened for reading (see OPENS). All
+other calls fail."""
 SETITIMER = {"x86_64": 38, "aarch64": 103}
-"""The number of the system call `setitimer` of each machine architecture. CALCULATION does not contain it, because
-with it a check could extend its own limit of processor time."""
+"""The number of the system call `setitimer`, by machine architecture. CALCULATION does not contain this call, because a
+check could use it to extend its own limit of processor time."""
 
 
 def confine_zygote() -> None:
-    """Restrict this process and its forks to reading Python's files. On a kernel without Landlock, they can also read
-    other files, but a check can send their content only to its caller."""
+    """Restrict this process and its forks to reading Python's files. On a kernel without Landlock, these processes can
+    also read other files. A check can send the content of such files only to its caller."""
     if landlock.version() > 0:
-        # Of sys.path, permit only the folders from which a module was loaded. sys.path may also include the service's
+        # Permit only those folders of sys.path from which a module was loaded. sys.path may also include the service's
         # working directory, which checks must not read.
         loaded = {str(getattr(module, "__file__", None) or "") for module in tuple(sys.modules.values())}
         folders = [path for path in sys.path if any(name.startswith(f"{path}/") for name in loaded)]
@@ -68,7 +69,7 @@ def confine_zygote() -> None:
 
 def confine_check(seconds: float, memory: int) -> None:
     """Restrict this process, which runs one check, to calculating. `seconds` limits its processor time, and `memory`
-    its address space in bytes. When the time is up, the kernel kills it with SIGPROF."""
+    its address space in bytes. When the time is up, the kernel kills the process with SIGPROF."""
     whole = int(seconds) + 2  # RLIMIT_CPU counts whole seconds, and kills a process that ignores SIGPROF
     for limit, value in (
         (resource.RLIMIT_AS, memory),

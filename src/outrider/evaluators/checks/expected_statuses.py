@@ -1,8 +1,8 @@
 """Judges the test log of a row of the data set R2E-Gym: every test must have exactly the status that the row expects.
 The module is pure, and runs in the process of `swebench_check`.
 
-A log is read as by R2E-Gym's own parser (`repo_analysis/execution_log_parser.py` and `agenthub/runtime/docker.py` at
-commit 69bc9535). Invariant: the judgement is never better than R2E-Gym's.
+Logs are read in the same way as by R2E-Gym's own parser (`repo_analysis/execution_log_parser.py` and
+`agenthub/runtime/docker.py` at commit 69bc9535). Invariant: the judgement is never better than R2E-Gym's.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def compare(
 
     expected: the status that each test must have, by name.
     reported: lines from Outrider's pytest plugin, each with a status and a test, or None if the tests do not run in
-        pytest. Unless it is None, a test counts only if one of the lines also has its expected status.
-    added: the ends of the names of Outrider's own tests, which are ignored."""
+        pytest. Unless `reported` is None, a test has its expected status only if both the log and one of these lines
+        show this status.
+    added: endings of the names of Outrider's own tests. Tests with such an ending are ignored."""
     wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
     found = {name: status for name, status in statuses_of(log).items() if not name.endswith(added)}
     met = {name for name, status in wanted.items() if found.get(name) == status}

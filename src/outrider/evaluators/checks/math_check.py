@@ -19,7 +19,7 @@ from outrider.evaluators.checks.math_units import read_unit
 UNIT_AFTER = re.compile(
     r"[\s$]*(?:\\[)\]])?\s*(?:\\(?:text|mathrm)\s*\{)?\s*([a-zA-Z°%][a-zA-Z/^\d ]{0,30}?)\s*(?:[}.,;$\n]|$)"
 )
-"""Matches the text after a LaTeX box if it begins with a word that may be a unit."""
+"""Matches the text after a LaTeX box if this text begins with a word that may be a unit."""
 WRITTEN = re.compile(
     r"""\\(?:operatorname\*?\s*\{\s*)?
         (?: (?:i{1,3}|o|small)nt | sum | prod | lim | gcd | lcm | max | min | [dt]?binom | choose | det ) (?![a-zA-Z])
@@ -77,16 +77,17 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     - `relative_tolerance`: the greatest relative difference of equal numbers, or None.
 
     With `answer`, the result has `found`, the text of the answer, and `equal`, the equal gold answer or None.
-    `calculates` is true if the answer is an unevaluated calculation, such as an integral, and no gold answer is one.
-    `equal` is then None, because the answer may just repeat the question. Without `answer`, the result has `unusable`,
-    which is the index of the first unusable gold answer or None, and `why`, the reason."""
+    `calculates` is true if the answer is an unevaluated calculation, such as an integral, and no gold answer is an
+    unevaluated calculation. In this case `equal` is None, because the answer may just repeat the question. Without
+    `answer`, the result has `unusable`, which is the index of the first unusable gold answer or None, and `why`, the
+    reason."""
     golds = [(gold, read(gold)) for gold in request["golds"]]
     tolerance = request.get("relative_tolerance")
     if "answer" not in request:
         for number, (gold, value) in enumerate(golds):
             if isinstance(value, Words) and not _is_text(value.text):
                 return {"unusable": number, "why": "does not parse"}
-            # Compare the gold answer with some other answer, too, to see whether that ends within the time limit.
+            # Also compare the gold answer with another answer. If this takes too long, the time limit ends the check.
             _equal(gold, value, "1", tolerance)
             if not _equal(gold, value, gold, tolerance):
                 return {"unusable": number, "why": "does not equal itself"}
@@ -146,7 +147,7 @@ def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> boo
         if isinstance(value, Several) and isinstance(given, Quantity | Several):
             return compare.same(value, read(answer, merge=False))
     except Exception:
-        # sympy can raise any exception. The answer then counts as not equal. It is to blame: at submission, the gold
-        # answer was compared with itself without an exception.
+        # sympy can raise any exception. The answer then counts as not equal, because the answer is the cause: at
+        # submission, the gold answer was compared with itself without an exception.
         return False
     return False

@@ -47,7 +47,7 @@ CHOSEN = re.compile(
     re.DOTALL,
 )
 OTHER_LETTER = re.compile(r"\b(?:or|and)\b|\([A-J]\)|^\W*[A-J]\W*$|^\s*[,;/&|]")
-"""Matches the text after the letter of a choice if it names another letter, as in `A or B`."""
+"""Matches the text after the letter of a choice if this text names another letter, as in `A or B`."""
 CONSTANTS = ("C", "c", "K", "k")
 
 
@@ -116,7 +116,7 @@ class Comparison:
             assert isinstance(gold, Assigned)
             if isinstance(answer, Equation) and len(gold.sides) == 2:
                 return self._proportional(gold.sides[0] - gold.sides[1], answer.side, positive=False)
-            # `5` does not answer `x + y = 5`, which may be a line.
+            # `5` does not equal `x + y = 5`, because this equation may describe a line.
             of_sum = re.match(r"\w+[+-]", gold.name) is not None
             return not of_sum and not isinstance(answer, System | Equation) and self.same(gold.value, answer)
         if not isinstance(gold, Assigned):
@@ -311,8 +311,8 @@ class Comparison:
 
 
 def chosen(gold: str, answer: str) -> bool | None:
-    """Return whether the answer chooses the same letter of multiple choice as the gold answer, or None if the gold
-    answer is not a single letter."""
+    """If the gold answer is a single letter (of a multiple choice), return whether the answer chooses the same letter.
+    Otherwise return None."""
     letter = CHOICE.fullmatch(gold)
     if letter is None:
         return None

@@ -776,7 +776,8 @@ def _total(parts: list[Value]) -> Quantity | None:
 
 
 def _decimals(value: Expr) -> int | None:
-    """Return the number of decimal places of a number, but at least 2. Returns None if it has more than 29."""
+    """Return the number of decimal places of a number, but at least 2. Returns None if the number has more than 29
+    decimal places."""
     if not isinstance(value, sympy.Rational):
         return None
     return next((digits for digits in range(2, 30) if 10**digits % value.q == 0), None)
@@ -838,7 +839,8 @@ as_region = _as_region
 
 
 def _tails(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each split of the text into a value and what may be its unit. The longest unit comes first."""
+    """Yield each split of the text into a first part (the value) and a second part that may be the value's unit. The
+    longest unit comes first."""
     for found in re.finditer(
         r"""(?<=[\d)}!\]"])(?=\s*["a-zA-Z°%€£¢Ω\\µ])|(?<=[a-zA-Z])(?=\s+["a-zA-Z°%]|["°%])""", text
     ):

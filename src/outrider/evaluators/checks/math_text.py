@@ -85,8 +85,7 @@ EVERYWHERE = re.compile(
           | "?\s*for\ (?:all\ |any\ |every\ )?integers?\s*"?\s*([kmn]) )\s*"?\)?$""",
     re.VERBOSE | re.DOTALL,
 )
-"""Matches an answer that ends with a condition that every real number, or every integer, fulfils: `f(x) = x` for all
-*x*."""
+"""Matches an answer that ends with a condition which excludes no real number, or no integer: `f(x) = x` for all *x*."""
 SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<![\d.,] )([1-9]\d{0,2})((?: \d{3})+)(?! ?[\d/])")
 OPEN, CLOSE = "([{", ")]}"
 MAX_JOINED = 16
@@ -122,8 +121,8 @@ def clean(text: str) -> str:
 
 
 def _without_condition(found: re.Match[str]) -> str:
-    """Remove a condition such as "for all x". If its variable does not occur in the text before it, return the whole
-    match."""
+    """Remove a condition such as "for all x". If the condition's variable does not occur in the text before the
+    condition, return the whole match."""
     text, name = found[1], found[2] or found[3] or found[4]
     return text if re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])|(?<=\d){name}\b", text) else found[0]
 
@@ -202,8 +201,8 @@ def alternatives(text: str) -> tuple[list[str], str]:
 
 
 def _merge_outside(text: str) -> Callable[[re.Match[str]], str]:
-    """Return a replacement function that removes the commas from a number, unless it is in brackets: `(1,000)` may be a
-    point."""
+    """Return a replacement function that removes the commas from a number. A number in brackets stays unchanged,
+    because `(1,000)` may be a point."""
     depths, depth = [], 0
     for sign in text:
         depth += (sign in "([") - (sign in ")]")

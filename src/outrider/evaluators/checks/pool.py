@@ -80,7 +80,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     checks: str
 
     def require(self) -> None:
-        """Raise InvalidField if the library is not installed. This does not import it."""
+        """Raise InvalidField if the library is not installed. Does not import the library."""
         if any(importlib.util.find_spec(package) is None for package in self.packages):
             raise InvalidField(
                 f"this evaluator needs {self.distribution}",
@@ -97,8 +97,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a check.
 
     answer: what the check returned, or None if the text cannot be checked.
-    fault: why it cannot be checked.
-    seconds: its processor time."""
+    fault: why the text cannot be checked.
+    seconds: the check's processor time."""
 
     answer: dict[str, Any] | None
     fault: str = ""
@@ -123,8 +123,8 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks:
-    """Return the `Checks` that the host shares. On first use, `part` makes it. Raises EvaluatorError if `host` is
-    None."""
+    """Return the `Checks` that the host shares. On first use, `part` makes this object. Raises EvaluatorError if `host`
+    is None."""
     if host is None:
         raise EvaluatorError("this evaluator runs on a node only", hint="give the Outcome the `host` of a node")
     return await host.part(part)
@@ -132,8 +132,8 @@ async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks
 
 class Checks:
     """Runs the checks of one library, as a shared part of a host: `await host.part(partial(Checks, library=...))`. The
-    first check starts the zygote, the process from which checks are forked. If it exits, the next check starts another
-    one."""
+    first check starts the zygote, the process from which checks are forked. If the zygote exits, the next check starts
+    another zygote."""
 
     def __init__(self, host: Host, *, library: Library) -> None:
         self._mark = f"{host.folder.name}/"
@@ -173,7 +173,8 @@ class Checks:
         async with lines.quick.take(tenant_of(bucket), bucket):
             checked = await self._run(body, quick, nicer=lines.nicer)
         if checked is None and quick < seconds:
-            # Start the check over in the slow queue. If it went on here, a hanging check would block the quick queue.
+            # Start the check over in the slow queue. If checks went on here, a hanging check would block the quick
+            # queue.
             async with AsyncExitStack() as held:
                 async with off_the_clock():
                     await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
@@ -220,11 +221,12 @@ class Checks:
                     break
                 except BlockingIOError:  # the zygote is still importing the library or handling other requests
                     await asyncio.sleep(PAUSE_SECONDS)
-        # Plain calls on the socket, because asyncio's streams drop what has arrived when a write fails.
+        # Use plain calls on the socket. When a write fails, asyncio's streams would drop the data that has already
+        # arrived.
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
-        with ours:  # the connection closes at once, and the zygote kills the check if it still runs
-            with suppress(BrokenPipeError):  # the check has ended before it read all: the zygote has sent why
+        with ours:  # at the end, the connection closes, and the zygote kills a check that still runs
+            with suppress(BrokenPipeError):  # the check ended before it read everything: the zygote sends its status
                 await loop.sock_sendall(ours, body)
                 ours.shutdown(socket.SHUT_WR)
             output = b""
@@ -251,7 +253,7 @@ class Checks:
 
     async def _failure(self, child: Child, control: socket.socket, why: str) -> EvaluatorError:
         """Return the error of a check whose connection has broken. If the zygote has exited, forget it, so that the
-        next check starts another one."""
+        next check starts another zygote."""
         tail = None
         if (child, control) == self._zygote and await child.ends_within(GONE_SECONDS):
             tail = child.log_tail() or None

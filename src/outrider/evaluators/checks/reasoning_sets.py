@@ -60,7 +60,8 @@ def is_literal(text: str) -> bool:
 
 def is_sum(text: str) -> bool:
     """Return True for a text that is safe for sympy's `parse_expr`: whole numbers with + - * / and brackets. Names are
-    not allowed: with sympy's constants, an answer could make numbers that the task does not give: log(E) is 1."""
+    not allowed, because sympy's constants would let an answer make numbers that the task does not give. For example,
+    log(E) is 1."""
     return SUM_SIGNS.fullmatch(text) is not None and _is_python_of(text, SUM)
 
 
@@ -108,7 +109,7 @@ sets do not evaluate answers."""
 
 
 def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Callable[[str], bool]]]:
-    """Return the texts in the entry that its scorer evaluates as Python. Each is paired with the test that it must
+    """Return the texts in the entry that its scorer evaluates as Python. Each text is paired with the test that it must
     pass."""
     match name:
         case "number_sorting":

@@ -47,8 +47,8 @@ LINE_BY_LINE = {
     # These parsers list the results of whole test files in Jest's output.
     **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
     **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
-    # Django's log names a test by the first line of its docstring, if it has one. The pattern excludes these names,
-    # because several tests may share one.
+    # If a test has a docstring, Django's log names the test by the docstring's first line. The pattern excludes these
+    # names, because several tests may share a first line.
     "parse_log_django": r"\w+ \([\w.]+\)",
 }
 """Parsers that handle each line of a log separately, by function name. The value is a pattern for the names that belong
@@ -58,11 +58,11 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
 ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
 """The order in which `log_of` lists tests by status, as in pytest's own summary. If a test is listed twice, parsers use
-its last status. So a failure outweighs a pass."""
+its last status. Failures come last, so a failure outweighs a pass."""
 ENDED_WELL, NO_TESTS = (0, 1), 5
 NODE = "::"
-"""A string in the name of every pytest test. A name without it, such as `[100%]` in some rows of SWE-bench, comes from
-another line of the log and is not a test."""
+"""A string in the name of every pytest test. A name without this string, such as `[100%]` in some rows of SWE-bench,
+comes from another line of the log and is not a test."""
 NAMED = 5
 """Maximum number of failing tests in a verdict's reason."""
 
@@ -90,9 +90,9 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     - `fail_to_pass`, `pass_to_pass`: the numbers of passing tests in the row's two lists.
     - `why`: the reason if some tests do not pass.
 
-    If the request also has `statuses`, the result has only `statuses`, the status of each test in the log. Without
-    `log`, it has `unusable`, which is None or the reason why the row is unusable, and `field`, the option that causes
-    this."""
+    If the request also has `statuses`, the result has only `statuses`, the status of each test in the log. If the
+    request has no `log`, the result has `unusable`, which is None or the reason why the row is unusable. For an
+    unusable row, it also has `field`, the option that is the cause."""
     parser = parser_of(request)
     if parser is None:
         field = "log_parser" if request.get("log_parser") else "repo"
@@ -195,8 +195,8 @@ def spec_of(request: dict[str, Any], parser: str) -> Any:
 
 
 def report_of(spec: Any, log: str) -> dict[str, Any]:
-    """Return swebench's report about the log. swebench would read the log from a file, but this process cannot write
-    one. So the functions that read it are replaced."""
+    """Return swebench's report about the log. swebench reads logs from files, but this process cannot write a file. So
+    the functions with which swebench reads a log are replaced."""
     prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": ""}
     classify_logs = grading.classify_logs
     grading.open = lambda path: io.StringIO(log, newline=None)
@@ -282,8 +282,9 @@ def log_of(records: str, key: str) -> str:
         if "canary" in record:
             canaries[record["when"], record["canary"]] += 1
         elif "planted" in record:
-            # When the test that the plugin added is called, it must not pass, and no other code may skip it. A pytest
-            # mark on its whole module (skip, or expected failure) is accepted: `excused_by` is then None.
+            # When the test that the plugin added is called, it must not pass, and no other code may skip it. But a
+            # pytest mark on the whole module (skip, or expected failure) is accepted: with such a mark, `excused_by` is
+            # None.
             if record["when"] == "call" and (record["planted"] == "passed" or record["excused_by"] is not None):
                 passed.append(record["file"])
         elif "test" in record:

@@ -67,7 +67,8 @@ class CheckForker:
         while True:
             ready = dict(self._poll.poll())
             # Handle the control socket last. Otherwise a new check could get the number of a descriptor that was just
-            # closed, and an event left over for that descriptor would be taken for the check's.
+            # closed. An event that is left over for the closed descriptor would then count as an event of the new
+            # check.
             asked = ready.pop(self._control.fileno(), 0)
             for fd in ready:
                 if fd in self._ends:
@@ -87,7 +88,7 @@ class CheckForker:
         message, fds, _, _ = socket.recv_fds(self._control, LIMITS.size, 1)
         if not message:
             return False
-        if fds:  # if no file descriptor is free, the kernel drops the connection, which the caller sees
+        if fds:  # if no file descriptor is free, the kernel drops the connection, and the caller finds it closed
             end = socket.socket(fileno=fds[0])
             pid = os.fork()
             if pid == 0:
@@ -110,8 +111,8 @@ class CheckForker:
         # If the caller no longer reads, or has left earlier output unread, the connection closes without this line.
         with contextlib.suppress(OSError):
             end.send(b"\n" + json.dumps(usage).encode(), socket.MSG_DONTWAIT)
-        # Read the rest of the request, which a check that was killed early has left unread. Closing the connection with
-        # unread data would reset it, and lose the line just sent.
+        # A check that was killed early has left a part of the request unread. Read this part: if the connection closed
+        # with unread data, it would be reset, and the line just sent would be lost.
         with contextlib.suppress(OSError):
             while end.recv(PIECE, socket.MSG_DONTWAIT):
                 pass
@@ -142,7 +143,8 @@ def main(module: str) -> None:
     """Serve the control socket on file descriptor 0 until it closes. `module` names the module with the check."""
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Libraries log the texts that they cannot parse. Silence them: the verdict's reason says so instead.
+    # Silence the libraries, which log each text that they cannot parse. The verdict's reason reports such a text
+    # instead.
     logging.disable(logging.CRITICAL)
     checks = importlib.import_module(module)
     checks.warm_up()
@@ -151,6 +153,6 @@ def main(module: str) -> None:
     zygote = CheckForker(control, checks.check)
     confine_zygote()
     gc.collect()
-    gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
+    gc.freeze()  # a garbage collection in a fork would write to every shared page, and so copy it
     zygote.serve()
     os._exit(0)  # a normal exit could wait for threads or exit handlers of libraries

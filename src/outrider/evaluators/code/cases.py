@@ -17,7 +17,7 @@ from outrider.spec import Name, SandboxPath, Seconds, Spec, Text
 MAX_VALUES = 1 << 22
 MAX_CONTAINERS = 1 << 20
 """Maximum numbers of values (MAX_VALUES), and of objects and lists (MAX_CONTAINERS), in cases given as text. They limit
-the memory: a parsed object needs 250 bytes, even if its text has only a few."""
+the memory: a parsed object needs 250 bytes, even if its text has only a few bytes."""
 
 
 class CodeOptions(Spec):
@@ -26,7 +26,7 @@ class CodeOptions(Spec):
 
     file: path of the program in the sandbox. None means the last fenced code block in the agent's final answer.
     inputs, outputs: the input and the expected output of each case. With `fn_name`, these are the arguments and the
-        result of that function: JSON values, or text with one JSON value per line.
+        result of the function with this name: JSON values, or text with one JSON value per line.
     prompt, entry_point, test: fields of a row of HumanEval. `test` defines `check(candidate)`.
     reward: `all` gives 1 if every case passes, and stops at the first failure. `share` gives the fraction of passing
         cases.

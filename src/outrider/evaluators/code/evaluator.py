@@ -1,7 +1,7 @@
 """The evaluator `code`: runs a program, the candidate, in a sandbox and compares its results on the node.
 
-A program from the agent's last reply runs in a new sandbox with small limits, unless it may need files of the task. A
-program in a file runs in the sandbox that has the file.
+A program from the agent's last reply runs in a new sandbox with small limits. If this program may need files of the
+task, it runs in the outcome's sandbox instead. A program in a file runs in the sandbox that has the file.
 
 The candidate may have changed everything in its sandbox, including the interpreter. So the node sends only inputs to
 this sandbox, never expected results. A hidden `check(candidate)` is Python code of the task's author, and runs in a
@@ -47,14 +47,14 @@ QUOTED = 200
 RUN_SECONDS = 0.05
 """Assumed minimum duration of one run of a program, in seconds."""
 LATE_SECONDS = 10.0
-"""How many seconds after its time limit a running program counts as impossible to stop. For example, a fork bomb of
-thousands of processes leaves the sandbox's own process no processor time to kill it."""
+"""If a program still runs this many seconds after its time limit, it counts as impossible to stop. For example, a fork
+bomb of thousands of processes leaves the sandbox's own process no processor time to kill it."""
 SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
 """Limits of a sandbox for a program from the last reply. `pids` is so low that even a fork bomb leaves the sandbox's
 own process enough processor time to kill it."""
 FEW_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "4")
 """Environment variables of the programs. Without them, numerical libraries would start one thread per processor of the
-machine. SMALL may not allow so many."""
+machine. SMALL may not allow so many threads."""
 
 
 class WrongAnswer(Exception):
@@ -101,7 +101,7 @@ class CodeEvaluator:
         except EvaluatorError as error:
             if error.inside:
                 raise
-            async with outcome.beside() as other:  # raises if Python also fails there: then the agent is not the cause
+            async with outcome.beside() as other:  # if Python also fails there, this raises: the agent is not the cause
                 await probe(other, self._options.python)
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:
@@ -245,8 +245,8 @@ class CandidateProgram:
         return done
 
     async def _confirm_broken(self) -> None:
-        """Start a new sandbox to find out who broke the candidate's. If the new one works, the candidate did: set
-        `broke_sandbox`. Otherwise, the failure of the new sandbox is raised."""
+        """Start a new sandbox to find out whether the candidate broke its own. If Python works in the new sandbox, the
+        candidate is the cause: set `broke_sandbox`. Otherwise, the failure of the new sandbox is raised."""
         async with self._outcome.beside(small(self._outcome.task.runtime.resources)) as other:
             await probe(other, self._options.python)
         self.broke_sandbox = True

@@ -157,7 +157,7 @@ class Checker:
                 return decode(answer["value"])
             except Exception as error:  # the candidate has forged the output of `run_call`
                 self._events.put({"failed": f"the program gave no value: {error}"[:1000]})
-                self._answers.get()  # this never returns, so that the check cannot hide the failure
+                self._answers.get()  # this blocks forever: otherwise the check could go on and hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
         # Only subclasses of Exception that are built in keep their type. Others, such as SystemExit or a class of the

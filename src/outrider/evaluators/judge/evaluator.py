@@ -149,7 +149,8 @@ class Judge:
         options, grader = self._options, self._grader
         if grader is None:
             assert options.frozen is not None
-            # The default is meant for servers of others. An engine of this service may have to be waited for.
+            # The default of `call_seconds` is meant for other people's servers. For an engine of this service, there is
+            # no limit by default, because the call may have to wait for the engine.
             limit = options.call_seconds if "call_seconds" in options.model_fields_set else None
             try:
                 async with asyncio.timeout(limit) as clock:
@@ -166,8 +167,8 @@ class Judge:
                 raise EvaluatorError(f"the judge {options.frozen!r} did not answer within {limit:g} s") from error
             except ContextOverflow as error:
                 raise TooLong(f"the judge {options.frozen!r} failed: {error.message}") from error
-            # Raise EvaluatorError even for an EngineError, after which the whole session would run again and the
-            # agent's work would be lost.
+            # Convert even an EngineError to an EvaluatorError. After an EngineError, the whole session would run again,
+            # and the agent's work would be lost.
             except OutriderError as error:
                 raise EvaluatorError(f"the judge {options.frozen!r} failed: {error.message}") from error
         body: dict[str, Any] = {

@@ -59,7 +59,7 @@ class JudgeOptions(Spec):
     combine: `majority` needs more than half of the votes, `mean` takes their mean.
     tries: maximum attempts of one vote to get a reply with all grades.
     call_seconds: time limit of one call. The default does not hold for a frozen model.
-    answer_chars: maximum length of an answer. A longer one gets reward 0 without a call.
+    answer_chars: maximum length of an answer. A longer answer gets reward 0 without a call.
     """
 
     grader: Name | None = None
@@ -175,8 +175,8 @@ def filled_in(template: str, values: Mapping[str, str]) -> str:
 
 
 def combined(scores: list[float], combine: Literal["majority", "mean"], undecided: float) -> float:
-    """Combine the scores of several votes. `majority` returns 1 or 0 if more than half of the votes have this score,
-    otherwise `undecided`. `mean` returns the mean."""
+    """Combine the scores of several votes. `majority` returns 1 if more than half of the scores are 1, 0 if more than
+    half are 0, and `undecided` otherwise. `mean` returns the mean."""
     if combine == "mean":
         return sum(scores) / len(scores)
     for score in (1.0, 0.0):

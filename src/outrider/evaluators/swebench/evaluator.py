@@ -1,11 +1,11 @@
 """The evaluator `swebench`: runs a repository's tests on the agent's changes and judges the results with swebench's
 grading.
 
-The tests run in a new sandbox that gets only the carried paths from the agent's sandbox, so programs that the agent has
-installed do not run them. Before the run, the files that influence tests (those of the test patch, the configuration of
-pytest) are restored from an untouched sandbox. swebench's own parsers judge the log in a confined process (see
-`checks/pool.py`). Invariants: if the code under test disturbs the run, the reward is 0; if the machine or the task
-cannot run the tests, that is an error.
+The tests run in a new sandbox that gets only the carried paths from the agent's sandbox, so the tests do not use
+programs that the agent has installed. Before the run, the files that influence tests (those of the test patch, the
+configuration of pytest) are restored from an untouched sandbox. swebench's own parsers judge the log in a confined
+process (see `checks/pool.py`). Invariants: if the code under test disturbs the run, the reward is 0; if the machine or
+the task cannot run the tests, that is an error.
 """
 
 from __future__ import annotations

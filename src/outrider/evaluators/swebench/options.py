@@ -18,8 +18,8 @@ from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
 MAX_COMMAS = 10 * MAX_TESTS
-"""Maximum number of commas in a row's tests, if they are one string. It is higher than MAX_TESTS, because names of
-tests may contain commas."""
+"""Maximum number of commas in a row's tests, if the row gives them as one string. The maximum is higher than MAX_TESTS,
+because names of tests may contain commas."""
 SCRIPT = 1 << 20
 """Maximum characters of `eval_script` or `test_command`."""
 PATCH = 16 << 20
@@ -38,8 +38,8 @@ original files that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')
-"""Matches a git diff's first line for a file, if the two names in it are equal. This line is the only one to name a
-file without hunks, such as a new empty file. If the names differ, other lines have them, too."""
+"""Matches a git diff's first line for a file, if the two names in this line are equal. If a file has no hunks, such as
+a new empty file, only this line names it. If the names differ, other lines have them, too."""
 PREFIX = re.compile(r"^[abciwo12]/")
 """Matches git's prefixes of file names: a/ and b/; c/, i/, o/ and w/ with `diff.mnemonicPrefix`; 1/ and 2/ with
 `--no-index`."""
@@ -73,8 +73,8 @@ class SwebenchOptions(Spec):
     test_patch: with `eval_script`, used only to find the files and folders of the tests.
     log_parser, repo: the parser of the log (swebench 5.x), or the repository that determines the parser (4.x).
     pytest: true if the tests run in pytest. By default, the parser decides.
-    restored: paths below `folder` to restore to their state before the agent, besides the files of the test patch. The
-        default is the result of `restored_paths`.
+    restored: paths below `folder` to restore to their state before the agent ran, besides the files of the test patch.
+        The default is the result of `restored_paths`.
     expected: the status that each test must have, as in rows of R2E-Gym. The lists of tests then only name the tests.
     test_empty_patch: true to run the tests even if the agent changed nothing. By default, such an agent gets reward 0
         without a run, unless `expected` is set.

@@ -137,7 +137,8 @@ class Guard:
                 continue
             if before is not None and before[0] is value and before[1] is code_of(value):
                 continue
-            # A function without a file was made by `exec`. Under a name that existed before, it has replaced something.
+            # A function without a file was made by `exec`. If its name existed before, the function has replaced
+            # something.
             made = before is not None and isinstance(value, types.FunctionType) and not files_of(value)
             if made or self._is_under_test(value, folders):
                 self._report.write(changed=f"{module}.{name}")
@@ -151,9 +152,9 @@ class Guard:
     def _added(self, config: Any, items: Any) -> Any:
         """Yield objects that the code under test may have added after pytest imported the tests, each with a name for
         the report."""
-        # A test module that mentions `pytest_plugins` may load new plugins, so they are not reported then. This file is
-        # in `_texts`, because pytest collects the canaries from it. It is not searched, because it contains the word
-        # itself.
+        # A test module that mentions `pytest_plugins` may load new plugins. If there is such a module, new plugins are
+        # not reported. The plugin's own file is also in `_texts`, because pytest collects the canaries from this file.
+        # It is not searched, because it contains the word `pytest_plugins` itself.
         texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
         if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:
@@ -280,7 +281,7 @@ def canary_name(key: str) -> str:
 
 def canaries(key: str) -> Any:
     """Return a test function and a TestCase with a test method, by the names under which pytest collects them. Both
-    tests must fail. If manipulated code makes all tests pass, these tests also pass and reveal it."""
+    tests must fail. If manipulated code makes all tests pass, these tests also pass, and so reveal the manipulation."""
     name = canary_name(key)
 
     def function() -> None:
@@ -292,8 +293,8 @@ def canaries(key: str) -> Any:
 
 
 def must_fail() -> None:
-    """Fail if all of these assertions fail, as they must. If one of them passes, assertions have been manipulated:
-    return, so that this test passes and reveals it."""
+    """Fail if all of these assertions fail, as they must. If one of them passes, the code under test has manipulated
+    assertions. Then return: the test passes, and so reveals the manipulation."""
     case = unittest.TestCase("assertEqual")
     close: Any = getattr(sys.modules.get("numpy.testing"), "assert_allclose", case.assertEqual)
     checks: Any = (
@@ -346,8 +347,8 @@ def excused_by(error: Any, item: Any) -> Any:
 
 
 def names_an_excuse(code: types.CodeType) -> bool:
-    """Return whether code uses a name such as `skip`. Test code without such a name has not itself skipped the
-    test: an object that it called did."""
+    """Return whether code uses a name such as `skip`. Test code without such a name has not skipped the test itself: an
+    object that this code called has done so."""
     names = (*code.co_names, *code.co_varnames, *code.co_freevars)
     return any(word in name.lower() for name in names for word in NAMES_OF_EXCUSES)
 

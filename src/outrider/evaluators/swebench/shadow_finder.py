@@ -14,8 +14,8 @@ from typing import Any
 
 
 class ShadowFinder:
-    """An import hook that loads no module. When a file in `new` is imported, it reports this if `sys.path` or Python
-    itself has another module with the same name."""
+    """An import hook that loads no module. It reports the import of a file in `new` if `sys.path` or Python itself has
+    another module with the same name."""
 
     def __init__(self, new: Any, path: str, key: str) -> None:
         self._new = new
