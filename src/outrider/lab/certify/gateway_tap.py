@@ -27,8 +27,8 @@ EVENT_STREAM = b"text/event-stream"
 
 
 class GatewayTap:
-    """Forwards each accepted connection to the Unix socket `behind`. `in_time` has the words that were sent in time
-    (see `wait_until_sent`). `streams` becomes True when any reply is an event stream."""
+    """Forwards each accepted connection to the Unix socket `behind`. `in_time` has the words for which
+    `wait_until_sent` returned True. `streams` becomes True when any reply is an event stream."""
 
     def __init__(self, behind: Path, words: Iterable[str]) -> None:
         self.streams = False

@@ -36,7 +36,8 @@ class GoldAgent:
         self._desktop = None if desktop is None else DesktopOptions.model_validate(desktop)
 
     async def init(self, context: HarnessContext) -> None:
-        """Do nothing. `run` opens the desktop later, because the first step's files must exist before."""
+        """Do nothing. `run` opens the desktop later, because the first step's files must exist before the desktop
+        opens."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         step = next(self._steps)

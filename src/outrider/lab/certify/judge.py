@@ -121,8 +121,8 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     declared = [tool for call in evidence.calls for tool in call.state.tools]
     tools = find_tools(declared, hint)
     word: Word = "not tried"
-    # A harness declares its tools with its first model call, so the conditions on tools require `evidence.calls`. If it
-    # failed before, `_failures` reports that below.
+    # A harness declares its tools with its first model call, so the conditions on tools require `evidence.calls`. If
+    # the harness failed before this call, `_failures` reports the failure below.
     if row.needs == "mcp" and result.error is not None and (result.error.field or "").startswith(MCP_SERVERS):
         reason = result.error.message  # the MCP server cannot start, because the sandbox has no Python
     elif evidence.calls and row.needs == "mcp" and tools.noter is None and result.error is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 START_SECONDS = 3
 """How many seconds the server takes to start. The delay is deliberate: it shows whether a program waits for its MCP
-servers, which may be as slow on a busy machine. Some programs do not wait."""
+servers. On a busy machine, real servers may be as slow, and some programs do not wait."""
 TOOL: Any = {
     "name": "leave_note",
     "description": "Leaves a note for the user.",

@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 
 MARK = "outrider-check/"
-"""The text before the name of the row (the test) in a task's instruction. The scripted model searches prompts for it to
-find the row."""
+"""The text before the name of the row (the test) in a task's instruction. The scripted model searches prompts for this
+text to find the row."""
 
 SUBAGENT_MARK = "outrider-helper/"
 """The text before the name of the row in the task that a sub-agent gets."""
@@ -59,8 +59,8 @@ class ModelAction(msgspec.Struct, frozen=True, kw_only=True):
     used:
 
     - `command`: a shell command to run.
-    - `write`, `read`: used instead of the command if the harness cannot run commands. `write` is the name and the text
-      of a file to write, and `read` the name of a file to read.
+    - `write`, `read`: what to do instead of the command if the harness cannot run commands. `write` is the name and the
+      text of a file to write, and `read` is the name of a file to read.
     - `look`: an image file to look at. Such an action has no command.
     - `note`: a text for the MCP server's tool. Such an action has no command.
     - `skill`: a skill to load with the program's own tool. Without such a tool, the other fields are used.
@@ -314,8 +314,8 @@ TRIAL = CertificationRow(
     steps=(ScriptedStep(text="One tool after the other."),),
     check="true",
 )
-"""The task of the trial sessions (see `SubagentTrial`), which run before the row `sub-agent`. It has no verdict in the
-certificate."""
+"""The task of the trial sessions (see `SubagentTrial`), which run before the row `sub-agent`. The trial has no verdict
+in the certificate."""
 
 
 def row_named(name: str) -> CertificationRow | None:

@@ -37,7 +37,8 @@ AT_ONCE = 2
 """Number of sessions that run at the same time."""
 
 TURNS = 24
-"""Maximum model calls of a session. No row needs that many, so only a program that never stops reaches the limit."""
+"""Maximum model calls of a session. No row needs so many calls, so only a program that never stops reaches the
+limit."""
 
 
 async def certify(
@@ -157,7 +158,7 @@ def _untried(row: CertificationRow, subject: Subject) -> RowVerdict | None:
 
 
 def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> GroupSpec:
-    # Make an exit code other than 0 an error: then the row fails, and its verdict has the program's log.
+    # Treat an exit code other than 0 as an error. The row then fails, and its verdict has the program's log.
     strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}
     files = [
         Write(write=b64encode(data).decode(), to=name, encoding="base64")

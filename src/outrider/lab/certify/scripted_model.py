@@ -51,11 +51,11 @@ START = "<|im_start|>"
 END = "<|im_end|>"
 
 HELP_SECONDS = 10.0
-"""How many seconds, at most, a reply waits for the sub-agent to finish. It waits only if the program has no tool for
-that."""
+"""Maximum seconds that a reply waits for the sub-agent to finish. The reply waits only if the program has no tool that
+waits for sub-agents."""
 
 _CHUNK_TOKENS = 8
-"""Number of tokens per chunk. It is small, so that every streamed reply has several chunks."""
+"""Number of tokens per chunk. The number is small, so that every streamed reply has several chunks."""
 
 _MARKS = re.compile(rf"({re.escape(MARK)}|{re.escape(SUBAGENT_MARK)})([a-z-]+)")
 _AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
@@ -103,7 +103,7 @@ class ScriptedModel:
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    constraints = frozenset(ConstraintKind)  # none is refused; the scripted reply ignores them
+    constraints = frozenset(ConstraintKind)  # no constraint is refused, but scripted replies ignore constraints
     name = "script"
 
     def __init__(
@@ -212,7 +212,7 @@ class ScriptedModel:
             calls.append((starter.name, starter.with_prompt(text, prompt)))
         if step.wait and state.agent_id and (waiter := find_waiter(state.tools, self._hint)):
             calls.append((waiter.name, waiter.call(state.agent_id)))
-        # Some programs run until the model calls the shell with a certain command. A reply without any other call runs
+        # Some programs run until the model calls the shell with a certain command. A reply that has no other call runs
         # this command.
         finish = self._hint.finish_command
         if tools.shell and finish and not state.subagent and not (calls or step.raw):
@@ -256,7 +256,7 @@ def read_prompt(text: str) -> PromptState:
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tools.append(tool)
     # Find the message with the task. Search the system message last: only some programs put a sub-agent's task there.
-    # Skip replies and tool results: a mark in these is no task.
+    # Skip replies and tool results, because a mark in them does not name the task.
     for index, message in [*list(enumerate(messages))[1:], *list(enumerate(messages))[:1]]:
         if not message.startswith(("user\n<tool_response>", "assistant\n")) and (found := _MARKS.search(message)):
             # The last message is the reply that is about to be generated, so it does not count.

@@ -1,11 +1,12 @@
-"""Finds the tool that starts a sub-agent by calling tools. In a trial session, the scripted model calls one tool after
-another. It puts a mark, which is a random text, into each text argument.
+"""Calls the tools of a harness to find the one that starts a sub-agent. In a trial session, the scripted model calls
+one tool after another. It puts a mark (a random text) into each text argument.
 
 A tool starts a sub-agent if all of this happens after its call:
 
 - A new conversation begins with one of the call's marks.
 - The new conversation goes on after a tool call of its own.
-- The calling conversation goes on, too. So a summary that replaces it does not count.
+- The calling conversation goes on, too. So a new conversation that replaces the calling one, such as its summary, does
+  not count.
 
 Invariant: no tool is called in two sessions.
 """
@@ -50,8 +51,8 @@ ORDER = (STARTS, NOTHING, HELPLESS, IDLE, ALONE, OPEN, NOT_REACHED, TOO_MANY, NO
 
 class SubagentTrial:
     """Chooses the tool calls of the trial sessions and judges them. `outcomes` maps each tool's name to its outcome.
-    `starter` is the call that started a sub-agent, and the text argument that became the sub-agent's prompt; or
-    None."""
+    `starter` is None until a call has started a sub-agent. Then it is a pair: this call, and the text argument that
+    became the sub-agent's prompt."""
 
     def __init__(self, hint: Certify) -> None:
         self.outcomes: dict[str, str] = {}
@@ -119,7 +120,8 @@ class SubagentTrial:
             self.outcomes[call.name] = outcome
 
     def _add(self, tools: Sequence[ToolSpec]) -> None:
-        """Record the tools that no earlier request declared. Each gets the outcome that applies until it is called."""
+        """Record the tools that no earlier request declared. Each new tool gets the outcome that applies to a tool
+        before its call."""
         new = [tool for tool in tools if str(tool["function"].get("name", "")) not in self.outcomes]
         if not new:
             return

@@ -39,7 +39,7 @@ NO_SOLUTION = "it has no solution to try: give it a table [gold] with `run`, `pa
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of checking one task. `gold` and `nothing` have the rewards of the tries with and without the known
-    solution, None for a try without a reward. A task without `problems` is good."""
+    solution, with None for a try that got no reward. A task without `problems` is good."""
 
     id: str
     gold: tuple[float | None, ...] = ()

@@ -39,7 +39,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolRole(msgspec.Struct, frozen=True, kw_only=True):
-    """A purpose that a tool can have (`what`), and the words by which such a tool is recognised.
+    """A role of a tool, and the words by which a tool with this role is recognised. `what` describes the role.
 
     - `certain`: words that decide the role, the likeliest first. They are in the tool's name or in a parameter's
       choices.
@@ -210,7 +210,7 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
 
 def _noter(tools: Sequence[ToolSpec], within: McpCall | None) -> FoundTool | None:
     """Return the tool that the model must call to use the MCP server's tool. Usually this is the server's tool itself.
-    In some programs it is a tool that runs code, which `within` describes."""
+    In some programs it is a tool that runs code. `within` describes this tool and the code."""
     names = _names(tools)
     if within is None:
         # Programs put the server's name before the tool's name, so only the end of a name is compared.
@@ -275,8 +275,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
             continue
         fit, usable = made
         texts = [function, *_properties(function).values()]
-        # Words such as `execute` may also describe a tool that runs Python. So a tool that mentions Python is accepted
-        # only if its role is certain.
+        # Words such as `execute` may also describe a tool that runs Python. So if a tool mentions Python, it is
+        # accepted only if its role is certain.
         python = any(
             "python" in str(each.get("description", "")).lower() for each in texts if isinstance(each, Mapping)
         )
@@ -287,7 +287,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
 
 def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int:
     """Return a score for how likely the tool has the role, judged by its choices, name and description. The score is 0
-    if nothing suggests the role, or if the name excludes it and no choice decides for it."""
+    if nothing suggests the role. It is also 0 if the tool's name excludes the role, unless a choice of a parameter is
+    one of the `certain` words."""
     if hinted:
         return 1000
     name = str(function.get("name", ""))
@@ -306,8 +307,8 @@ def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int
 
 
 def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool] | None:
-    """Return a score for how well the tool's parameters fit the role, and the tool. Returns None if the tool has no
-    fitting parameter for a parameter of the role."""
+    """Return a pair: a score for how well the tool's parameters fit the role, and the tool itself. Returns None if the
+    tool has no fitting parameter for one of the role's parameters."""
     properties = _properties(function)
     arguments: list[str] = []
     fit = 0
@@ -343,8 +344,8 @@ def _fit(name: str, schema: Any, parameter: Parameter) -> int:
         return 0
     lower = name.lower()
     if kind == "array" and lower in ARGUMENT_LISTS:
-        # A list of arguments must have a higher score than the same tool's parameter `command`, which takes only the
-        # program.
+        # A list of arguments must have a higher score than the same tool's parameter `command`, because `command` takes
+        # only the program.
         return 3 + len(parameter.names)
     if lower in parameter.names:
         return 2 + len(parameter.names) - parameter.names.index(lower)

@@ -1,7 +1,7 @@
 """Allows sandboxes to use the host paths that tasks name, in a service that a user starts only for these tasks.
 
-The tasks may come from somebody else. So a sandbox gets only the paths that they name or that their virtual
-environments need, and never one that no service may allow.
+The tasks may come from somebody else. So a sandbox gets only the paths that the tasks name or that their virtual
+environments need. It never gets a path that no service may allow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def allowing(config: Config, tasks: Iterable[TaskSpec]) -> Config:
 
 
 def uploads(task: TaskSpec) -> bool:
-    """Return True if a task has `upload` steps, which need the setting `files`."""
+    """Return True if a task has `upload` steps. Such a task needs the setting `files`."""
     prepared = [runtime.prepare for runtime, _ in runtimes_of(task)] + [step.prepare for step in task.then]
     return any(isinstance(step, Upload) for steps in prepared for step in steps)
 

@@ -22,8 +22,8 @@ POLICY = Path(__file__).parent / "policy"
 """The folder of the policy shipped with the package, in Hugging Face layout."""
 
 RENDERER = "template:qwen3"
-"""Qwen3's format, rendered with the policy's own chat template. The renderer must be named, because the service chooses
-a renderer by the names of public models, and the demo's policy is not one of them."""
+"""Qwen3's format, rendered with the policy's own chat template. The settings must name the renderer: by default, the
+service chooses a renderer by the name of the model, and it knows only the names of public models."""
 
 END = "<|im_end|>"
 

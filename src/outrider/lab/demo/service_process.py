@@ -1,8 +1,8 @@
 """Runs a whole service in a separate process, for a trainer that uses the service by its URL.
 
 Invariant: the service's process has ended when the `with` block of `service_process` ends. It also ends when this
-process is killed, or when the thread that opened the block ends. Ctrl-C in a terminal does not reach the service, which
-has its own process group, so the trainer decides when it ends.
+process is killed, or when the thread that opened the block ends. The service has its own process group, so Ctrl-C in a
+terminal does not reach it. The trainer decides when the service ends.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def service_process(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Read the URL from the first line of the service's output. The rest of the output is never read: it is one more
-    line, which fits into the pipe."""
+    """Read the URL from the first line of the service's output. The rest of the output is never read, because it is
+    only one line, which fits into the pipe's buffer."""
     assert process.stdout is not None
     give_up_at = time.monotonic() + SECONDS_TO_START
     with selectors.DefaultSelector() as selector:

@@ -31,8 +31,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
     """Totals over the finished sessions of one group or of all groups. The fields in seconds are means over these
-    sessions. `mean_reward` is the mean over those with a verdict, 0.0 if there are none. All other numbers are
-    totals."""
+    sessions. `mean_reward` is the mean over the sessions with a verdict, or 0.0 if no session has one. All other
+    numbers are totals."""
 
     name: str
     sessions: int

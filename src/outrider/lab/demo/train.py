@@ -39,8 +39,8 @@ from outrider.trainers.weight_publishing import PolicyWeights
 GROUPS, SAMPLES = 8, 8
 """Number of groups in a training step, and number of sessions in a group."""
 INFLIGHT = 8
-"""Maximum number of concurrent groups. This many fill the run lane (the slots for running agents). With more, some
-groups would be too old for the next batch."""
+"""Maximum number of concurrent groups. This number of groups fills the run lane (the slots for running agents). With
+more groups, some would be too old for the next batch."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """The learning rates at the beginning and at the end. At 1e-3, a policy may forget the syntax of tool calls within one
@@ -56,8 +56,8 @@ SOLVED, SOLVED_STEPS = 0.93, 3
 """Training ends when the mean reward of the last SOLVED_STEPS steps is at least SOLVED. Groups that were not trained on
 also count for this mean."""
 EPISODES = 128
-"""Number of episodes, of one session each, that measure the reward before and after the training. They are not trained
-on."""
+"""Number of episodes, of one session each, that measure the reward before and after the training. The policy is not
+trained on these episodes."""
 LANES = LanesConfig(init=8, run=48, eval=8)
 SLOTS = 48
 """Number of sequences that the engine processes at once: one for each running agent."""
@@ -234,8 +234,8 @@ def summary(runs: Sequence[SeedRun], curve: Path | None, *, interrupted: bool = 
 
 
 def _undertrained(policy: Path, seed: int) -> Any:
-    """Return the policy's model after a short training that makes it guess more often. Then the reinforcement learning
-    has more to improve, and each seed starts with different weights."""
+    """Return the policy's model after a short training that makes the model guess more often. This training leaves more
+    for the reinforcement learning to improve, and gives each seed different weights at the start."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging

@@ -38,7 +38,7 @@ TAIL_TOKENS = 1024
 REMEMBERED_REQUESTS = 1024
 REMEMBERED_SESSIONS = 20_000
 """Maximum number of sessions whose position in the script is stored. The least recently used are removed. A limit is
-needed because an engine is not told when a session ends."""
+needed, because no call informs an engine of the end of a session."""
 
 FAILURES: dict[str, type[EngineError]] = {
     "unavailable": EngineUnavailable,
@@ -59,8 +59,8 @@ def scripted_logprob(position: int, token_id: int) -> float:
 class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One reply of the script: `reply` (text that may contain special tokens) or token `ids`.
 
-    - `when`: use this reply for every prompt whose end contains this text. The replies without `when` are used in
-      order, separately for each session.
+    - `when`: a text. If the end of a prompt contains this text, this reply is used. The replies without `when` are used
+      in order, separately for each session.
     - `fail`, `after`: raise the error `fail` after `after` tokens, unless the request's token limit is lower.
     - `stall`: wait after this many tokens, until `release` is called.
     """
@@ -114,7 +114,7 @@ class ScriptedEngine:
     logprob_kind = LogprobKind.SAMPLING
     # Constraints are not enforced. The author of a script must comply with them.
     constraints = frozenset(ConstraintKind)
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # there is no cache, so it is never outdated
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # there is no cache that could be outdated
 
     def __init__(self, options: EngineOptions, *, remembered_sessions: int = REMEMBERED_SESSIONS) -> None:
         own = read_options(ScriptOptions, options.options)

@@ -1,6 +1,6 @@
 """Drafts a task that runs a recorded program again, in a sandbox.
 
-Only `place_of` does I/O: it looks at files. Invariants: the draft is a valid task. The evaluator ends every session
+Only `place_of` does I/O: it looks at files. Invariants: the draft is a valid task; its evaluator ends every session
 with an error until somebody writes a check, so that no session gets an unearned reward.
 """
 
@@ -76,9 +76,9 @@ class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
 def place_of(words: Sequence[str], search: str | None) -> Place:
     """Return the command in `words` with the files that it needs. `search` is the PATH. Reads links and files.
 
-    In an argument FILE or `--name=FILE`, the path becomes absolute, and the file is mounted. But a small text file with
-    a relative path below the working directory is taken for the program's input: its path does not change, and a
-    prepare step writes the file. An interpreter's script is always mounted.
+    In an argument FILE or `--name=FILE`, the path becomes absolute, and the file is mounted. There is one exception: a
+    small text file with a relative path below the working directory counts as the program's input. Its path does not
+    change, and a prepare step writes the file. An interpreter's script is always mounted.
     """
     found = shutil.which(words[0], path=search)
     if found is None:
@@ -119,8 +119,8 @@ def place_of(words: Sequence[str], search: str | None) -> Place:
 
 def _environment_of(program: Path) -> tuple[Path | None, Path]:
     """Return the virtual environment that has the program in its `bin`, and the program's path there. Links are
-    followed, because pipx and uv put links to such programs into ~/.local/bin. Without an environment, returns None and
-    the same program."""
+    followed, because pipx and uv put links to such programs into ~/.local/bin. If the program is in no environment,
+    returns None and the unchanged path."""
     for place in _links(program):
         above = place.parent.parent
         if place.parent.name == "bin" and (above / "pyvenv.cfg").is_file():
@@ -158,10 +158,10 @@ def _work(text: str) -> str | None:
 
 
 def _shown(file: Path) -> Iterator[Path]:
-    """Yield the path to mount for a file. If the file is a symbolic link, also yield one for each target along the
-    chain of links. Usually the path is the folder around the file: /opt/tool for /opt/tool/bin/tool. For a file in an
-    npm package, it is the whole folder node_modules. In a folder with many unrelated files, such as /tmp, it is the
-    file alone."""
+    """Yield the path to mount for a file. If the file is a symbolic link, also yield the path to mount for each target
+    along the chain of links. Usually the path to mount is the folder around the file: /opt/tool for /opt/tool/bin/tool.
+    For a file in an npm package, it is the whole folder node_modules. For a file in a folder with many unrelated files,
+    such as /tmp, it is the file alone."""
     for place in _links(file):
         if _of_system(place):
             return
@@ -178,8 +178,8 @@ def _of_system(path: Path) -> bool:
 
 def with_instruction(words: Sequence[str], user_texts: Iterable[str]) -> tuple[tuple[str, ...], str | None]:
     """Replace the instruction in the command's words with {instruction}. The instruction is a text that the program
-    sent to its model as a user message. Returns the new words and the instruction. If no word has such a text, returns
-    the same words and None. In `--name=TEXT`, only TEXT is replaced."""
+    sent to its model as a user message. Returns the new words and the instruction. If no word contains such a text,
+    returns the unchanged words and None. In `--name=TEXT`, only TEXT is replaced."""
     sent = [text.strip() for text in user_texts]
     best: tuple[tuple[bool, bool, int], int, str] | None = None
     for index, word in enumerate(words[1:], 1):

@@ -50,7 +50,8 @@ SCRIPT = CertificationRow(
     steps=(ScriptedStep(text="I will look.", actions=(ModelAction(command="echo hello"),)), ScriptedStep(text="Done.")),
     check="true",
 )
-"""The scripted model's replies. The program does not run in a sandbox, so the tool call must change nothing."""
+"""The scripted model's replies. The program does not run in a sandbox, so the tool call in these replies must change
+nothing."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,8 +145,8 @@ async def _run(program: Program, session: ExternalSession, url: str, home: Path,
         await asyncio.to_thread(_write, home, program.files, words)
         env["HOME"] = str(home)
     try:
-        # A shell makes the pipe for standard input, as in the drafted task. asyncio may use a socket instead, and some
-        # programs do not read from a socket.
+        # A shell makes the pipe for standard input, as in the drafted task. asyncio may make a socket instead of a
+        # pipe, and some programs do not read from a socket.
         process = await asyncio.create_subprocess_exec(
             *(FED if program.stdin else ()), *command, env=env, stdout=stdout
         )

@@ -28,7 +28,7 @@ MAX_BODY = 256 << 20
 ENVD_PATHS = ("/health", "/files", "/process.Process/", "/filesystem.Filesystem/")
 
 Fault = Callable[[web.Request, Callable[[], Awaitable[web.StreamResponse]]], Awaitable[web.StreamResponse]]
-"""A test's function that replies to a request. It can call its second argument for the server's own reply."""
+"""A test's function that replies to a request. To get the server's own reply, it can call its second argument."""
 
 
 @dataclass
@@ -66,8 +66,8 @@ class FakeE2B:
 
     - `room`: the maximum number of sandboxes.
     - `page`: the maximum number of sandboxes in a page of `GET /v2/sandboxes`.
-    - `faults`: for a method and path (with `ID` in place of ids), the functions that reply to the next such requests,
-      one each.
+    - `faults`: maps a method and path (with `ID` in place of ids) to functions. Each function replies to one of the
+      next requests with this method and path.
     - `requests`: the methods and paths of all requests except those to `envd`, with `ID` in place of ids.
     - `made`: the number of sandboxes created so far.
     """

@@ -86,8 +86,8 @@ async def serving(
 
 async def _stop(server: uvicorn.Server, listener: socket.socket) -> None:
     """Shut the server down as uvicorn does, but without waiting: open connections are closed at once."""
-    # When asyncio closes a server, it loses accepted connections that have no transport yet. So stop accepting, and let
-    # those that are already accepted get one, which takes a few loop iterations.
+    # When asyncio closes a server, it loses accepted connections that have no transport yet. So stop accepting
+    # connections first. Then wait a few loop iterations, until every accepted connection has a transport.
     asyncio.get_running_loop().remove_reader(listener)
     for _ in range(TURNS_OF_ACCEPT):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A fake prefix cache. For cached ids, it stores their salt and the version of the weights, but no attention keys and
+"""A fake prefix cache. It stores cached ids with their salt and the version of the weights, but no attention keys and
 values.
 
 Invariant: a hit on ids that were computed with other weights is counted in `stale`.

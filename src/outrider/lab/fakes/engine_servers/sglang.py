@@ -329,8 +329,8 @@ class ServedSGLang(Served):
         loader = self.loader()
         if body.abort_all_requests:
             await self.engine.pause("abort")
-        # The pause `in_place` leaves requests in the scheduler. The real server exits here, because it asserts that the
-        # scheduler has no requests when it flushes the cache.
+        # The pause `in_place` leaves requests in the scheduler. Before the real server flushes the cache, it asserts
+        # that the scheduler has no requests, so it exits here.
         if body.flush_cache and self._paused == "in_place" and self._in_flight:
             self._die()
         try:

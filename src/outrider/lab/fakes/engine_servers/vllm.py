@@ -1,8 +1,8 @@
 """An engine behind vLLM's HTTP protocol: generation from token ids, completions from ids, and the control routes.
 
-The responses have the format of vLLM 0.32 on a GPU (tests/golden/real_engines). With some settings they have the format
-of vLLM 0.26, which writes ids as text and does not label the weights. This server does not render prompts, so it has no
-chat routes except `/v1/chat/completions/render`, with a fixed reply.
+The responses have the format of vLLM 0.32 on a GPU (tests/golden/real_engines). With some settings, the responses have
+the format of vLLM 0.26, in which ids are written as text and weights are not labelled. This server does not render
+prompts, so it has no chat routes except `/v1/chat/completions/render`, with a fixed reply.
 """
 
 from __future__ import annotations

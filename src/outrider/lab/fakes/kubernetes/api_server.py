@@ -24,7 +24,7 @@ NODE = "fake-node"
 NAMESPACE = "rl"
 """The namespace that the kubeconfig selects."""
 HISTORY = 1000
-"""Number of past changes that the server keeps. A watch can start only from one of them."""
+"""Number of past changes that the server keeps. A watch can start only from one of these changes."""
 PODS = "/api/v1/namespaces/{namespace}/pods"
 DAEMON_SETS = "/apis/apps/v1/namespaces/{namespace}/daemonsets"
 

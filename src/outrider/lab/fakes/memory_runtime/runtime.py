@@ -99,7 +99,7 @@ class MemoryRuntime:
         if self._state != "new":
             raise RuntimeFailure("a sandbox starts once")
         if "start" in self._failing:
-            self._state = "stopped"  # so the ledger counts neither a start nor a stop
+            self._state = "stopped"  # in this state, the ledger counts neither a start nor a stop
             raise RuntimeFailure("the sandbox failed to start, as it was told to")
         self._state = "running"
         if self.ledger is not None:
@@ -198,14 +198,14 @@ class MemoryRuntime:
             if entry.folder:
                 self._files.make_folder(path)
             else:
-                # Read the file that `entries` found behind the link. Do not open the link itself, which may have been
-                # replaced since.
+                # Read the file that `entries` found behind the link. Do not open the link itself, because it may have
+                # been replaced since.
                 plain = entry.path if entry.link is None else entry.path.parent / entry.link
                 self._put(path, await asyncio.to_thread(plain_bytes, Path(posixpath.normpath(plain))))
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        """Write an archive of the paths. `alone` has no effect: it would kill other processes first, but there are
-        none."""
+        """Write an archive of the paths. `alone` has no effect: in other runtimes, it first kills all other processes,
+        but this runtime has none."""
         self.check("read")
         sink = io.BytesIO()
         with tarfile.open(fileobj=sink, mode="w") as archive:

@@ -172,7 +172,7 @@ class MemoryShell:
                     for name in args or ["-"]:
                         try:
                             out += stdin if name == "-" else self.files.read(self._path(name))
-                        except OSError as error:  # `cat` also goes on with the next file
+                        except OSError as error:  # like the real `cat`, go on with the next file
                             err += f"cat: {name}: {error.strerror}\n"
                     return Output(int(bool(err)), out, err.encode())
                 case "mkdir":
