@@ -27,9 +27,9 @@ class GroupState(StrEnum):
 
 
 class StopReason(StrEnum):
-    """The reason why a session ended. A session has a verdict unless the reason is CANCELLED, EARLY_STOP, EXPIRED,
-    SESSION_TIMEOUT or ERROR. EARLY_STOP means that enough other sessions of the group already had a verdict. EXPIRED
-    means that the session waited too long to be started."""
+    """The reason why a session ended. With the reasons CANCELLED, EARLY_STOP, EXPIRED, SESSION_TIMEOUT and ERROR, a
+    session has no verdict. With any other reason, it has one. EARLY_STOP means that enough other sessions of the group
+    already had a verdict. EXPIRED means that the session waited too long to be started."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"

@@ -30,8 +30,8 @@ class LoggedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SESSION: ContextVar[LoggedSession | None] = ContextVar("session of the log", default=None)
-"""The session that log lines of the current asyncio task belong to. Set it with `logged_for`. Only the gateway sets the
-variable directly, because a context manager for each model call would cost time."""
+"""The session that log lines of the current asyncio task belong to. Set this variable with `logged_for`. Only the
+gateway sets it directly, because a context manager for each model call would cost time."""
 
 
 @contextmanager
@@ -49,8 +49,8 @@ class LogFormatter(logging.Formatter):
     """Formats log records and their tracebacks, without secrets and control characters.
 
     All lines of a record except the first are indented, so that an agent's text in a message cannot look like a
-    separate record. Each record contains `process`, the name of the process. A record about a session contains the
-    session's id and attempt, unless the message already contains the id.
+    separate record. If `process` is given, each record contains it as the name of the process. A record about a session
+    contains the session's id and attempt, unless the message already contains the id.
     """
 
     def __init__(self, token: str | None = None, *, process: str = "") -> None:

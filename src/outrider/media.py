@@ -1,5 +1,5 @@
 """Prepares images and other files for a model. A document becomes its pages, as pictures or texts. If a tool returns a
-file that the model cannot read, the model sees a text instead.
+file that the model cannot read, the model sees a text in place of the file.
 
 Invariant: what the model sees depends only on the file, its media type and its address. So a history that a client
 sends again looks the same to the model.
@@ -51,8 +51,8 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 def carried_by_tool(messages: WireMessages, index: int) -> bool:
     """Return True if the files in message `index` come from a tool and not from the user.
 
-    The message is either a tool's result, or a user message after a tool's result with no reply in between. Programs
-    whose API allows only text in a tool's result send the tool's files in such a user message.
+    This holds for a tool's result, and for a user message that follows a tool's result without a reply in between. Some
+    APIs allow only text in a tool's result, and programs that use them send the tool's files in such a user message.
     """
     for at in range(index, max(-1, index - MAX_USER_RUN - 1), -1):
         role = messages.role(at)
@@ -164,11 +164,12 @@ class ReadableMessages:
 
     - An attachment becomes a text.
     - If `images` is False, an image in a tool's result also becomes a text. The user's images stay, because without
-      them the task would be a different one.
-    - `grids` maps the digest of an image to its grid (its size in patches), or to the reason why it cannot be decoded.
-      The model reads images with a grid. A tool's image that cannot be decoded becomes a text.
-    - `pages` returns the pages of a document, which replace the document. If `pages` is None, or a document cannot be
-      read, a tool's document becomes a text, and a user's document is refused.
+      them the task would be a different task.
+    - `grids` maps the digest of an image to its grid (its size in patches), or to the reason why the image cannot be
+      decoded. An image with a grid stays, because the model reads it. A tool's image that cannot be decoded becomes a
+      text.
+    - `pages` returns the pages of a document, and these pages replace the document. If `pages` is None, or if a
+      document cannot be read, there are no pages: a tool's document becomes a text, and a user's document is refused.
     - `described` maps the index of a parsed message to the media types of its replaced files.
     """
 
@@ -231,8 +232,8 @@ class ReadableMessages:
         return message_of_parts(message.role, parts, tool_call_id=message.tool_call_id, name=message.name)
 
     def _note(self, part: Part, index: int) -> str | None:
-        """Return the text that replaces a part of message `index`. Returns None if the model reads the part, or if it
-        is an image from the user."""
+        """Return the text that replaces a part of message `index`. Returns None if the model reads the part, or if the
+        part is an image from the user."""
         if isinstance(part, Attachment):
             return part.text
         if not isinstance(part, Image) or self._images or part.grid is not None:

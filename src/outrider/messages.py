@@ -17,8 +17,9 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# Some structs here and in the dialects have tens of thousands of instances per request. They have gc=False, because all
-# threads would stop while the garbage collector visits them. This is safe: they cannot be part of a reference cycle.
+# Some structs here and in the dialects have tens of thousands of instances per request. These structs have gc=False,
+# because all threads would stop while the garbage collector visits them. gc=False is safe, because these structs cannot
+# be part of a reference cycle.
 
 
 class Role(StrEnum):
@@ -54,8 +55,8 @@ class Attachment(Text, frozen=True, tag="attachment", gc=False):
 
 class Document(Attachment, frozen=True, tag="document", gc=False):
     """A PDF document. `data` has its bytes, and `digest` is their SHA-256 (hex). `media.py` replaces the document by
-    its pages, or treats it as an attachment if it cannot be read. `head` is text that the model sees before the
-    pages."""
+    its pages. If the document cannot be read, `media.py` treats it as an attachment. `head` is text that the model sees
+    before the pages."""
 
     digest: str
     data: bytes
@@ -120,7 +121,8 @@ def message_of_parts(
     role: Role, parts: Sequence[Part], *, tool_call_id: str | None = None, name: str | None = None
 ) -> Message:
     """Make a message from texts, images and attachments. A message of text only has no `parts`. In `parts`, adjacent
-    texts are joined and empty texts are dropped, so that it does not matter how the client splits the text."""
+    texts are joined and empty texts are dropped, so that the way in which the client splits the text does not
+    matter."""
     text = joined_text(parts)
     kept: list[Part] = []
     if any(isinstance(part, Image | Attachment) for part in parts):
@@ -173,8 +175,8 @@ def with_images(message: Message, change: Callable[[Image], Image]) -> Message:
 
 
 class WireMessages(Protocol):
-    """The messages of a request. A message is parsed only when it is needed, because a long history can be compared by
-    its bytes.
+    """The messages of a request. A message is parsed only when it is needed. Often it is not needed, because a long
+    history can be compared by its bytes.
 
     - `raw(i)`: bytes that identify message `i`: different messages of a session have different bytes, even in different
       dialects.
@@ -221,8 +223,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a reply that one step of a stream adds: visible text, reasoning, and sampled tokens with their
     log-probabilities.
 
-    A token is in the step in which it was sampled. Text is held back until it cannot be part of a tool call any more,
-    so it may be in a later step than its tokens. Over the whole stream, text and tokens match.
+    A token is in the step in which it was sampled. Text is held back while it may still be part of a tool call, so text
+    may be in a later step than its tokens. Over the whole stream, text and tokens match.
     """
 
     text: str = ""

@@ -1,5 +1,5 @@
 """The client that the MCP tools at `/mcp` use. It calls the control API inside the service's own process, on behalf of
-the program that called the tool.
+the program that has called a tool.
 
 Invariant: each call carries the caller's token and address, so access control treats it like a call over HTTP.
 """
@@ -19,7 +19,7 @@ KEPT = (b"authorization", b"host", b"origin")
 
 
 class InnerClient(AsyncClient):
-    """Calls an application in this process, on behalf of the client that sent the request `scope`. If the service is
+    """Calls an application in this process, on behalf of the client that sent the request `scope`. When the service is
     busy, a call is not repeated."""
 
     def __init__(self, app: Application, scope: Scope) -> None:
@@ -102,5 +102,5 @@ class _InnerResponse(Response):
 
 async def _received(body: bytes) -> AsyncIterator[dict[str, Any]]:
     yield {"type": "http.request", "body": body, "more_body": False}
-    # waits forever: if the caller disconnects, the outer request is cancelled
+    # this waits forever; if the caller disconnects, the outer request is cancelled, and so is this wait
     await asyncio.get_running_loop().create_future()

@@ -1,6 +1,7 @@
 """The MCP server, built on the package `mcp`. It lists and calls the tools of `tools.py`.
 
-This module is imported only when it is needed, because the package is optional and takes half a second to import.
+Other modules import this module only when they need it, because the package `mcp` is optional and takes half a second
+to import.
 Invariant: an error of the service becomes a result with the message, the field and the hint, never a traceback.
 """
 
@@ -36,8 +37,9 @@ INSTRUCTIONS = (
 
 def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -> Server[Any]:
     """Return a server whose tools call the service through `client`. `may(role)` returns True if the caller has the
-    role. A tool is listed and can be called only if the caller has its role. If `may` is None, the tools for the roles
-    that the service reports are listed, and refusing calls is left to the service."""
+    role. A tool is listed and can be called only if the caller has its role. If `may` is None, the server lists the
+    tools for the roles that the service reports for the caller. It then passes every call on, and the service itself
+    refuses a call that is not permitted."""
     tools = {tool.name: tool for tool in TOOLS}
 
     async def list_tools(context: Any, asked: Any) -> types.ListToolsResult:
@@ -94,7 +96,8 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -
 
 async def _roles(client: AsyncClient) -> frozenset[Role]:
     """Return the roles that the service reports for the caller. If the service does not reply, is too old or refuses
-    the token, the only role is `read`. A call of a listed tool then returns the service's error with its hint."""
+    the token, the only role is `read`. If a listed tool is then called, the result is the service's error with its
+    hint."""
     reading: frozenset[Role] = frozenset({"read"})
     with suppress(OutriderError):
         return reading | frozenset((await client.status()).may)

@@ -1,7 +1,8 @@
 """Formats the results of the MCP tools as text of limited length.
 
 The module depends only on the schemas. Invariant: text that agents, tasks or programs may have written is enclosed by
-two lines with a random number. Its authors could not know the number, so the text cannot contain it.
+two lines with a random number. The authors of the text could not know this number, so the text cannot contain such a
+line.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def json_text(value: Any) -> str:
 
 
 def clipped(text: str, limit: int) -> str:
-    """If the text has more than `limit` characters, replace its middle with the number of characters that are left
+    """If the text has more than `limit` characters, replace its middle with a note of how many characters are left
     out."""
     if len(text) <= limit:
         return text

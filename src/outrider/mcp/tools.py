@@ -1,8 +1,8 @@
 """The tools of the MCP server. Each tool has arguments, a role that the caller needs, and a function that calls the
 service.
 
-The tools use only the client of the control API. So the service checks the token, the role and the tenant as for any
-other call. The module does not depend on the package `mcp`.
+The tools use only the client of the control API. So the service checks the token, the role and the tenant of their
+calls, as for any other call. The module does not depend on the package `mcp`.
 """
 
 from __future__ import annotations

@@ -37,17 +37,17 @@ from outrider.wire.link_protocol import Close, Nonsense
 log = logging.getLogger("outrider.node")
 
 MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
-"""Maximum number and total bytes of the peer's unanswered calls; streams (`NodeStream`) do not count. At either limit,
-nothing more is read from the peer until one of these calls has been answered."""
+"""Maximum number and maximum total bytes of the peer's unanswered calls. Streams (`NodeStream`) do not count. At either
+limit, nothing more is read from the peer until one of the unanswered calls has been answered."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
-"""A function that carries out the calls of one class. For a `NodeStream` it returns an asynchronous generator, and must
-itself limit the number of open streams. For other calls it is a coroutine function. Raises Nonsense if a call breaks
-the protocol."""
+"""A function that carries out the calls of one class. A handler of a `NodeStream` returns an asynchronous generator,
+and must itself limit the number of open streams. A handler of other calls is a coroutine function. Raises Nonsense if a
+call breaks the protocol."""
 
 
 class CallEnded(Exception):
-    """The stream has ended, and its last value was already returned."""
+    """The stream has ended, and its last value has already been returned."""
 
 
 class PendingCall(Generic[R]):
@@ -61,7 +61,7 @@ class PendingCall(Generic[R]):
         self._ended = False
 
     def receive(self, reply: CallReply) -> None:
-        """Queue a reply of the peer for `next`. Raises Nonsense if its value has a wrong type."""
+        """Queue a reply of the peer for `next`. Raises Nonsense if the reply's value has a wrong type."""
         if self._ended:
             return
         try:
@@ -72,8 +72,8 @@ class PendingCall(Generic[R]):
         self._replies.put_nowait((reply, value))
 
     async def next(self) -> R:
-        """Return the value of the next reply, or raise its error. Raises CallEnded after the last value of a stream,
-        and ServiceError after the end of the connection."""
+        """Return the value of the next reply, or raise the error that the reply contains. Raises CallEnded after the
+        last value of a stream, and ServiceError after the end of the connection."""
         reply, value = await self._replies.get()
         if reply.error is not None:
             raise error_from(reply.error)
@@ -225,7 +225,8 @@ class LinkCalls:
         else:
             self._unanswered[number] = self._link.size
         self._tasks[number] = task = self._spawn(self._answer(number, work))
-        # A callback records the end, because a task that is cancelled before its first step never runs any of its code.
+        # A callback records the end of the task. Code in the task could not always do so: a task that is cancelled
+        # before its first step runs none of its code.
         task.add_done_callback(partial(self._note_end, number, work))
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, object] | AsyncGenerator[object, None]) -> None:
@@ -250,8 +251,8 @@ class LinkCalls:
             await self._reply(CallReply(number, error=error.record()))
 
     async def _reply(self, reply: CallReply) -> None:
-        """Send a reply. Before that, wait while too many bytes are queued for sending (`Link.room`). Raises
-        ServiceError if the reply is too long."""
+        """Wait while too many bytes are queued for sending (`Link.room`), then send a reply. Raises ServiceError if the
+        reply is too long."""
         frame = framed(reply, elsewhere=self._elsewhere)
         await self._link.room()
         self._link.send_encoded(frame)

@@ -1,9 +1,9 @@
 """Checks that what a node reports about its sessions fits the service's own records.
 
-A node on another machine may be any program that has a node's token, which permits it only to run sessions and to write
-their data. docs/nodes.md lists the rules for this data. When a node breaks a rule, the service closes its connection
-and runs its sessions on other nodes. Invariant: data that passes these checks can be stored, added up, made into
-training samples, and shown.
+A node on another machine may be any program that has a node's token. This token permits the program only to run
+sessions and to write their data. docs/nodes.md lists the rules for this data. When a node breaks a rule, the service
+closes its connection and runs its sessions on other nodes. Invariant: data that passes these checks can be stored,
+added up, made into training samples, and shown.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from outrider.trajectory import BranchPolicy, LogprobKind, SessionResult, TokenM
 from outrider.wire.link_protocol import Nonsense
 
 MAX_NUMBER = 1 << 53
-"""Counts and seconds must be below this number, because a floating-point number represents every integer up to it
+"""Counts and seconds must be below this number. Up to this number, a floating-point number represents every integer
 exactly."""
 MAX_TURNS = 1 << 20
-"""Maximum number of turns with one model in an attempt. It is ten times the highest limit that a task can set."""
+"""Maximum number of turns with one model in an attempt. This is ten times the highest limit that a task can set."""
 MAX_SESSIONS = 100_000
 """Maximum number of concurrent sessions that a node may report as its capacity."""
 MAX_LANES = 16
 MAX_FAILING = 64
-"""Maximum number of failing background tasks that are shown for a node. Further ones are left out."""
+"""Maximum number of failing background tasks that are shown for a node. Further tasks are left out."""
 MAX_COUNTED = 256
 """Maximum number of entries in a node's tables of counts: sandbox runtimes, API dialects, and error codes of a
 dialect."""
@@ -120,9 +120,9 @@ class AttemptRecords:
         """Return True if `counted`, the number of turns in a result by model, fits the turns that the service has
         stored.
 
-        If the attempt was graded (`verdict`), the numbers must be equal, and the turns' indexes must have no gaps.
-        Otherwise the attempt has failed, and its result may leave out stored turns: a number may be lower, but not
-        higher. Always returns True if these records may lack a stored turn.
+        If the attempt was graded (`verdict`), the numbers must be equal, and the turns' indexes must have no gaps. If
+        it was not graded, the attempt has failed, and its result may leave out stored turns: a number may be lower than
+        the service's number, but not higher. Always returns True if the service's records may lack a stored turn.
         """
         if not self.certain or not self.began_here:
             return True
@@ -298,8 +298,8 @@ def _tiles(turn: Turn, tokens: int) -> bool:
 
 def _within_limits(call: AddTurn, records: AttemptRecords) -> bool:
     sampled = records.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
-    # Count only turns of engines that take and return token ids. A chat engine reports its number of tokens after the
-    # call, so concurrent calls may together exceed `response_tokens`.
+    # Count only turns of engines that take and return token ids. A chat engine reports the number of its tokens only
+    # after the call, so concurrent calls may together exceed `response_tokens`.
     counted = call.model is None and call.turn.mode is TokenMode.TOKENS
     return not counted or sampled <= records.task.limits.response_tokens
 
@@ -427,8 +427,8 @@ def checked_counts(report: Report, before: NodeCounts) -> NodeCounts:
 
 
 def _grows(before: NodeCounts, counts: NodeCounts) -> bool:
-    """Return True if no count is smaller than before. The service exports the sum of all nodes' counts as a metric,
-    which must never decrease."""
+    """Return True if no count is smaller than before. The service exports the sum of all nodes' counts as a metric, and
+    this metric must never decrease."""
     for runtime, was in before.sandboxes.items():
         now = counts.sandboxes.get(runtime)
         if now is None or now.failed < was.failed or now.started.total < was.started.total:
@@ -444,7 +444,7 @@ def _grows(before: NodeCounts, counts: NodeCounts) -> bool:
 
 def checked_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[str, EngineUse]:
     """Return a node's use of the engines, with texts shortened for the status. `stranger` is True for a node on another
-    machine. The speed (`pace`) that such a node has measured is left out, because the service would use it to judge
+    machine. For such a node, the measured speed (`pace`) is left out, because the service would use it to judge
     sessions of other nodes."""
     return {
         name: msgspec.structs.replace(

@@ -1,7 +1,7 @@
 """A node's connection to a service on another machine. When the connection breaks, the node opens a new one.
 
-Invariant: if the node cannot reach the service for PATIENCE_SECONDS, it ends its socket, because by then the service
-has given the node up.
+Invariant: if the node cannot reach the service for PATIENCE_SECONDS, the node ends its socket, because after this time
+the service has given the node up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("outrider.node")
 DIALLING = RetryPolicy(first=0.5, longest=5.0)
 CONNECT_SECONDS = 10.0
 QUIET_SECONDS = 10.0
-"""A connection on which nothing has arrived for this many seconds counts as dead, because the service sends ten
+"""If nothing arrives on a connection for this many seconds, the connection counts as dead. The service sends ten
 messages a second."""
 PATIENCE_SECONDS = WAITS.silence + QUIET_SECONDS
 
@@ -44,11 +44,11 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     403: (Forbidden, "give a token with the role node: outrider token create --role node"),
     404: (NotFound, "is this an Outrider service, of the same version as the node?"),
 }
-"""Refusals that a retry would not change, by close code or HTTP status: the error to raise, and its hint."""
+"""Refusals that a retry would not change. Maps a close code or an HTTP status to the error to raise and its hint."""
 
 FINAL = frozenset({Close.NONSENSE, Close.PROTOCOL, Close.LEFT, Close.REMOVED, Close.CONFLICT, 401})
-"""Close codes and HTTP statuses which mean that the service has given the node up. 403 and 404 are not among them,
-because a reverse proxy may reply with them while the service restarts."""
+"""Close codes and HTTP statuses which mean that the service has given the node up. The statuses 403 and 404 are left
+out, because a reverse proxy may reply with them while the service restarts."""
 
 
 class Dialled:
@@ -81,14 +81,14 @@ class Dialled:
             finally:
                 first.cancel()
                 keeping.cancel()
-                # The task group does not get an error of the block, because it would wrap the error in an exception
-                # group.
+                # An error of the block is not passed to the task group, because the task group would wrap the error in
+                # an exception group.
                 await shielded(lambda: tasks.__aexit__(None, None, None))
 
     async def _keep(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> OutriderError | None:
-        """Keep the node connected. If the service refuses the node for good (see REFUSALS) without ever having accepted
-        it, return the refusal as an error. After the first acceptance, end the socket and return None when the service
-        gives the node up or cannot be reached for PATIENCE_SECONDS."""
+        """Keep the node connected. If the service has not accepted the node yet and refuses it for good (see REFUSALS),
+        return the refusal as an error. If the service has accepted the node before, and gives the node up or cannot be
+        reached for PATIENCE_SECONDS, end the socket and return None."""
         failed = 0
         while True:
             before = self.socket.last_arrival
