@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class SessionState(StrEnum):
-    """The state of a session. In `READY`, its sandbox is prepared and it waits for a run slot."""
+    """The state of a session. In `READY`, the session's sandbox is prepared, and the session waits for a run slot."""
 
     QUEUED = "queued"
     INITIALIZING = "initializing"

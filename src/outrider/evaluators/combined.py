@@ -118,7 +118,8 @@ def _parts(
     for name, spec in specs.items():
         if programs[name]:
             # Parts that run programs divide the whole time limit among themselves. By default, the programs of a part
-            # get three quarters of its share. So a slow program ends in time, and gets reward 0 instead of an error.
+            # get three quarters of the part's share. So a slow program ends in time, and gets reward 0 instead of an
+            # error.
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
         with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
@@ -138,8 +139,8 @@ async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[s
 
 
 def _outcome_for(part: EvaluatorPart, outcome: Outcome) -> Outcome:
-    """Return the outcome for one part. Its task has the part's own spec, because a grading function reads its options
-    from there."""
+    """Return the outcome for one part. The task in this outcome has the part's own spec, because a grading function
+    reads its options from there."""
     return replace(outcome, task=outcome.task.model_copy(update={"evaluator": part.spec}))
 
 

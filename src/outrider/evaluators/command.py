@@ -108,7 +108,7 @@ class CommandEvaluator:
 
 def _failure(message: str, result: ExecResult, *, hint: str = HINT, inside: bool = True) -> EvaluatorError:
     """Return the error for a failed command. Callers pass `inside=False` if the command exceeded its time limit,
-    because that may be due to a slow host."""
+    because a slow host may be the cause."""
     return EvaluatorError(
         message,
         hint=hint,

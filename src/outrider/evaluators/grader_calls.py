@@ -1,7 +1,8 @@
 """Calls external graders over HTTP.
 
-Only evaluators that call a grader import this module, because it imports aiohttp, which takes long. Invariants: the
-error of a failed call does not show a key; redirects are not followed; a reply has at most MAX_ANSWER bytes.
+Only evaluators that call a grader import this module, because the module imports aiohttp, and this import takes long.
+Invariants: the error of a failed call does not show a key; redirects are not followed; a reply has at most MAX_ANSWER
+bytes.
 """
 
 from __future__ import annotations

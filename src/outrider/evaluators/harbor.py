@@ -70,8 +70,8 @@ class HarborOptions(Spec):
 
 
 class HarborEvaluator:
-    """Runs test.sh (see `HarborOptions`). The values that it writes become the metrics. The reward is the value named
-    `reward`, or the only value. With the option `mean`, it is the mean of all values."""
+    """Runs test.sh (see `HarborOptions`). The values that test.sh writes become the metrics. The reward is the value
+    named `reward`, or the only value. With the option `mean`, the reward is the mean of all values."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(HarborOptions, spec)

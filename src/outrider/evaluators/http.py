@@ -1,5 +1,5 @@
 """The evaluator `http`: sends the conversation to a grading service of the operator. The request has Outrider's own
-format, that of NeMo Gym's `POST /verify`, or a format of ProRL Agent's reward servers.
+format, the format of NeMo Gym's `POST /verify`, or a format of ProRL Agent's reward servers.
 
 The sandbox is not used. Invariants: only a finite reward in a reply with a 2xx status is a grade; a retry sends the
 same body with the same id.
@@ -38,8 +38,8 @@ class HttpOptions(Spec):
 
     grader: the name of a grader in the setting `graders`.
     contract: the format of the request and the reply.
-    data: the task's own data. Outrider's format sends it as `options`. For NeMo Gym, it is the row, and its fields
-        become fields of the body. For ProRL's reward servers, it has the fields in REWARD_ROUTES.
+    data: the task's own data. Outrider's format sends it as `options`. For NeMo Gym, `data` is the row, and the row's
+        fields become fields of the body. For ProRL's reward servers, `data` has the fields in REWARD_ROUTES.
     call_seconds: time limit of one call.
     """
 
@@ -154,8 +154,8 @@ def verified(answer: dict[str, Any]) -> Verdict:
 
 
 def scored(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from a reply of ProRL's reward servers. Raises ValueError if the reply has no number: this must
-    not count as a score of 0."""
+    """Read a verdict from a reply of ProRL's reward servers. Raises ValueError if the reply has no number, because such
+    a reply must not count as a score of 0."""
     score = answer.get("score")
     if isinstance(score, list) and score:
         score = score[0]

@@ -1,5 +1,5 @@
-"""Reads the parts of a combining evaluator (kind `weighted` or `all`): specs of other evaluators, nested in its own
-spec.
+"""Reads the parts of a combining evaluator (kind `weighted` or `all`): specs of other evaluators, nested in the
+combining evaluator's spec.
 
 The service reads the nested specs before it checks which names a task may use. So this module makes no evaluator, and
 imports nothing that a task names. Invariant: a part takes only the fields in WHOLE from the combining evaluator.

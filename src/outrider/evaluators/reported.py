@@ -13,7 +13,7 @@ from outrider.trajectory import Verdict
 
 
 class ReportedEvaluator:
-    """Accepts no settings. `evaluate` is called if a session is graded again. It always raises EvaluatorError, because
+    """Accepts no settings. `evaluate` is called if a session is graded again, and always raises EvaluatorError, because
     there is nothing to evaluate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:

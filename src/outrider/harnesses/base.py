@@ -1,6 +1,6 @@
 """The interface of a harness, which starts an agent program and points it at its model endpoint.
 
-Invariant: a harness that fails raises an error with the end of the program's output. It never returns normally.
+Invariant: a harness that fails raises an error with the end of the program's output, and never returns normally.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ def names(vendor: Vendor) -> frozenset[str]:
 
 
 def actions(vendor: Vendor, name: str, arguments: str, width: int, height: int) -> list[Action]:
-    """Return the actions of a call, in order. Unless the last action has its own result, the model is shown the screen
-    after it. Raises ValueError with an explanation for the model if the call is malformed."""
+    """Return the actions of a call, in order. After the last action, the model is shown the screen, unless this action
+    has its own result. Raises ValueError with an explanation for the model if the call is malformed."""
     read = {"anthropic": _anthropic, "openai": _openai}.get(vendor)
     if read is not None:
         return read(arguments)

@@ -2,8 +2,8 @@
 mouse and keyboard.
 
 The shell command in the option `run` opens programs on the screen. Invariants: a call acts on the screen of its own
-sandbox or not at all; if the model makes a mistake, the result of the call explains it; only a broken sandbox raises an
-exception.
+sandbox or not at all; if the model makes a mistake, the result of the call explains the mistake; only a broken sandbox
+raises an exception.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ ready xdotool get_num_desktops
 """
 
 
-# The bus of AT-SPI needs no session bus, because programs find it through AT_SPI_BUS_ADDRESS. The daemon starts
-# AT-SPI's registry, which needs the same variable.
+# AT-SPI's own bus needs no session bus, because programs find AT-SPI's bus through AT_SPI_BUS_ADDRESS. The daemon of
+# the bus starts AT-SPI's registry, and the registry needs the same variable.
 OPEN_BUS = """\
 for program in dbus-daemon {python}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
@@ -117,7 +117,7 @@ class DesktopOptions(Spec):
     """Options of a desktop.
 
     width, height: the size of the screen in pixels.
-    run: a shell command that opens programs, and ends when they are visible.
+    run: a shell command that opens programs. It ends when these programs are visible.
     observation: how the model sees the screen.
     actions: the vendor whose computer tool the model gets in place of the tools in ACTIONS, or None."""
 

@@ -66,8 +66,8 @@ def installed_versions(preset: Preset) -> tuple[str, ...]:
 
 
 def installation(preset: Preset) -> Installation | None:
-    """Return the paths of a preset's program. Returns None if it is not installed, or if the preset installs no
-    program."""
+    """Return the paths of a preset's program. Returns None if the program is not installed, or if the preset installs
+    no program."""
     recipe = preset.install
     if recipe is None:
         return None

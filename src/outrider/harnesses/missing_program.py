@@ -30,8 +30,8 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """PATH for a sandbox that does not set it or has no shell."""
 FIND_PATH = 'printf %s "$PATH"'
 HEAD = 4096
-"""Number of bytes to read from the beginning of a file. They contain the first line of a script, or the program headers
-of an ELF file."""
+"""Number of bytes to read from the beginning of a file. These bytes contain the first line of a script, or the program
+headers of an ELF file."""
 SMALL = 1 << 16
 """Maximum bytes of a file that is read whole."""
 MAX_SCRIPTS = 4

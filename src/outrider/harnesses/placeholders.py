@@ -61,7 +61,8 @@ def merged(path: str, text: str, added: Iterable[str]) -> str:
     """Return the text of a file with the texts in `added` merged into it. All placeholders have already been replaced.
 
     In a .json file, objects and lists are joined at every depth, and any other value is overridden by later texts. In a
-    .toml file, added lines come first, so that they do not become part of a table. In any other file, they come last.
+    .toml file, added lines come first, so that they do not become part of a table. In any other file, added lines come
+    last.
     """
     added = tuple(added)
     if not added:

@@ -104,7 +104,7 @@ class SkillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The installation of the program on a node. Install scripts of packages are never run.
 
-    packages: the packages to install from the registry of `kind`. The first one is the program, and ends with
+    packages: the packages to install from the registry of `kind`. The first package is the program, and ends with
         `version`.
     check: a command that prints `version` if the program works.
     node: the version of Node.js, for npm packages.
@@ -141,9 +141,9 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class McpCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the model calls a tool of an MCP server by writing a program. It calls the agent's tool `tool`, and passes
-    the program in the argument named by `argument`. `text` is the program, with {server}, {tool} and {arguments} (a
-    JSON object) to be replaced."""
+    """How the model calls a tool of an MCP server by writing a program. The model calls the agent's tool `tool`, and
+    passes the program in the argument named by `argument`. `text` is the program, with {server}, {tool} and {arguments}
+    (a JSON object) to be replaced."""
 
     tool: str
     argument: str

@@ -1,8 +1,8 @@
 """Prints the accessibility tree of a screen: python3 screen_tree.py WIDTH HEIGHT SECONDS.
 
 This program runs inside a sandbox, with Debian's Python and its bindings of AT-SPI (`gir1.2-atspi-2.0`, `python3-gi`).
-Each line describes one element on the screen: its role, name, value, states, and box in pixels. It is indented below
-its parent's line.
+Each line describes one element on the screen: its role, name, value, states, and box in pixels. A line is indented
+below the line of the element's parent.
 
 Invariant: the output has at most MAX_CHARACTERS characters and is complete after about SECONDS, even if a program
 reports elements without end. Notes at the end count the elements that are left out.
@@ -272,8 +272,8 @@ class Accessible:
         return Box(box.x, box.y, box.width, box.height)
 
     def text(self) -> str:
-        """Return the beginning of the element's own text. Returns "" if it has no text, or if it has children and
-        cannot be edited."""
+        """Return the beginning of the element's own text. Returns "" if the element has no text, or if it has children
+        and cannot be edited."""
         interfaces = self._interfaces()
         if "Text" not in interfaces or ("EditableText" not in interfaces and self.count() > 0):
             return ""

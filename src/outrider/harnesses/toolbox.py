@@ -34,7 +34,7 @@ MAX_PATH = 4096
 
 
 def tool_spec(name: str, description: str, *arguments: str) -> ToolSpec:
-    """Return the description of a tool for the model. All its arguments are required strings."""
+    """Return the description of a tool for the model. All arguments of the tool are required strings."""
     return {
         "type": "function",
         "function": {

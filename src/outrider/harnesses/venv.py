@@ -43,7 +43,8 @@ class Venv(msgspec.Struct, frozen=True, kw_only=True):
     """A virtual environment.
 
     prefix: its folder, as the task names it.
-    shown: the folders and files of the host to mount in a sandbox. None lies inside another one, or in the host's /usr.
+    shown: the folders and files of the host to mount in a sandbox. No path lies inside another of these paths, or in
+        the host's /usr.
     of_system: true if the interpreter is in /usr.
     sources: the folders with modules to import.
     stamp: changes whenever a package is installed."""

@@ -2,7 +2,7 @@
 
 `messages.py` defines the calls. Invariant: each call gets exactly one last reply, unless the connection ends first.
 
-A side closes the connection if the other breaks the protocol, for example:
+A side closes the connection if the other side breaks the protocol, for example:
 - A value has a wrong type.
 - A reply belongs to a call that was never made.
 - The number of a call is not higher than the number of the previous call.

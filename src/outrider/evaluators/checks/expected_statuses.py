@@ -42,8 +42,8 @@ def statuses_of(log: str) -> dict[str, str]:
         name = name_of_test(line)
         statuses[name] = status
         test = line.split(" - ")[0].replace(status, "", 1).strip()
-        # An ERROR does not contradict a PASSED: pytest itself lists a test as both if the test passes and its teardown
-        # fails.
+        # An ERROR does not contradict a PASSED: pytest itself lists a test with both statuses if the test passes and
+        # its teardown fails.
         if status != "ERROR" and decided.setdefault(test, status) != status:
             contradicted.add(name)
     return statuses | dict.fromkeys(contradicted, CONTRADICTED)

@@ -56,8 +56,8 @@ WARM = (
     ("\\frac{-5}{3}", "-1\\frac{2}{3} + \\frac{3\\cdot 3}{7}"),
     ("2(\\frac{a}{2})", "(\\frac{24}{7}) x"),
 )
-"""Pairs of a gold answer and an answer. They are compared once before the first fork. Otherwise every check would spend
-0.1 s on loading and building the same objects."""
+"""Pairs of a gold answer and an answer. Each pair is compared once before the first fork. Otherwise every check would
+spend 0.1 s on loading and building the same objects."""
 
 
 def warm_up() -> None:

@@ -335,7 +335,7 @@ def _pieces(points: Set) -> list[sympy.Interval] | None:
 
 
 def _constant_renamed(gold: Expr, answer: Expr) -> Expr:
-    """Return the answer with its constant of integration renamed as in the gold answer."""
+    """Return the answer, in which the constant of integration gets the name that it has in the gold answer."""
     ours, theirs = (
         [term for term in expr.as_ordered_terms() if isinstance(term, Symbol) and term.name in CONSTANTS]
         for expr in (gold, answer)

@@ -108,7 +108,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Halfspace:
-    """An inequality in several variables: `side` < 0 or, unless `strict` is true, `side` <= 0."""
+    """An inequality in several variables: `side` < 0 if `strict` is true, else `side` <= 0."""
 
     side: Expr
     strict: bool
@@ -496,7 +496,7 @@ class _Reader:
 
     def _equal(self, text: str, sides: list[str], signs: list[str], depth: int) -> Value:
         """Read a text with equal signs, such as `x = 1 + 2 = 3`. If the first side is a name, the text assigns a value
-        to it. If there are only two sides, the second may also be the name."""
+        to this name. If there are only two sides, the name may also be the second side."""
         name = _name(sides[0])
         if name is None and len(sides) == 2 and _name(sides[1]) is not None:
             sides.reverse()

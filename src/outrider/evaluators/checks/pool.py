@@ -183,7 +183,7 @@ class Checks:
         return checked or CheckResult(answer=None, fault=fault, seconds=seconds)
 
     async def _run(self, body: bytes, seconds: float, *, nicer: int) -> CheckResult | None:
-        """Run a check in a process. Returns None if it exceeded `seconds`."""
+        """Run a check in a process. Returns None if the check exceeded `seconds`."""
         child, control = self._zygote or await self._spawn()
         try:
             output = await self._exchange(control, body, LIMITS.pack(seconds, MAX_MEMORY, nicer))
@@ -198,8 +198,8 @@ class Checks:
             number = os.WTERMSIG(ended.status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return None
-            # Blame the answer for the crash: the library did not crash on the gold answers, which were checked at
-            # submission.
+            # The answer is the cause of the crash: at submission, the library checked the gold answers and did not
+            # crash.
             if number in CRASHES:
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
                 return CheckResult(answer=None, fault=fault, seconds=ended.seconds)

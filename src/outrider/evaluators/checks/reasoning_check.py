@@ -48,7 +48,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         score = _score(name, answer, entry)
         return {"score": score} if math.isfinite(score) else {"refused": f"it scores {score}"}
     except Exception as error:
-        # A scorer can raise any exception. Blame the agent's answer for it: at submission, the scorer accepted the
+        # A scorer can raise any exception. The agent's answer is the cause: at submission, the scorer accepted the
         # entry's own answer.
         return {"refused": f"the scorer cannot read it: {type(error).__name__}"}
 

@@ -1,7 +1,7 @@
 """Lists the data sets of reasoning-gym that cannot be used, and checks texts that scorers evaluate as Python code.
 
 Such a text must be a plain literal, sum or formula. The module is pure. Invariant: a text that passes can call only
-FUNCTIONS, and cannot read an attribute or hide code in a string. Its evaluation may still take forever.
+FUNCTIONS, and cannot read an attribute or hide code in a string. The evaluation of such a text may still take forever.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ FUNCTIONS = frozenset(
         *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"),
     )
 )
-"""Functions that a formula may call. `Integral` is not among them: because the scorer differentiates the answer, just
-repeating the question's integral would count as right."""
+"""Functions that a formula may call. `Integral` is left out: the scorer differentiates the answer, so an answer that
+just repeats the question's integral would count as right."""
 
 
 def is_literal(text: str) -> bool:
     """Return True if `eval` can safely be called with the text: it consists only of constants, collections, names and
-    operators. A text that is no Python expression is also safe, because then `eval` runs nothing."""
+    operators. A text that is no Python expression is also safe, because `eval` runs nothing of it."""
     try:
         tree = _tree(text)
     except (SyntaxError, ValueError):
@@ -66,8 +66,8 @@ def is_sum(text: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-    """Return True for a text that is safe for sympy's `parse_expr`: numbers, variables of one letter, pi, operators
-    and FUNCTIONS. It must be plain Python, because `parse_expr` rewrites any other notation before it evaluates the
+    """Return True for a text that is safe for sympy's `parse_expr`: numbers, variables of one letter, pi, operators and
+    FUNCTIONS. The text must be plain Python, because `parse_expr` rewrites any other notation before it evaluates the
     text."""
     return FORMULA_SIGNS.fullmatch(text) is not None and _is_python_of(text, FORMULA)
 

@@ -51,8 +51,8 @@ LINE_BY_LINE = {
     # names, because several tests may share a first line.
     "parse_log_django": r"\w+ \([\w.]+\)",
 }
-"""Parsers that handle each line of a log separately, by function name. The value is a pattern for the names that belong
-to only one test; "" means all names."""
+"""Parsers that handle each line of a log separately. Maps the parser's function name to a pattern. The pattern matches
+the names of tests that belong to only one test; "" stands for all names."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
@@ -165,7 +165,7 @@ def name_of(parser: str) -> str:
 
 def parser_of(request: dict[str, Any]) -> str | None:
     """Return the name of a row's parser in swebench's registry, or None if there is no such parser. Rows of swebench
-    5.x name the parser (`log_parser`). For rows of 4.x, the repository determines it."""
+    5.x name the parser (`log_parser`). For rows of 4.x, the repository determines the parser."""
     registry = grading.PARSER_REGISTRY
     if named := request.get("log_parser"):
         return named if named in registry else None
@@ -203,7 +203,7 @@ def report_of(spec: Any, log: str) -> dict[str, Any]:
     grading.classify_logs = lambda path: classify_text(log)
     try:
         report: dict[str, Any] = grading.get_eval_report(spec, prediction, "", True)[spec.instance_id]
-    finally:  # others that use swebench in this process, such as a benchmark, read real files
+    finally:  # other users of swebench in this process, such as a benchmark, read real files
         del grading.open
         grading.classify_logs = classify_logs
     return report
@@ -263,7 +263,7 @@ def log_of(records: str, key: str) -> str:
 
     - The report has a line that the plugin did not write.
     - pytest did not start, or did not come to its normal end.
-    - One of Outrider's tests that always fail did not fail.
+    - A test that Outrider has added, and that must always fail, did not fail.
     - The code under test has changed pytest or the tests."""
     lines: list[tuple[str, str]] = []
     runs: Counter[Any] = Counter()

@@ -5,8 +5,8 @@ It has imported and warmed up the library, so that a fork takes only millisecond
 them. The zygote is started by `python -I -S -c`, with one end of a control socket as standard input.
 
 A request is one message in the format LIMITS on the control socket, with one file descriptor: the connection of the new
-check. The check reads a JSON object from its connection until the end of input, and writes one. Then the zygote adds a
-last line with the result of `os.wait4`: `{"status", "seconds"}`.
+check. The check reads a JSON object from its connection until the end of input, and writes its result as a JSON object.
+Then the zygote adds a last line with the result of `os.wait4`: `{"status", "seconds"}`.
 
 Invariants:
 

@@ -62,9 +62,9 @@ class WrongAnswer(Exception):
 
 
 class CodeEvaluator:
-    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`, the numbers of passed
-    and of all cases. A hidden check counts as one case, and adds the metric `calls`, the number of calls of the
-    candidate."""
+    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`, the numbers of passed and
+    of all cases. A hidden check counts as one case, and adds the metric `calls`, the number of times that the check
+    called the candidate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
@@ -191,8 +191,8 @@ class CandidateProgram:
     async def printed(self, text: str) -> list[str]:
         """Return the lines that the program prints for the input `text`."""
         done = await self._ran([self._options.python, "-B", self._program], text.encode("utf-8", "replace"))
-        # The output is decoded in a thread. The candidate chooses its length, and decoding a long output would block
-        # the event loop.
+        # The output is decoded in a thread. The candidate chooses the length of the output, and decoding a long output
+        # would block the event loop.
         return await asyncio.to_thread(lambda: lines(done.stdout.decode("utf-8", "backslashreplace")))
 
     async def called(self, name: str, args: list[Any]) -> Any:
@@ -264,8 +264,8 @@ async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
 
 
 def small(resources: Resources) -> Resources:
-    """Return the limits of a sandbox for one program: the processors of `resources`, no GPUs, and for memory, disk and
-    processes the lower limit of `resources` and SMALL."""
+    """Return the limits of a sandbox for one program. The sandbox has the processors of `resources` and no GPUs. For
+    memory, disk and processes, the lower one of the limits in `resources` and in SMALL applies."""
     return Resources(
         cpus=resources.cpus,
         memory_mb=min(resources.most_memory_mb, SMALL.most_memory_mb),
@@ -291,7 +291,7 @@ async def probe(runtime: Runtime, python: str) -> None:
     """Raise EvaluatorError if Python does not work in the sandbox, and RuntimeFailure if the sandbox itself does not
     work.
 
-    Success only shows that the sandbox can be used: an agent may have replaced its Python.
+    Success only shows that the sandbox can be used: an agent may have replaced the sandbox's Python.
     """
     tail, late = "", False
     try:

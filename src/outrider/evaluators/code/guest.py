@@ -4,8 +4,8 @@ check in another. The candidate is the program to be graded.
 The code needs only Python 3.8 or newer. It is one file, because the node sends its text to Python in a sandbox,
 followed by the code that starts one of the two parts. Values leave a process only as JSON of built-in types (`encode`,
 `decode`), so an object that claims to equal everything stays in its own process. The candidate may have forged the
-output of `run_call`, so the node only compares it or passes it on. Invariant: the candidate affects the check only
-through return values and exceptions.
+output of `run_call`, so the node only compares this output or passes it on. Invariant: the candidate affects the check
+only through return values and exceptions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import types
 from typing import Any
 
 MARK = "outrider-step:"
-"""Prefix of the Checker's lines, which distinguishes them from what the check prints."""
+"""Prefix of the Checker's lines. It distinguishes these lines from the output of the check."""
 
 
 def encode(value: Any) -> Any:
@@ -84,9 +84,9 @@ def whole_program(prompt: str, candidate: str, name: str) -> str:
 def run_call() -> None:
     """Read a request from standard input, call the candidate's function, write the result as JSON, and exit.
 
-    The request has the candidate's `file`, the `prompt` that precedes it, the `name` of the function, and its encoded
-    `args` and `kwargs`. The function may be a method of a class `Solution`. The result has `value`, the encoded return
-    value, or `raised`. What the candidate prints goes to standard error.
+    The request has the candidate's `file`, the `prompt` that precedes it, the `name` of the function, and the encoded
+    `args` and `kwargs` of the call. The function may be a method of a class `Solution`. The result has `value`, the
+    encoded return value, or `raised`. What the candidate prints goes to standard error.
     """
     request = json.load(sys.stdin)
     output = os.fdopen(os.dup(1), "w")
@@ -161,7 +161,8 @@ class Checker:
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
         # Only subclasses of Exception that are built in keep their type. Others, such as SystemExit or a class of the
-        # candidate, become a RuntimeError. So does StopIteration, because it would end a loop of the check.
+        # candidate, become a RuntimeError. StopIteration also becomes a RuntimeError, because it would end a loop of
+        # the check.
         if not (isinstance(kind, type) and issubclass(kind, Exception)) or name in (
             "StopIteration",
             "StopAsyncIteration",

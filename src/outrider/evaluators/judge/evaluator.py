@@ -4,7 +4,7 @@ characters gets reward 0.
 
 The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
 service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; the verdict counts
-the tokens of every parsed reply, and quotes its end.
+the tokens of every parsed reply, and quotes the end of the reply.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 BUSY = TRANSIENT | {429, 500}
-"""HTTP statuses after which a call is repeated: the model's server is overloaded, or one of its workers has exited."""
+"""HTTP statuses after which a call is repeated. They mean that the model's server is overloaded, or that one of the
+server's workers has exited."""
 OVERFLOWS = ("context_length_exceeded", "maximum context length")
 """Texts in replies with status 400 by which OpenAI's API and vLLM report that a question is too long."""
 QUOTED = 2000
@@ -113,8 +114,8 @@ class Judge:
         with an empty answer. Raises EvaluatorError if the judge is unreachable or gives no grades. Raises AnswerTooLong
         if only `without` fits into the judge's context."""
         options, messages = self._options, question.messages
-        # Each vote has its own seed, so that replies to the same question can differ. A single vote has none, because
-        # some servers do not accept seeds.
+        # Each vote has its own seed, so that replies to the same question can differ. A single vote has no seed,
+        # because some servers do not accept seeds.
         seed = number if options.votes > 1 else None
         asked = (options.frozen, self._grader, options.temperature, options.max_tokens, seed, messages)
         key = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()

@@ -146,8 +146,8 @@ class SwebenchEvaluator:
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
         """In the sandbox `runtime`, replace the files that influence tests with those of the sandbox `untouched`."""
         options, found = self._options, set[str]()
-        # Remove the folders of compiled files. pytest loads a compiled file if it records the time and size of its
-        # source, so an agent could leave code that runs in place of the restored conftest.py.
+        # Remove the folders of compiled files. pytest loads a compiled file if this file records the time and size of
+        # its source. So an agent could leave compiled code that runs in place of the restored conftest.py.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:
@@ -171,9 +171,9 @@ class SwebenchEvaluator:
 
 
 async def find(runtime: Runtime, folder: str, *words: str) -> str:
-    """Run `find` with the arguments `words` in a folder, and return its output. It skips read-only mounts, such as that
-    of the agent's program: they belong to the task, and no agent can change them. Raises EvaluatorError if a command
-    fails or prints too much."""
+    """Run `find` with the arguments `words` in a folder, and return its output. The search skips read-only mounts, such
+    as the mount of the agent's program. Read-only mounts belong to the task, and no agent can change them. Raises
+    EvaluatorError if a command fails or prints too much."""
     mounts = await runtime.exec(LIST_MOUNTS, cwd=folder, seconds=FILE_SECONDS)
     pruned = [word for path in read_only_mounts(mounts.stdout) for word in ("-path", path, "-prune", "-o")]
     done = await runtime.exec(["find", ".", *pruned, *words], cwd=folder, seconds=FILE_SECONDS)
@@ -271,7 +271,8 @@ def source_text(name: str) -> str:
 
 
 def planted_name() -> str:
-    """Return a random name for the test that the plugin adds to each test module. It looks like other tests' names."""
+    """Return a random name for the test that the plugin adds to each test module. The name looks like the names of
+    other tests."""
     return "_".join(("test", *map(secrets.choice, WORDS)))
 
 
@@ -311,8 +312,8 @@ def script(options: SwebenchOptions, place: str, name: str) -> str:
 
 
 async def records_at(runtime: Runtime, path: str) -> str:
-    """Return the text of the plugin's report. If it cannot be read, return "" or an error message: neither passes as a
-    report. Raises RuntimeFailure if the whole sandbox is broken."""
+    """Return the text of the plugin's report. If the report cannot be read, return "" or an error message: neither
+    passes as a report. Raises RuntimeFailure if the whole sandbox is broken."""
     try:
         return (await runtime.read(path, follow=False)).decode("utf-8", "replace")
     except FileNotFoundError:

@@ -164,7 +164,8 @@ def test_folder(path: str) -> str | None:
 
 
 def is_test(path: str) -> bool:
-    """Return True if the names of a file and its folders show that it belongs to tests. `src/_pytest/a.py` does not."""
+    """Return True if the names of a file and its folders show that the file belongs to tests. `src/_pytest/a.py` does
+    not belong to tests."""
     name = path.rpartition("/")[2]
     stem = name.removesuffix(".py")
     return (

@@ -190,8 +190,8 @@ def code_of(value: Any) -> Any:
 
 
 def files_of(value: Any) -> Any:
-    """Return the existing files that contain the code of a function, module or class. For any other value, return those
-    of its class."""
+    """Return the existing files that contain the code of a function, module or class. For any other value, return the
+    files of its class."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -226,8 +226,8 @@ class Watcher:
     def pytest_collection_modifyitems(self, session: Any, items: Any) -> None:
         if not items:
             return
-        # Plant no canaries in modules if failures stop the run, as with `--maxfail`: the canaries would stop it too
-        # early.
+        # Plant no canaries in modules if failures stop the run, as with `--maxfail`: the canaries would stop the run
+        # too early.
         if not any(getattr(session.config.option, name, None) for name in ("maxfail", "stepwise")):
             self._plant(items)
         make: Any = getattr(pytest.Module, "from_parent", None)
@@ -316,8 +316,8 @@ def must_fail() -> None:
 
 def excused_by(error: Any, item: Any) -> Any:
     """Return a file whose code excused a test but is not trusted to do so, or None. To excuse a test is to skip it, to
-    expect its failure, or to call code that does. Libraries are trusted, and so is test code that uses a name with one
-    of NAMES_OF_EXCUSES. Code under test is not: it must not excuse its own failure."""
+    expect its failure, or to call code that does one of the two. Libraries are trusted, and so is test code that uses a
+    name with one of NAMES_OF_EXCUSES. Code under test is not trusted, because it must not excuse its own failure."""
     test = os.path.abspath(str(item.fspath))
     while error is not None:
         if isinstance(error, EXCUSES):
@@ -332,7 +332,7 @@ def excused_by(error: Any, item: Any) -> Any:
             own = [frame for frame in frames if file_of(frame) == test and is_of_tests(frame, item)]
             if own:
                 # If the error left a context manager, the first frame of the test is listed twice, with the context
-                # manager's frames in between. So the last of its positions counts.
+                # manager's frames in between. So the last position of this frame counts.
                 place = max(number for number, frame in enumerate(frames) if frame is own[0])
                 for frame in frames[place:]:
                     # Generated code, such as that of a decorator, has no file.
@@ -402,7 +402,7 @@ def pytest_load_initial_conftests() -> None:
 
 def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
     """Make this run report to the file `path`. `planted` names the canary in each test module. `option` is the pytest
-    option that loads this plugin. It is removed from the environment, so that nested runs do not report."""
+    option that loads this plugin. This option is removed from the environment, so that nested runs do not report."""
     worker = hasattr(config, "workerinput")
     # With xdist, the first process keeps the option, because the workers read it from the environment, too.
     if worker or getattr(config.option, "dist", "no") == "no":

@@ -1,9 +1,9 @@
 """Reports modules that the agent has added and that shadow a module which pytest imports. An example is a new
 `iniconfig.py` in the repository.
 
-The evaluator sends this text as `sitecustomize.py`, with a final line that calls `start`. Python runs it at its start,
-before any module of the repository can be imported. It needs only Python 3.6. Invariant: it imports only modules that
-are already loaded, because any other import could load one of the agent's modules.
+The evaluator sends this text as `sitecustomize.py`, with a final line that calls `start`. Python runs this file when it
+starts, before any module of the repository can be imported. The file needs only Python 3.6. Invariant: the file imports
+only modules that are already loaded, because any other import could load one of the agent's modules.
 """
 
 import _frozen_importlib as bootstrap

@@ -1,5 +1,5 @@
-"""The agent that checks a task. In each step of the task it carries out the known solution or does nothing. Then it
-calls the model, and the model's reply is its answer.
+"""The agent that checks a task. In each step of the task it carries out the known solution or does nothing. Then the
+agent calls the model, and the model's reply becomes the agent's answer.
 
 Invariant: the agent calls the model once in each step, because a step without a model call ends with an error.
 """

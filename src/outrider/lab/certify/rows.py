@@ -102,7 +102,7 @@ class ScriptedStep(msgspec.Struct, frozen=True, kw_only=True):
 class CertificationRow(msgspec.Struct, frozen=True, kw_only=True):
     """One test of a certificate: a task and its check.
 
-    - `steps`: the model's replies. The last one is repeated if the harness makes more calls.
+    - `steps`: the model's replies. The last reply is repeated if the harness makes more calls.
     - `check`: a shell command that succeeds if the actions were carried out.
     - `needs`: an optional feature of a harness. If the harness does not have it, the row is not tried.
     - `files`: the contents of files that are in the sandbox from the start, by name.

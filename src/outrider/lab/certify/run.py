@@ -51,8 +51,8 @@ async def certify(
     """Run and judge every row. Calls `watch` with each verdict as soon as the row's session has ended. The verdicts of
     rows that are not tried follow at the end.
 
-    Raises the service's error if it refuses a session, for example because the harness is not installed or the runtime
-    does not work on this machine.
+    Raises the service's error if the service refuses a session, for example because the harness is not installed or the
+    runtime does not work on this machine.
     """
     started = time.monotonic()
     untried = {row.name: verdict for row in rows if (verdict := _untried(row, subject)) is not None}

@@ -1,9 +1,9 @@
 """The scripted model of a certification. It is an engine that replies with the steps of a row (test), and calls tools
 that the prompt declares.
 
-The model reads the row and the number of earlier replies from each prompt, and keeps no count of its own. It supports
-only the chat format of the certifying service. Invariant: for every generation that has begun, `calls` has exactly the
-prompt's ids and the ids that were yielded.
+The model reads the row and the number of earlier replies from each prompt, and keeps no count of its own. The model
+supports only the chat format of the certifying service. Invariant: for every generation that has begun, `calls` has
+exactly the prompt's ids and the ids that were yielded.
 """
 
 from __future__ import annotations

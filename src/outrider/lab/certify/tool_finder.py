@@ -142,7 +142,8 @@ MAX_VALUES = 1000
 MAX_ITEMS = 8
 """Maximum number of items in a list of a call."""
 ARGUMENT_LISTS = ("args", "arguments", "argv")
-"""Names of a parameter for a program's arguments. If a tool has one, its parameter `command` takes only the program."""
+"""Names of a parameter for a program's arguments. If a tool has a parameter with such a name, the tool's parameter
+`command` takes only the program."""
 
 
 class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -419,7 +420,7 @@ class _Arguments:
 
     def filled(self, name: str, schema: Any, depth: int = 0) -> Any:
         """Return a value that the schema accepts. If the required properties of an object contain no text, optional
-        ones are added: the property with a likely name, or all if no name is likely."""
+        properties are added: the property with a likely name, or all optional properties if no name is likely."""
         schema = self._resolved(schema)
         self._left -= 1
         fixed = not isinstance(schema, Mapping) or {"enum", "const", "default", "format", "pattern"} & schema.keys()

@@ -76,7 +76,8 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """Return this process's environment variables, but with the settings in `config` instead of its own settings."""
+    """Return this process's environment variables, but with the settings in `config` in place of the process's own
+    settings."""
     written = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     settings = {
         f"{PREFIX}{name.upper()}": json.dumps(value) if isinstance(value, dict | list) else str(value)

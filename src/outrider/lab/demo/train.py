@@ -156,9 +156,9 @@ def train(
     """Train the policy in the folder `policy` for at most `max_steps` steps, with sandboxes of the kind `runtime`, and
     write the trained policy to `out`.
 
-    Calls `watch` after each step. If `stop()` then returns True, the training ends and the trained policy is not
-    evaluated. If it returns True before the first step, nothing is written to `out`. Raises the service's errors, and
-    InvalidField for a policy that cannot be trained.
+    Calls `watch` after each step. If `stop()` returns True after a step, the training ends and the trained policy is
+    not evaluated. If `stop()` returns True before the first step, nothing is written to `out`. Raises the service's
+    errors, and InvalidField for a policy that cannot be trained.
     """
     began = time.monotonic()
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="outrider-train-") as name:

@@ -31,7 +31,8 @@ UNCHECKED = "echo 'the task has no check yet' >&2; exit 2"
 
 
 _INTERPRETER = re.compile(r"(?:python|pypy|node|bun|deno|ruby|perl|bash|dash|sh|zsh)[\d.]*")
-"""Matches the names of interpreters. The first of their arguments that names a file is the script."""
+"""Matches the names of interpreters. In the command of an interpreter, the first argument that names a file is the
+script."""
 _ENV_SHEBANG = re.compile(rb"#! ?/usr/bin/env (?:-S +)?([\w.-]+)")
 
 
@@ -55,7 +56,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a recorded run that a drafted task needs. `place` is the run's command. The command, `env` and
     `files` may contain placeholders. `stdin` is True if the program read the instruction from standard input. `calls`,
-    `dialects` and `streamed` describe its model calls."""
+    `dialects` and `streamed` describe the run's model calls."""
 
     place: Place
     instruction: str

@@ -42,7 +42,7 @@ MODEL = "outrider-record"
 TURNS = 500
 """Maximum model calls of a recorded run."""
 RUN_SECONDS = 86_400
-"""Maximum seconds of a recorded run. It is long, because the user may think between two model calls."""
+"""Maximum seconds of a recorded run. The limit is long, because the user may think between two model calls."""
 
 SCRIPT = CertificationRow(
     name="record",

@@ -147,8 +147,8 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": body})
 
     async def cut(self) -> None:
-        """Close the connection before the response is complete: it has fewer bytes than its headers announce, or the
-        stream has no end event."""
+        """Close the connection before the response is complete. The response then has fewer bytes than its headers
+        announce, or its stream has no end event."""
         if not self.streaming:
             headers = [*JSON_HEADERS, (b"content-length", b"1")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -251,13 +251,13 @@ class Served:
         )
 
     async def set_version(self, label: str) -> None:
-        """Set the engine's version to that of `label`. Raises EngineRejected if it cannot be set."""
+        """Set the engine's version to that of `label`. Raises EngineRejected if the version cannot be set."""
         if not isinstance(self.engine, SetsVersion):
             raise EngineRejected("this engine's version cannot be set")
         await self.engine.set_version(version_of(label))
 
     def loader(self) -> LoadsWeights:
-        """Return the engine for loading weights. Raises EngineRejected if it cannot load weights."""
+        """Return the engine for loading weights. Raises EngineRejected if the engine cannot load weights."""
         if not isinstance(self.engine, LoadsWeights):
             raise EngineRejected("this engine's weights cannot be loaded")
         return self.engine

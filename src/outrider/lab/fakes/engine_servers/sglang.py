@@ -3,7 +3,8 @@
 The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), including its bugs. In particular:
 
 - A request that makes the real server exit also ends this server.
-- Requests that arrive during a pause wait for its end. If the pause had the mode `abort`, they then get status 499.
+- Requests that arrive during a pause wait for its end. If the pause had the mode `abort`, these requests get status 499
+  after it.
 - The error of a streamed request is sent as an event of the stream.
 
 `with_images` handles images as the source code of SGLang 0.5.23 does for models of the Qwen-VL families.

@@ -41,7 +41,7 @@ class _StructuredOutputs(msgspec.Struct):
     structural_tag: str | None = None
 
     def constraint(self) -> Constraint:
-        """Return the requested constraint. Raises EngineRejected unless there is exactly one."""
+        """Return the requested constraint. Raises EngineRejected if the request does not have exactly one."""
         forms = {
             ConstraintKind.JSON_SCHEMA: None if self.json is None else msgspec.json.encode(self.json).decode(),
             ConstraintKind.JSON_OBJECT: "" if self.json_object else None,
