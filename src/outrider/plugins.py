@@ -63,7 +63,7 @@ BUILTINS: dict[str, dict[str, str]] = {
 
 
 class PluginFailure(Exception):
-    """Replaces an exception of a plugin that must not reach the event loop, such as SystemExit."""
+    """Replaces a plugin's exception, such as SystemExit, if the exception must not reach the event loop."""
 
 
 @contextlib.contextmanager

@@ -19,14 +19,14 @@ _CONTROL = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""Return the text with control characters (except tab and newline), invisible characters, direction marks and lone
-    surrogates written as \xNN, \uNNNN or \UNNNNNNNN."""
+    r"""Return the text with unsafe characters written as \xNN, \uNNNN or \UNNNNNNNN. Unsafe are control characters
+    (except tab and newline), invisible characters, direction marks and lone surrogates."""
     return _CONTROL.sub(_escaped, text)
 
 
 def printable_json(text: str) -> str:
-    """Return the JSON document `text`, with the characters that `printable` replaces written as JSON escapes. They do
-    not change the document's value."""
+    """Return the JSON document `text`, but write the characters that `printable` replaces as JSON escapes. These
+    escapes do not change the document's value."""
     return _CONTROL.sub(_escaped_in_json, text)
 
 

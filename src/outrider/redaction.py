@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 KEY_PREFIX = "outrider_"
-"""The prefix of session keys and control API tokens. It is used to find them in a text."""
+"""The prefix of session keys and control API tokens. Keys and tokens in a text are found by it."""
 HIDDEN = "[redacted]"
 
 _OWN = re.compile(rf"{KEY_PREFIX}[\w-]{{32,}}")

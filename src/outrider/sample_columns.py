@@ -8,8 +8,8 @@ rest of a reply, such as a group's sessions, is JSON in the schema's metadata, u
 Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply.
 
 Rows are added to a batch until their ids reach BATCH_BYTES, because most of the time is spent per column of a batch,
-not per row. nanoarrow writes the schema and reads streams. It has a fortieth of pyarrow's size and is imported ten
-times as fast. Even so, it is imported inside functions, because most commands read no samples.
+not per row. nanoarrow writes the schema and reads streams. nanoarrow has a fortieth of pyarrow's size, and its import
+is ten times as fast. Even so, only functions import it, because most commands read no samples.
 """
 
 from __future__ import annotations
@@ -303,12 +303,13 @@ COLUMNS: tuple[Column, ...] = (
 END = b"\xff\xff\xff\xff\0\0\0\0"
 """The bytes that end a stream. A stream without them was cut off, maybe between two batches."""
 BATCH_BYTES = 2 << 20
-"""Size of the token ids, in bytes, at which a batch ends. With larger buffers, the allocator gets memory from the
-kernel for each batch, which takes longer than the encoding."""
+"""Size of the token ids, in bytes, at which a batch ends. With larger buffers, the allocator would get memory from the
+kernel for each batch, and this would take longer than the encoding."""
 
 
 def prepare() -> None:
-    """Import nanoarrow and make the schema, which takes about 50 ms, so that `head` need not do it later."""
+    """Import nanoarrow and make the schema. Otherwise the first call of `head` would do both, and take about 50 ms
+    longer."""
     from nanoarrow import ipc  # noqa: F401
 
     _schema()

@@ -1,10 +1,10 @@
 """The service's side of nodes on other machines. Such a node opens the connection, and remains a member while it sends
 messages.
 
-Invariants: a joining node replaces a member of the same name only if the member is disconnected and both have the same
-token. If the member was ever ready to run sessions, both must also come from the same run of the joining program. When
-a node breaks the protocol, or is silent for too long (`NodeWaits`), the service gives it up: its attempts run on other
-nodes, and its process is notified.
+Invariants: a joining node replaces a member of the same name only if the member is disconnected, and the node and the
+member have the same token. If the member was ever ready to run sessions, one run of the joining program must have
+started the two. When a node breaks the protocol, or is silent for too long (`NodeWaits`), the service gives the node
+up: the node's attempts run on other nodes, and the node's process is notified.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # A connected member is never replaced. Otherwise, a new node of this name must have the member's token, and
-            # the member's `machine` if the member was ever ready. A member that was never ready may be replaced from
-            # another `machine`, which may just mean that the joining program was started again: `machine` is a new
-            # random name at each start.
+            # A connected member is never replaced. To replace a disconnected member, a new node must have the member's
+            # token. If the member was ever ready, the new node must also have the member's `machine`. If not, `machine`
+            # may differ, because it is a new random name at each start of the joining program, and the program may just
+            # have been started again.
             if name in self._own or (
                 member is not None
                 and (
@@ -213,7 +213,7 @@ class JoinedNode:
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            # If it was this side that found a breach of the protocol, tell the node the reason.
+            # If this side has found a breach of the protocol, send the reason to the node.
             if end.code == Close.NONSENSE:
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:

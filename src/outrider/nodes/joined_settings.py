@@ -1,8 +1,8 @@
 """Merges the settings of a node on another machine from two sources: the service, and that machine.
 
-The service sets models, harnesses and limits. The machine sets lanes, sandboxes and folders. It also sets `files` and
-`sandboxes.allow`, the folders from which tasks may use files, but these default to the service's values. In either case
-the paths are checked on the machine.
+The service sets models, harnesses and limits. The machine sets lanes, sandboxes and folders. It can also set `files`
+and `sandboxes.allow`, the folders from which tasks may use files. By default, these two settings have the service's
+values. The paths are always checked on the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
     these files."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
-        # A joining machine that sets no paths of its own uses these, so it must have the files at the same paths.
+        # A joining machine that does not set `files` or `sandboxes.allow` uses these values, so it must have the files
+        # at the same paths.
         "files": None if config.files is None else config.files.absolute(),
         "sandboxes": config.sandboxes.model_copy(
             update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}

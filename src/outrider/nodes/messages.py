@@ -31,9 +31,9 @@ NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMING = "a node's name has letters, digits, dots, dashes and underscores"
 
 MAX_MESSAGE = 1 << 30
-"""Maximum bytes of a message to any node, and of a message from a node on the service's machine. It is high, because a
-task with inline files, or the turns of a session with images, may have many megabytes. A longer message can only be a
-mistake."""
+"""Maximum bytes of a message to any node, and of a message from a node on the service's machine. The limit is high,
+because a task with inline files, or the turns of a session with images, may have many megabytes. A longer message can
+only be a mistake."""
 MAX_FROM_NODE = 64 << 20
 """Maximum bytes of a message from a node on another machine. The longest messages are artifacts, turns, and calls that
 contain a request body. Each of these may have 32 MiB."""
@@ -72,7 +72,7 @@ class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
-    """Sent to a new process instead of `NodeSetup`: it must join the service at `url`, which is on another machine.
+    """Sent to a new process instead of `NodeSetup`: the process must join the service at `url`, on another machine.
     `own` has the settings of the process's own machine. `machine` is a random name of the program that started the
     process."""
 
@@ -84,8 +84,8 @@ class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
 
 
 class LeaveService(msgspec.Struct, tag="leave", frozen=True):
-    """Sent to a process that has joined a service: it must take no new sessions, and exit when its running sessions
-    have ended."""
+    """Sent to a process that has joined a service: the process must take no new sessions, and exit when its running
+    sessions have ended."""
 
 
 class NodeHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
@@ -115,8 +115,8 @@ class NodeWelcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True, kw_only=True):
-    """The state of the service's engine pool for a model, which the node's pool copies. In all messages, `model` is
-    None for the policy."""
+    """The state of the service's engine pool for a model. The node's pool copies this state. In all messages, `model`
+    is None for the policy."""
 
     model: str | None
     state: PoolState

@@ -1,4 +1,5 @@
-"""Sends the state of the service's engine pools to nodes in other processes, which copy it into their own pools.
+"""Sends the states of the service's engine pools to nodes in other processes. The nodes copy the states into their own
+pools.
 
 Invariant: each change of a pool is sent to every node in `nodes`.
 """
@@ -57,7 +58,7 @@ class PoolPublisher:
             except Exception as error:  # an engine may be third-party code, whose state may not be encodable
                 failure = error  # the error is raised after the states of the other pools are sent
         if failure is not None:
-            self._changed.set()  # the next turn of this chore sends the missing state
+            self._changed.set()  # the next run of this chore sends the missing state
             raise failure
 
     async def _publish_loads(self) -> None:

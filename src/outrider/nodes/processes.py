@@ -32,7 +32,7 @@ LEAST_WARM_MB = 16
 
 
 def with_processes(config: Config) -> Config:
-    """Return the settings, with a number of processes that suits this machine unless they set one."""
+    """Return the settings. If they do not set `processes`, add the number of processes that suits this machine."""
     if "processes" in config.model_fields_set:
         return config
     return config.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})

@@ -43,7 +43,7 @@ class JoinTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayMachine:
-    """A Ray actor, which joins its machine to the service under the name `name`. `place` is a JoinTarget, converted to
+    """A Ray actor that joins its machine to the service, under the name `name`. `place` is a JoinTarget, converted to
     plain Python values."""
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
@@ -78,8 +78,8 @@ class RayMachine:
         await self._joined.wait()
 
     async def leave(self) -> None:
-        """Take no new sessions. `run` returns when the running sessions have ended, but at most `stop_seconds`
-        later."""
+        """Take no new sessions. `run` returns when the running sessions have ended, or after `stop_seconds`, whichever
+        is first."""
         self._stop.set()
 
 

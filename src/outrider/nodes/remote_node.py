@@ -66,8 +66,8 @@ MOST_RECENT = 10_000
 """For how many of a node's newest attempts the service accepts timeline entries. An attempt need not be running,
 because an entry may arrive after its attempt has ended."""
 SPARE_TAKES = 16
-"""How many `Take` calls (requests for resources) a node may have, waiting or granted, in addition to two for each of
-its attempts."""
+"""A node may have two `Take` calls (requests for resources) for each of its attempts, and this many more. Waiting and
+granted calls count."""
 
 Pools = Mapping[str | None, "EnginePool"]
 """The engine pools of a service, by model. The key of the policy is None."""
@@ -108,9 +108,9 @@ class ServiceParts(msgspec.Struct, frozen=True):
 class RemoteNode:
     """Represents, in the service's process, a node that runs in another process; implements `sessions.attempt.Node`.
 
-    It has at most one connection at a time, but the node may connect again. Its capacity is 0 until the node's first
+    There is at most one connection at a time, but the node may connect again. The capacity is 0 until the node's first
     report. `elsewhere` is True if the node runs on another machine and cannot reach engines on this machine. `dialled`
-    is True if the node opened the connection; it may then be any program that has a node's token.
+    is True if the node opened the connection. Such a node may be any program that has a node's token.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class RemoteNode:
     ) -> Disconnected:
         """Use the connection `socket` to the node until it ends. Returns the reason for the end.
 
-        `ready` is called with None when the node can run attempts, or with its error when it cannot. `ended` is
-        awaited after the end. It must return only when the node no longer uses its resources, because they are given
-        back next."""
+        `ready` is called with None when the node can run attempts, or with its error when it cannot. `ended` is awaited
+        after the connection has ended. The node's resources are given back as soon as `ended` returns, so `ended` must
+        wait until the node no longer uses them."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,
@@ -312,8 +312,8 @@ class NodeConnection:
         except OutriderError as error:
             if self.calls.ended:
                 raise self._lost() from error
-            # Either the attempt or its result could not be sent, or the node cannot run the attempt. Another try would
-            # fail in the same way, so the error is not retryable.
+            # The attempt or its result could not be sent, or the node cannot run the attempt. Another try would fail in
+            # the same way, so the error is not retryable.
             record = msgspec.structs.replace(error.record(), retryable=False)
             return session_result(session, StopReason.ERROR, [], task=attempt.task, error=record)
         finally:
@@ -322,9 +322,9 @@ class NodeConnection:
         return shortened(result)
 
     async def _end_of(self, name: str, call: PendingCall[SessionResult]) -> None:
-        """Wait until a cancelled attempt has ended or is lost. A node on another machine may be any program, and must
-        not delay the end of a group of sessions or of the service. So the service gives it up after a while
-        (`NodeWaits.cancel`)."""
+        """Wait until a cancelled attempt has ended or is lost. A node on another machine may be any program. Such a
+        node must not delay the end of a group of sessions or of the service, so the service gives it up after
+        `NodeWaits.cancel` seconds."""
         seconds = self._parts.waits.cancel
         try:
             async with asyncio.timeout(seconds if self._dialled else None):
@@ -352,8 +352,8 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                # Expect the node from its first report on. This arrives before `Ready`, as soon as the node has the
-                # states of the pools.
+                # Expect the node from its first report on. The report arrives before `Ready`, because the node sends it
+                # as soon as it has the states of the pools.
                 if not gate.expects(self._name):
                     gate.expect(self._name, self._lose)
                 try:
@@ -406,7 +406,7 @@ class NodeConnection:
         except Conflict:
             raise
         except BaseException:
-            records.certain = False  # the turn may be stored, or not
+            records.certain = False  # it is not known whether the turn was stored
             raise
         records.note_turn(call)
 
@@ -434,9 +434,9 @@ class NodeConnection:
         return digest
 
     async def _keep_index(self, call: messages.KeepIndex) -> None:
-        # The session id, the attempt number and the digests become parts of file paths. So the id and the number in the
-        # list are replaced by those of the call, which name a running attempt, and the digests must be those of stored
-        # artifacts.
+        # The list's session id, attempt number and digests become parts of file paths. So the digests must be those of
+        # stored artifacts, and the id and the number are replaced by those of the call, which identify a running
+        # attempt.
         check(call, INDEX_RULES, self._records_of(call))
         listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
         await self._parts.artifacts.keep_index(listed)

@@ -51,13 +51,13 @@ IMAGES_SECONDS = 5.0
 """Seconds between two scans for new images on this machine."""
 
 HOLD_BACK_SECONDS = 0.5
-"""How many seconds the result of a failed attempt is held back if `ServiceProxy` has an `ending`. The attempt may have
-failed because of a signal that ends this process and its sandboxes together, but reached the sandbox first. If the
-signal reaches this process within this time, the result is dropped."""
+"""If `ServiceProxy` has an `ending`, the result of a failed attempt is held back for this many seconds. A signal that
+ends this process and its sandboxes together may have reached the sandbox first, and so have made the attempt fail. If
+the signal reaches this process within this time, the result is dropped."""
 
 FOR_EVER = 1e9
-"""The link's limit for silence, in seconds: practically none, because a silent service may only have stalled. It counts
-as gone only when the connection ends."""
+"""The link's limit for silence, in seconds: practically none, because a silent service may only have stalled. The
+service counts as gone only when the connection ends."""
 
 
 Followers = Mapping[str | None, PoolFollower]
@@ -69,8 +69,8 @@ class ServiceProxy:
 
     The node can use `store`, `artifacts`, `resources`, `leader` and `forwarded` while it is connected. `images` is
     given if the service is on another machine, and returns the names of this machine's images. `ending` is set when a
-    signal ends this process and its sandboxes together. After that, results may be wrong, so they are not sent, and
-    their attempts count as lost.
+    signal ends this process and its sandboxes together. Once `ending` is set, results may be wrong. So they are not
+    sent, and their attempts count as lost.
     """
 
     def __init__(
@@ -274,13 +274,13 @@ class SharedResources(NodeResources):
             raise
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
-        """Return None unless the amount is zero. Only the service can set resources aside, and this function must not
-        wait for its reply."""
+        """Return None for every amount except zero. Only the service can set resources aside, and this function must
+        not wait for the service's reply."""
         return None if any(amount.quantities) else super().try_take(amount, tenant)
 
 
 class ModelLeader:
-    """Sends the service what the engine pool of one model reports; implements `engines.pool.follower.Leader`."""
+    """Sends the reports of one model's engine pool to the service; implements `engines.pool.follower.Leader`."""
 
     def __init__(self, calls: LinkCalls, model: str | None) -> None:
         self._calls = calls
@@ -332,8 +332,8 @@ class ForwardedEngine:
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Forward a request. Raises EngineError for a prompt with images: their pixel values are too long for a
-        message, and without them the model would not see the images."""
+        """Forward a request. Raises EngineError for a prompt with images, because the pixel values of images are too
+        long for a message."""
         if request.images:
             raise EngineError(
                 f"engine {self.name!r} is reached through the service, which forwards no images",

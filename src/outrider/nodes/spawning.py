@@ -35,8 +35,7 @@ END_SECONDS = 10.0
 
 RESTARTS = RetryPolicy(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0
-"""After a process that ran for at least this many seconds, the next one is started with the shortest wait of
-RESTARTS."""
+"""If a process ran for at least this many seconds, the next process is started after the shortest wait of RESTARTS."""
 
 
 class NodeProcess:
@@ -85,7 +84,7 @@ class NodeProcess:
                     self._process.kill()
                 await self._process.wait()
             with suppress(ProcessLookupError):
-                # The process leads its group, so both have the same id.
+                # The process leads its group, so its pid is also the id of the group.
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._ended = True
 
@@ -100,9 +99,9 @@ async def one_after_another(
     ended: Callable[[str], bool],
     book: Failures | None = None,
 ) -> None:
-    """Run one process after another for the node `name`. `live` is awaited for each process, which is ended when `live`
-    returns. Then `ended` is called with a description of the end, and returns True to start another process. Failures
-    are recorded in `book`."""
+    """Run one process after another for the node `name`. `live` is awaited for each process. When `live` returns, the
+    process is ended, and `ended` is called with a description of the end. If `ended` returns True, another process is
+    started. Failures are recorded in `book`."""
     book = book or Failures()
     chore = f"process of node {name}"
     clock = asyncio.get_running_loop().time

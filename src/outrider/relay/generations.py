@@ -1,5 +1,6 @@
-"""Runs the generations of a relay worker: each samples one reply. A generation runs only once, even if the connection
-breaks: its messages are kept until the service acknowledges them, and can be sent again over a new connection.
+"""Runs the generations of a relay worker. A generation samples one reply. It runs only once, even if the connection
+breaks: the messages of a generation are kept until the service acknowledges them, and can be sent again over a new
+connection.
 
 This module sends messages and does not receive any. The service sets two windows: the maximum number of unacknowledged
 messages of one generation, and of all generations together. Invariants:
@@ -68,8 +69,8 @@ class Generations:
         generation.task = tasks.create_task(self._run(generation, request), name=f"relay {message.request_id}")
 
     def acknowledge(self, number: int, upto: int) -> None:
-        """Forget the generation's messages up to number `upto`. If they include its last message, forget the
-        generation, too."""
+        """Forget the generation's messages up to number `upto`. If these include the generation's last message, forget
+        the generation, too."""
         if (generation := self._generations.get(number)) is None:
             return
         was_full = self._unacknowledged >= self._total_window
@@ -84,7 +85,7 @@ class Generations:
             del self._generations[number]
 
     def abort(self, number: int) -> None:
-        """Stop a generation and forget it. Does nothing if it does not exist."""
+        """Stop a generation and forget it. Does nothing if there is no such generation."""
         if (generation := self._generations.pop(number, None)) is None:
             return
         was_full = self._unacknowledged >= self._total_window

@@ -2,13 +2,13 @@
 
     await ProxyWorker("http://proxy:8080", engine, renderer, worker_id="worker-0").run()
 
-The proxy is the recipe's own or `outrider serve --compat verl` (docs/compat/verl.md). It sends messages. The worker
-renders them to ids, samples a reply, and parses the reply's tool calls. Invariants:
+The proxy is the recipe's own proxy, or `outrider serve --compat verl` (docs/compat/verl.md). The proxy sends messages.
+The worker renders the messages to ids, samples a reply, and parses the reply's tool calls. Invariants:
 
 - A response contains the engine's ids and one log-probability for each of them.
 - If the proxy sends the recorded ids of a conversation, the prompt begins with them. All messages are rendered again
   only if the new messages cannot be appended, for example because the recorded ids do not end with a stop id.
-- When a connection ends, its model calls are cancelled.
+- When a connection ends, the model calls of this connection are cancelled.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class ProxyWorker:
                     self.attached.clear()
                     for task in running:
                         task.cancel()
-        # raise only one of the errors, because each just means that the connection has ended
+        # raise only one of the errors, because every error here means the same: the connection has ended
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
@@ -249,7 +249,7 @@ class ProxyWorker:
         await socket.send_str(msgspec.json.encode(message).decode())
 
     async def _answer(self, socket: aiohttp.ClientWebSocketResponse, request_id: str, data: str | bytes) -> None:
-        """Answer one `completion_request`. If it fails, the response contains the reason as `error`."""
+        """Answer one `completion_request`. If the request fails, the response contains the reason as `error`."""
         times = {"worker_received_at": time.time()}
         try:
             try:

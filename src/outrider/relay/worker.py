@@ -310,7 +310,7 @@ class Worker:
             self._generations.abort(message.generation)
         elif isinstance(message, WorkerCall):
             # The service repeats a call if the connection broke before the reply. So this call may already be done, or
-            # may still be running.
+            # may still be running from its first request.
             if message.call not in self._answers:
                 self._answers[message.call] = None
                 while len(self._answers) > REMEMBERED_ANSWERS:
@@ -354,8 +354,8 @@ class Worker:
         return WorkerReply(call=call.call)
 
     async def _update_weights(self, weights: str, version: int) -> None:
-        """Load new weights. Only one update runs at a time, even if the service stops waiting for one and requests the
-        next."""
+        """Load new weights. Only one update runs at a time, even if the service stops waiting for an update and
+        requests the next."""
         if self._load is None:
             raise EngineRejected(f"worker {self.name!r} cannot load weights")
         async with self._loading:
