@@ -1,8 +1,8 @@
 """The proxy for image builds. Through it, RUN steps reach the hosts that the operator allows.
 
-The sandbox of a build has no other network. It reaches the proxy at the address at which other sandboxes reach the
-model gateway (`Runtime.endpoint`). The proxy connects to an allowed host directly, or through the operator's own HTTP
-proxy if this process's environment variables name one.
+The sandbox of a build has no other network. The proxy has the address that the model gateway has in other sandboxes
+(`Runtime.endpoint`). The proxy connects to an allowed host directly, or through the operator's own HTTP proxy if this
+process's environment variables name one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ INDEXES = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX"),
     *("NPM_CONFIG_REGISTRY", "npm_config_registry", "GOPROXY", "CARGO_REGISTRIES_CRATES_IO_INDEX"),
 )
-"""Environment variables that contain the URL of a package index. If its host is allowed, RUN steps get the variable
-from this process."""
+"""Environment variables that contain the URL of a package index. If the index's host is allowed, RUN steps get the
+variable from this process."""
 
 
 def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
@@ -89,7 +89,7 @@ class BuildProxy:
 
     @asynccontextmanager
     async def serving(self, path: Path) -> AsyncIterator[None]:
-        """Accept connections at a Unix socket. They are closed at the end of the `with` block."""
+        """Accept connections at a Unix socket. All connections are closed at the end of the `with` block."""
         async with ProxyServer(self._proxy.serve, most=MAX_CONNECTIONS, name="outrider image build").at(path):
             yield
 
@@ -104,7 +104,8 @@ class BuildProxy:
         return BuildPassage(ProxyRoute(server=ProxiedServer(host=request.host, port=request.port, internal=True)))
 
     def refuse(self, request: RequestHead, reason: str) -> None:
-        """See `ProxyGate`. Does nothing, because `refused` lists only hosts that no `--allow-host` names."""
+        """See `ProxyGate`. Does nothing: some `--allow-host` names the host of this request, and `refused` lists only
+        other hosts."""
 
 
 class BuildPassage:

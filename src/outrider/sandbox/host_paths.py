@@ -5,10 +5,10 @@
 - Every sandbox of some kinds sees certain folders of the host (`runtimes/shown_folders.py`).
 
 The settings must not make the files and folders in `KEPT` readable as a whole. Folders are compared by device and inode
-as well as by name, because a link or a bind mount may lead to the same folder. Their places in their file systems are
-compared, too, because a bind mount may show a folder within a kept one. Invariants: a root folder and a mount are
-mounted as they were checked, with all links resolved (a virtual environment is mounted by its name); uploads are opened
-without following links (see sandbox/runtimes/tool_server/uploads.py).
+as well as by name, because a link or a bind mount may lead to the same folder. The places of the folders in their file
+systems are compared, too, because a bind mount may show a folder that is inside a folder of `KEPT`. Invariants: a root
+folder and a mount are mounted as they were checked, with all links resolved (a virtual environment is mounted by its
+name); uploads are opened without following links (see sandbox/runtimes/tool_server/uploads.py).
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class HostPathRule(NamedTuple):
     """A rule for a file or folder that must not become readable to tasks.
 
     `what`: a description for error messages.
-    `below`: whether nothing inside the folder may become readable either. Otherwise single entries may.
-    `shown`: whether the file or folder must also be outside of `SHOWN`, the folders that every sandbox of a kind sees.
+    `below`: True if the rule also holds for everything inside the folder. If False, single entries of the folder may
+        become readable.
+    `shown`: True if the file or folder must also be outside of `SHOWN`, the folders that every sandbox of a kind sees.
     """
 
     what: str
@@ -137,8 +138,9 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     `files`: the folder for uploads, or None.
     `allow`: files and folders that tasks may name.
-    `never`: ids of files that no upload may contain, not even as a hard link with another name: the files that are
-        kept, and those directly in a kept folder, at the time of the check.
+    `never`: ids of files that no upload may contain, not even as a hard link with another name. These are the files
+        that a rule of `KEPT` with `shown` protects, and the files directly in such a folder, as found at the time of
+        the check.
     """
 
     files: Path | None = None
@@ -201,7 +203,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     def upload_now(self, name: str, *, field: str) -> Path:
         """Resolve the path of an upload step while the sandbox is prepared. The errors of `upload` become
-        RuntimeFailure, because the service has already accepted the task, so the problem is on this machine. Also
+        RuntimeFailure: the service has already accepted the task, so the cause of an error is on this machine. Also
         raises RuntimeFailure for a hard link to a file in `never`."""
         try:
             real = self.upload(name, field=field)
@@ -245,7 +247,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_venv(self, path: str, shown: Iterable[Path], *, field: str) -> None:
         """Raise InvalidField if a virtual environment needs paths on the host that are not allowed. `shown` are the
-        paths that its programs need.
+        paths that the environment's programs need.
 
         An allowed environment may still need forbidden paths, because its links can lead anywhere. The service's own
         interpreter is always allowed, because every sandbox of a harness preset sees it anyway.
@@ -277,7 +279,7 @@ def names_paths(spec: RuntimeSpec) -> bool:
 
 
 def locate(path: Path, mounts: Sequence[MountPoint]) -> tuple[Located, ...]:
-    """Resolve a path, and find its ids and its place. Then do so for the mount points below it. Blocks."""
+    """Resolve a path, and find its ids and its place. Then do the same for each mount point below the path. Blocks."""
     found = []
     for each in (str(path), *mounts_below(path, mounts)):
         real = os.path.realpath(each)
@@ -295,7 +297,8 @@ def _id(path: str) -> Id:
 
 
 def _kept(config: Config, mounts: Sequence[MountPoint]) -> Iterator[Kept]:
-    """Yield the entries of `KEPT` that exist on this machine, and the mounts below the service's own ones."""
+    """Yield the entries of `KEPT` that exist on this machine. For the service's own entries (settings, data, key), also
+    yield the mount points below them."""
     key = config.tls.key or config.tls.certificate  # without a key file, the key is in the certificate's file
     homes = []
     with suppress(RuntimeError):  # the user has no home folder
@@ -328,8 +331,8 @@ def _named(config: Config, mounts: Sequence[MountPoint]) -> Iterator[Named]:
 
 
 def _files_in(path: str) -> Iterator[Id]:
-    """Yield the id of a file. For a folder, yield the ids of the files directly in it. Nothing is uploaded from a
-    folder that this user may not list."""
+    """Yield the id of a file. For a folder, yield the ids of the files directly in it. Yields no id for a folder that
+    this user may not list, because nothing is uploaded from such a folder."""
     if not os.path.isdir(path):
         yield _id(path)
         return

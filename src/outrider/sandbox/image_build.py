@@ -2,7 +2,8 @@
 image.
 
 sandbox/rootfs/dockerfile.py creates the plan with these steps. Invariants: the store gets the complete image or
-nothing; if several processes request the same image, only one builds it; after a build, none of its processes is alive.
+nothing; if several processes request the same image, only one builds it; after a build, none of the build's processes
+is alive.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def build_image(
     seconds: float = RUN_SECONDS,
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
-    """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. It gets the
-    name that Harbor tasks use, and also `name` if given.
+    """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. The image
+    gets the name that Harbor tasks use, and also `name` if given.
 
     `hosts`: the hosts that RUN may reach (see build_proxy.py).
     `seconds`: the time limit of each RUN.
@@ -128,8 +129,8 @@ class Build:
         """Run the steps in a sandbox of the base image, and write the changed files into the archive `target`. Raises
         BadImage."""
         proxy, (users, lacking) = BuildProxy(self._hosts), users_of_build()
-        # If only one user is possible, pass None instead of 1: then the runtime refuses a base image with files of
-        # other users. With 1, it would accept the image, and root would own all new files.
+        # If only one user is possible, pass None instead of 1. With None, the runtime refuses a base image that has
+        # files of other users. With 1, the runtime would accept the image, and root would own all new files.
         spec = RuntimeSpec(image=plan.base.name, workdir="/", users=users if users > 1 else None)
         async with open_sandbox(spec, gateway=proxy.serving) as runtime:
             await runtime.write(APT_CONFIG, APT_SETTINGS)
@@ -173,8 +174,8 @@ def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> s
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str], drafts: Path, seconds: float) -> None:
-    """Run one build step. A RUN gets the variables in `env`, but those of its own instruction take precedence. It is
-    killed after `seconds`. Raises RuntimeFailure if the step fails."""
+    """Run one build step. A RUN gets the variables in `env`, but the instruction's own variables take precedence. A RUN
+    is killed after `seconds`. Raises RuntimeFailure if the step fails."""
     match step:
         case RunInstruction():
             variables = {**env, **step.env}
@@ -261,7 +262,7 @@ async def exists(runtime: Runtime, path: str) -> bool:
 
 
 def copies(source: Path, target: str) -> list[str]:
-    """Return the paths in the sandbox of everything that was copied from `source` to `target`."""
+    """Return the paths that the copies have in the sandbox, after `source` was copied to `target`."""
     if not source.is_dir():
         return [target]
     return [

@@ -1,8 +1,8 @@
 """A node's private folder in the system's temporary folder, and the cleanup after a node that was killed.
 
-The folder's path is short, because it contains the gateway's Unix socket, whose path may have at most 107 bytes. All
-sandbox processes of the node are marked with the folder's name (runtimes/kernel/process_marks.py). So the processes of
-a killed node can be found and killed, in two ways:
+The folder's path is short, because the folder contains the gateway's Unix socket, and a socket's path may have at most
+107 bytes. All sandbox processes of the node are marked with the folder's name (runtimes/kernel/process_marks.py). So
+the processes of a killed node can be found and killed, in two ways:
 
 - The keeper, a small process beside the node, kills them within seconds.
 - Every node, at its start and once a minute, kills the processes of this user's dead nodes and removes their folders.
@@ -46,7 +46,7 @@ class NodeFolder:
 
     `lock`: the descriptor of the lock file. The kernel releases the lock when this process ends, even if it is killed.
     `guard`: the descriptor of a lock on the folder itself. The lock keeps systemd-tmpfiles from removing old files in
-        it (tmpfiles.d(5)).
+        the folder (tmpfiles.d(5)).
     `keeper`: the process that kills the node's sandbox processes if the node dies.
 
     `keeper` and `guard` are None for the folder of a dead node.

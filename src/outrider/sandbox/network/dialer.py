@@ -74,9 +74,9 @@ class Dialer:
     """Opens connections for one proxy.
 
     `environ` may name the operator's HTTP proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts to reach without it
-    (NO_PROXY). The default is this process's environment. The dialer never connects to the service's own addresses,
-    which `own` contains as `host:port`. In these, `host` is an address, a name, or `*` for every address of this
-    machine. A connection must be open within `seconds`.
+    (NO_PROXY). The default is this process's environment. `own` has the service's own addresses as `host:port`. The
+    dialer never connects to them. Each `host` is an address, a name, or `*` for every address of this machine. A
+    connection must be open within `seconds`.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class Dialer:
 
     def _may_reach(self, address: Address, server: ProxiedServer) -> bool:
         """Return whether the proxy may connect to this address of the server. Even for a server that the operator names
-        (`internal`), a sensitive address is allowed only if the operator lists the address itself, because a name
-        resolves to whatever its owner wants."""
+        (`internal`), a sensitive address is allowed only if the operator lists the address itself, because the owner of
+        a name can let it resolve to any address."""
         at = plain(address)
         if any(place_of(str(one), server.port) in self._own for one in embedded_addresses(at)) or (
             f"*:{server.port}" in self._own and any(map(is_own, embedded_addresses(at)))
@@ -185,8 +185,8 @@ class Dialer:
         return ServerConnection(reader, writer)
 
     async def _secured(self, connection: ServerConnection, name: str) -> ServerConnection:
-        """Add TLS to a connection. asyncio's implementation is used, because that of uvloop 0.23 loses the end of a
-        reply that is longer than the reader's buffer, if the server then closes the connection."""
+        """Add TLS to a connection. asyncio's implementation is used. With the one of uvloop 0.23, the end of a reply is
+        lost if the reply is longer than the reader's buffer and the server then closes the connection."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(MAX_HEAD)
         writers: list[asyncio.StreamWriter] = []

@@ -59,7 +59,7 @@ class ServerUse(msgspec.Struct, kw_only=True):
     `sent`, `received`: numbers of bytes.
     `refusal`, `failure`: the reasons of the last refusal and of the last failure.
     `last_failed`: the number of the last request that failed, or 0. Failures that a program in the sandbox can have
-        caused do not count. Only set for a server that the task or the operator names exactly.
+        caused do not count. The number stays 0 for a server that neither the task nor the operator names exactly.
     `last_reached`: the number of the last request that the server answered, or 0.
     """
 
@@ -215,7 +215,7 @@ class Door:
     def _gateways_head(self, head: bytes) -> bytes | None:
         """Return the head to send to the model gateway, or None if the request is for another server. Some clients
         ignore NO_PROXY, and request even the gateway by its absolute URL or with CONNECT. For CONNECT, the returned
-        head is empty, because there is none to send."""
+        head is empty, because the gateway gets no CONNECT request."""
         method, _, rest = head.partition(b" ")
         url = f"{self._endpoint}/".encode()
         if method == b"CONNECT":
@@ -230,8 +230,8 @@ class Door:
         """Send `head` to the model gateway, and then forward the connection. An empty `head` means a CONNECT request
         for the gateway. Returns the head of the first request for another server, or None.
 
-        The gateway and the proxy have the same address, so a client such as Bun may use one connection for both. It
-        requests another server only after it has received all replies of the gateway.
+        The gateway and the proxy have the same address, so a client such as Bun may use one connection for both. Such a
+        client requests another server only after it has received all replies of the gateway.
         """
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
@@ -311,7 +311,7 @@ class Door:
 
     def count(self, use: ServerUse, name: str, number: int) -> None:
         """Add `number` bytes to two totals: that of the server and that of the sandbox. `name` is "sent" or "received".
-        Raises LimitExceeded if the sandbox's total is then above the limit of this name."""
+        Raises LimitExceeded if the sandbox's total then exceeds its limit."""
         self._totals[name] += number
         setattr(use, name, getattr(use, name) + number)
         use.end = self._clock()

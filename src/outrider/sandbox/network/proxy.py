@@ -32,8 +32,9 @@ from outrider.sandbox.network.requests import (
 LATE_BODY_SECONDS = 5.0
 """Once the server has replied, the proxy forwards the rest of the request's body for at most this many seconds."""
 LINGER_SECONDS = 2.0
-"""How many seconds a refused client has to read the reason. Meanwhile, the rest of its request is discarded, because
-closing a connection with unread bytes would reset it, and the reason would be lost."""
+"""How many seconds a refused client has to read the reason. Meanwhile, the rest of the client's request is read and
+discarded. Otherwise the connection would be closed with unread bytes, which would reset it, and the reason would be
+lost."""
 LEAST_CONNECTIONS = 8
 """Number of connections that each sandbox may always have, however many the other sandboxes have."""
 CHUNK = 64 << 10
@@ -133,7 +134,7 @@ class ProxyGate(Protocol):
 
 
 class Archive(Protocol):
-    """Records the replies of servers, or replays recorded ones. It never contains the content of tunnels."""
+    """Records the replies of servers, or replays recorded ones. An archive never contains the content of tunnels."""
 
     def replay(self, request: RequestHead) -> bytes | None:
         """Return the recorded reply, or None if this archive only records. Raises NotPassedOn if no reply to this
@@ -203,8 +204,8 @@ class Proxy:
             except NotAllowed as error:
                 if not route.methods:
                     raise
-                # Only a package index has `methods`. Its address comes from the operator's settings, so an address that
-                # is not allowed is a mistake in the settings.
+                # Only a package index has `methods`. The address of an index comes from the operator's settings, so an
+                # address that is not allowed is a mistake in the settings.
                 raise Unreachable(f"{error}: the operator may name {route.server.place} in network.internal") from error
             passage.set_wait(None)
         except NotAllowed as error:
@@ -361,7 +362,7 @@ async def put(writer: asyncio.StreamWriter, data: bytes) -> None:
     """Write bytes, and wait until the writer's buffer has room again. Raises OSError."""
     try:
         writer.write(data)
-    except RuntimeError as error:  # uvloop raises it for a closed connection
+    except RuntimeError as error:  # uvloop raises RuntimeError for a closed connection
         raise ConnectionResetError(str(error)) from error
     await writer.drain()
 

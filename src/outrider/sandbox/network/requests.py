@@ -129,8 +129,8 @@ class ReplyHead(msgspec.Struct, frozen=True):
         return next((value for each, value in _named(self.fields) if each == name), "")
 
     def head(self, *, recorded: bool = False) -> bytes:
-        """Return the head to send to the client. With `recorded`, return the head for a record (see record.py), which
-        contains no cookies."""
+        """Return the head to send to the client. With `recorded`, return the head for a record (see record.py): the
+        same without cookies."""
         kept = [field for field in self.fields if not (recorded and field.partition(":")[0].lower() in COOKIES)]
         return ("\r\n".join([self.line, *kept, "Connection: close"]) + "\r\n\r\n").encode("latin-1")
 

@@ -79,8 +79,8 @@ class NetworkRules:
         self.own = frozenset() if config is None else own_places(config, service_url)
 
     def may_ask(self, tenant: str | None) -> list[str]:
-        """Return the destinations that a tenant's tasks may ask for, or those of all tenants together if `tenant` is
-        None."""
+        """Return the destinations that a tenant's tasks may ask for. If `tenant` is None, return the destinations of
+        all tenants together."""
         found = list(self.settings.allow)
         for one in self.settings.tenants:
             if tenant is None or one.tenant == tenant:
@@ -89,7 +89,7 @@ class NetworkRules:
 
     def check(self, spec: NetworkSpec | None, *, tenant: str | None, whose: str | None, field: str) -> None:
         """Raise InvalidField for a destination that the tenant's tasks may not reach. `whose` names the tenant in the
-        error message. If it is None, the message does not list the allowed destinations."""
+        error message. If `whose` is None, the message does not list the allowed destinations."""
         if spec is None:
             return
         may = self.may_ask(tenant)
@@ -115,8 +115,8 @@ class NetworkRules:
                     )
 
     def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
-        """Return the allowed destinations of each phase. Raises InvalidField for a destination that the settings allow
-        to no tenant, for example because they have changed."""
+        """Return the allowed destinations of each phase. Raises InvalidField for a destination that the settings do not
+        allow to any tenant, for example because the settings have changed."""
         self.check(spec, tenant=None, whose=None, field=RUNTIME)
         return {phase: self._allowed(spec.of(phase)) for phase in Phase}
 

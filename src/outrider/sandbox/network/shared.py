@@ -22,7 +22,7 @@ LOOKUP_THREADS = 64
 pool resolves all other hosts."""
 LOOKUPS = 2
 """Maximum number of hosts that one sandbox resolves at once in each pool. A look-up occupies a thread until the name
-server answers, and a hostile one may answer slowly."""
+server answers, and a hostile name server may answer slowly."""
 NODE_RATE = 192 << 20
 """Maximum bytes per second for the proxies of all sandboxes of a node together. A chunk of 64 KiB takes about 0.1 ms of
 the event loop's time. So at this rate, the proxies use about a third of that time."""
@@ -93,14 +93,14 @@ class Lookups:
                 loop.call_soon_threadsafe(ended)
 
         # `end` must run before the callback of `wrap_future`, so that the look-up leaves `_running` before its result
-        # arrives. Otherwise, a request right after the result would reuse it.
+        # arrives. Otherwise, a request right after the result would reuse this look-up instead of beginning a new one.
         thread.add_done_callback(end)
         self._running[key] = asyncio.wrap_future(thread)
 
 
 class SharedNetwork:
-    """Network resources that all sandboxes of a node share. The node's `Host` holds one instance, which it creates with
-    `open`."""
+    """Network resources that all sandboxes of a node share. The node's `Host` creates one instance with `open`, and
+    holds it."""
 
     def __init__(self, named: ThreadPoolExecutor, others: ThreadPoolExecutor) -> None:
         self._named = named

@@ -22,7 +22,7 @@ from outrider.sandbox.pythons.portable import portable_command, portable_digest,
 
 LEFT_OUT = ("jedi",)
 """Required packages that are left out of the folder. IPython uses jedi only to complete names while a person types, and
-works without it. jedi would be two thirds of the files in the folder, which every pod copies."""
+works without it. Every pod copies the folder, and jedi would be two thirds of the files in it."""
 WITHOUT_IPYTHON = (
     "install IPython for the sandbox's own python3, in its image; or install it beside Outrider "
     "(pip install ipython) and show it in the sandbox (mounts of pythons/ipython.py, as the built-in "
@@ -31,8 +31,8 @@ WITHOUT_IPYTHON = (
 
 
 def ipython_mounts() -> tuple[Path, ...]:
-    """Return the host folders that a sandbox needs for IPython, to be mounted read-only at the same paths. There are
-    none if IPython is not installed in Outrider's environment.
+    """Return the host folders that a sandbox needs for IPython, to be mounted read-only at the same paths. The result
+    is empty if IPython is not installed in Outrider's environment.
 
     The first call builds the folder, which blocks for a second or two. Raises RuntimeUnavailable if the build fails.
     """

@@ -1,10 +1,10 @@
 """A portable Python interpreter, which runs in any root file system of this machine's architecture, even without Python
 or shared libraries.
 
-It is a folder, which sandboxes see at PORTABLE_AT: a copy of Outrider's interpreter with the standard library, the
-dynamic loader, and all shared libraries that may be needed. The copied loader starts the interpreter, so no file
-outside of the folder is used. The loader gets the library path as an argument, because child processes would inherit an
-environment variable.
+It is a folder with a copy of Outrider's interpreter, the standard library, the dynamic loader, and all shared libraries
+that may be needed. Sandboxes see the folder at PORTABLE_AT. The copied loader starts the interpreter, so no file
+outside of the folder is used. The loader gets the library path as an argument. It is not put into an environment
+variable, because child processes would inherit the variable.
 
 Invariant: the folder `python/DIGEST` in the cache is complete, has been tested, and never changes.
 """
@@ -76,7 +76,8 @@ def _built(home: Path) -> Path:
 
 
 def _executable() -> Path:
-    """Return the path of the interpreter itself. In a virtual environment, `python` is only a link to it."""
+    """Return the path of the interpreter itself. In a virtual environment, `python` is only a link to the
+    interpreter."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     base = Path(getattr(sys, "_base_executable", None) or Path(sys.base_prefix, "bin", name))
     return base.resolve()

@@ -126,7 +126,8 @@ def layered(path: Path) -> Iterator[Layered]:
 
 def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
     """Yield the entries of a tar archive of `size` bytes. Raises BadImage if the content is too large for an image, or
-    if an entry does not start after the previous one. In that case, tarfile would read the same entries forever."""
+    if an entry does not start after the previous one. With such an entry, tarfile would read the same entries
+    forever."""
     last = -1
     for member in archive:
         if member.offset <= last:

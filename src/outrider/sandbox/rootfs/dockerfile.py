@@ -88,8 +88,8 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
 
     `sources`: the files and folders, with symbolic links resolved.
     `target`: an absolute path in the image.
-    `into`: True if the sources go into the folder `target`. If False, a single file becomes `target`, unless a folder
-        of that name exists, into which it then goes.
+    `into`: True if the sources go into the folder `target`. If False, a single file becomes `target`. But if `target`
+        is an existing folder, the file goes into that folder.
     `without`: the paths in the sources that .dockerignore excludes.
     `owner`: the user and group of the copies, as an argument for `chown`. "" means root.
     """

@@ -17,12 +17,12 @@ import msgspec
 
 Owners: TypeAlias = dict[str, tuple[int, int]]
 """The files that do not belong to root, with the user id and group id of their owners. Keys are paths relative to the
-root folder, which itself is ""."""
+root folder. The key of the root folder itself is ""."""
 MOST_USERS = 65_536
 """Maximum number of user ids in one sandbox."""
 MOST_BYTES, MOST_ENTRIES = 256 << 20, 50_000
-"""Maximum total size and maximum number of the files that a sandbox gives to their owners when it starts. It copies
-each of these files into memory."""
+"""Maximum total size and maximum number of the files that a sandbox gives to their owners when it starts. The sandbox
+copies each of these files into memory."""
 PLAIN_USERS = frozenset({"_apt", "man"})
 """Users of Debian's base system that own only caches. A sandbox without these users can create the caches again as
 root."""
@@ -56,11 +56,12 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True):
 def kept_owners(
     root: Path, owners: Owners, base: Owners | None = None, *, most_entries: int = MOST_ENTRIES
 ) -> tuple[Owners, Ownership]:
-    """Return those entries of `owners` that are not root's and whose files exist in the folder `root`, and a summary.
+    """Return the entries of `owners` that an image keeps, and a summary of them.
 
-    `base` contains the owners in the base image, if there is one. A home directory that `base` lacks was created by the
-    build, and requires several users, because the task probably uses its account. `most_entries` is the maximum number
-    of files that a sandbox can copy.
+    An entry is kept if its owner is not root, and its file exists in the folder `root`. `base` contains the owners in
+    the base image, if there is one. A home directory that `base` lacks was created by the build. It requires several
+    users, because the task probably uses the account of this home directory. `most_entries` is the maximum number of
+    files that a sandbox can copy.
     """
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)

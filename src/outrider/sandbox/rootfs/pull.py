@@ -35,9 +35,9 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     """Pull an image by its reference, such as `docker.io/library/python:3.12`, and give it a name in the store. A
     cancellation kills skopeo.
 
-    If another process or task of this user is pulling the same reference, wait for it, and then use its image or raise
-    its error. But if the other pull fails on another machine that shares the store, pull the image here: this machine's
-    network and credentials may be different.
+    If another process or task of this user is pulling the same reference, wait for that pull, and then use its image or
+    raise its error. But if the other pull fails on another machine that shares the store, pull the image here: this
+    machine's network and credentials may be different.
 
     Raises InvalidField for the name or reference, and RuntimeUnavailable without skopeo. Raises BadImage if skopeo
     fails or takes longer than PULL_SECONDS, or if the import fails. Raises OSError if the disk is full or this process
@@ -79,8 +79,8 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
             with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
                 layout = Path(folder, "layout")
                 await _download(tool, reference, layout)
-                # The import is shielded from cancellation: its thread cannot be stopped, and it needs the folder and
-                # the lock until its end.
+                # The import is shielded from cancellation: its thread cannot be stopped, and needs the folder and the
+                # lock until it ends.
                 image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name, pulled=True))
         except (BadImage, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -98,7 +98,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode([FORMAT, hashed])).hexdigest()[:32]
 
     def render(self, requirements: Path) -> str:
-        """Return the text of the Apptainer definition. `requirements` is the path of a file on the host that contains
+        """Return the text of the Apptainer definition. `requirements` is the path of a host file with the content of
         `pip`."""
         pip = [f"{requirements} {REQUIREMENTS_AT}"] if self.pip else []
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]

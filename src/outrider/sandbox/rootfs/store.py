@@ -70,8 +70,8 @@ class ImageStore:
         self._folder = folder or cache_home() / "images"
 
     def import_(self, source: Path, name: str, *, pulled: bool = False) -> RootImage:
-        """Import an image from a file or folder, and give it a name (see `give`). What was imported before is not
-        unpacked again.
+        """Import an image from a file or folder, and give it a name (see `give`). An image that was imported before is
+        not unpacked again.
 
         If the name contains a digest, the image must have this digest. `pulled` is true if the caller has already
         compared the digests, so that they are not compared here. Raises InvalidField for the name, NotFound if `source`
@@ -138,9 +138,9 @@ class ImageStore:
     def give(self, name: str, digest: str) -> RootImage:
         """Give a name to the image with this digest, and return the image.
 
-        Another image with the name loses it. If that image has no other name, its digest becomes its name, so that
-        users can still list, use and remove it. Raises InvalidField for an invalid name, and NotFound if no image has
-        this digest.
+        If another image has this name, that image loses the name. If the other image has no further name, its digest
+        becomes its name, so that users can still list, use and remove it. Raises InvalidField for an invalid name, and
+        NotFound if no image has this digest.
         """
         place = self._name(checked_name(name))
         with locked(self._names):

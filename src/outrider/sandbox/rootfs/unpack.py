@@ -36,7 +36,7 @@ MAX_DEPTH = 256
 MAX_HEADER = 1 << 20
 """Maximum bytes of an entry's long name or extended header, which tarfile reads into memory."""
 MAX_BYTES = 64 << 30
-"""Maximum bytes of an image's files. It also applies to the image's layers after decompression."""
+"""Maximum bytes of an image's files. The same limit applies to the image's layers after decompression."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 30
 """An image may be at most RATIO times as large as its archives, or ANY_RATIO_BYTES if that is more. A file of zeros can
 shrink to a thousandth, and a sparse file to nothing. Layers of real images shrink to about a third."""
@@ -191,8 +191,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tup
 
 
 class _Layer:
-    """Unpacks one layer. `_own` has the paths that this layer has written, and the folders above them. A whiteout must
-    not remove these paths: it is an entry that removes only files of lower layers."""
+    """Unpacks one layer. `_own` has the paths that this layer has written, and the folders above them. A whiteout (an
+    entry that removes files of lower layers) must not remove these paths."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)
@@ -209,9 +209,9 @@ class _Layer:
             check_expansion(archive.offset, self._room.archived)
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
-                # A whiteout removes one file of a lower layer, or all in its folder (opaque). A repeated opaque
-                # whiteout is skipped: it has no effect, and an archive may repeat it a million times for a large
-                # folder.
+                # A whiteout removes one file of a lower layer. An opaque whiteout removes all files of lower layers in
+                # its folder. A repeated opaque whiteout is skipped: it has no effect, and an archive may repeat it a
+                # million times for a large folder.
                 if name == OPAQUE and folder in opaque:
                     continue
                 opaque |= {folder} if name == OPAQUE else set()

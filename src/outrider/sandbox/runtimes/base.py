@@ -154,8 +154,7 @@ class PatchConflict(ValueError):
 
 
 class Availability(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether this machine supports a feature. `detail` describes the feature. If `ok` is False, it describes what is
-    missing."""
+    """Whether this machine supports a feature. `detail` describes the feature or, if `ok` is False, what is missing."""
 
     ok: bool
     detail: str
@@ -172,8 +171,8 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuntimeKind(Protocol):
-    """A kind of sandbox, which `task.runtime.kind` names. Any object with these methods is a kind. A class can be both
-    a kind and the `Runtime` that this kind creates, if the methods of the kind are class methods.
+    """A kind of sandbox. `task.runtime.kind` names the kind. Any object with these methods is a kind. A class can be
+    both a kind and the `Runtime` that this kind creates, if the methods of the kind are class methods.
 
     A kind may have these attributes:
 

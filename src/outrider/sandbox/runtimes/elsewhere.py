@@ -23,7 +23,7 @@ def is_set_up(kind: str, host: Host) -> bool:
 
 async def join_services(host: Host) -> None:
     """Connect to the services that are set up. Each connection first removes the sandboxes that dead nodes of this
-    machine left at the service. `Host.sweep` later repeats this. Raises RuntimeFailure."""
+    machine left at the service. `Host.sweep` later repeats this removal. Raises RuntimeFailure."""
     for kind in ELSEWHERE:
         if is_set_up(kind, host):
             await host.part(resolve("runtime", kind).part)

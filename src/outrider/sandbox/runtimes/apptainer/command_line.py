@@ -130,8 +130,8 @@ def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mappi
 
 
 def program_environment(folder: Path) -> dict[str, str]:
-    """Return the environment for Apptainer itself. PATH leads to its helper programs. Apptainer writes its files below
-    `folder`."""
+    """Return the environment for Apptainer itself. PATH leads to Apptainer's helper programs. Apptainer writes its
+    files below `folder`."""
     cache = environment("APPTAINER_CACHEDIR")
     return {
         "PATH": environment("PATH") or PATH,
@@ -144,8 +144,8 @@ def program_environment(folder: Path) -> dict[str, str]:
 
 
 def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Return a command that enters control groups and then runs `command`, so that all its processes are in these
-    groups."""
+    """Return a command that enters control groups and then runs `command`, so that all processes of `command` are in
+    these groups."""
     return ["/bin/sh", "-c", ENTER_GROUPS, "sh", *entrances, "--", *command] if entrances else list(command)
 
 

@@ -152,8 +152,8 @@ async def launch(
         undo.push_async_callback(undone, name, tools.close)
         await tools.open()
         tools.send_raw(delivery(confined(CONFINEMENT, server_code)))
-        # A `memory` limit makes the tool server watch its memory. Only the second `configure` below sets the limit, so
-        # that only one watch starts.
+        # With a `memory` limit, `configure` starts a memory watch in the tool server. Only the second `configure` below
+        # sets the limit, so that only one watch starts.
         await configure(tools, msgspec.structs.replace(first, memory=0))
         descendants.hold()
         # Only the running server can tell which variables the image sets.
@@ -209,7 +209,7 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path
 
 
 def with_apptainer(resources: Resources) -> Resources:
-    """Return the task's limits, raised by what Apptainer's own processes need, because they share the sandbox's control
+    """Return the task's limits plus what Apptainer's own processes need. These processes share the sandbox's control
     group and user."""
     memory = resources.most_memory_mb + OWN_MEMORY_MB
     return resources.model_copy(update={"pids": resources.pids + OWN_PROCESSES, "memory_mb": memory})

@@ -35,7 +35,8 @@ MANY_USERS = (
     "SYS_CHROOT",
 )
 """The capabilities of root in a container with several users. Programs such as `apt`, `su` and `chown` need them. By
-default, container engines also give others, for example for devices and raw sockets, which are left out here."""
+default, container engines also give other capabilities, for example for devices and raw sockets. These are left out
+here."""
 
 
 class HostMount(msgspec.Struct, frozen=True):
@@ -64,8 +65,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the request's JSON body. `sized` is true if the daemon can limit the size of a container's file
         system."""
         env = {**NEUTRAL, **self.env}
-        # Docker also adds this variable, but its value does not override the `void` in NEUTRAL. So the names of the
-        # GPUs must replace `void` here.
+        # Docker also adds this variable, but Docker's value does not override the `void` in NEUTRAL. So the names of
+        # the GPUs must replace `void` here.
         if plain := [name for name in self.gpus if "/" not in name]:
             env["NVIDIA_VISIBLE_DEVICES"] = ",".join(plain)
         host: dict[str, Any] = {

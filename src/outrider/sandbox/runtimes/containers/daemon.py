@@ -145,8 +145,8 @@ class ContainerDaemon:
     """Runs the containers of a node. All sandboxes of the node share this object (see node_host.py).
 
     `limits` is true if the daemon can limit a container's resources. `sized` is true if requests should limit the size
-    of a container's file system. It is false for a rootless daemon, and becomes false when the daemon refuses such a
-    request."""
+    of a container's file system. `sized` is false for a rootless daemon, and becomes false when the daemon refuses a
+    request with this limit."""
 
     def __init__(self, engine: ContainerEngine, host: Host) -> None:
         self.engine = engine

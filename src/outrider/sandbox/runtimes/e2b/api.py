@@ -33,7 +33,7 @@ PAGE = 100
 """Number of sandboxes in one page of the list. The service allows no more."""
 MAX_PAGES = 1000
 NEXT_TOKEN = "x-next-token"
-"""The response header with the token for the next page of a list. The last page does not have it."""
+"""The response header with the token for the next page of a list. The last page does not have this header."""
 PORT_CLOSED = "port is not open"
 """Text in the error message of the service's proxy if a sandbox runs, but no program in it listens on the requested
 port."""
@@ -126,8 +126,9 @@ class E2BApi:
         await self.http.close()
 
     async def create(self, template: str, metadata: Mapping[str, str], *, seconds: int, key: str) -> MadeSandbox:
-        """Create a sandbox without internet access, which the service ends after `seconds`. `key` is an idempotency
-        key. If the service supports such keys, repeated requests with the same key create only one sandbox."""
+        """Create a sandbox that has no internet access. The service ends the sandbox after `seconds`. `key` is an
+        idempotency key. If the service supports such keys, repeated requests with the same key create only one
+        sandbox."""
         body = {
             "templateID": template,
             "timeout": seconds,

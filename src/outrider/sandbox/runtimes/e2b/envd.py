@@ -44,7 +44,7 @@ MAX_FRAME = 16 << 20
 PING_SECONDS = 20
 SILENCE_SECONDS = 120.0
 """The output stream is treated as broken if no frame arrives for this many seconds. The client asks the service for a
-keep-alive every PING_SECONDS. A service that ignores this sends a keep-alive every 90 seconds."""
+keep-alive every PING_SECONDS. A service that ignores this request sends a keep-alive every 90 seconds."""
 BUSY = RetryPolicy(first=0.2, longest=10.0, attempts=20)
 """How to repeat a call whose reply has status 429. Such a call was not carried out."""
 END_SECONDS = 2.0
@@ -220,8 +220,8 @@ async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
 
 
 class ProcessSocket:
-    """A process in a sandbox, which `run` starts. `end` is a socket that carries its input and output. `exit` describes
-    how the process ended. It is None while the process runs, and stays None if the stream breaks."""
+    """A process that `run` starts in a sandbox. `end` is a socket that carries the process's input and output. `exit`
+    describes how the process ended. `exit` is None while the process runs, and stays None if the stream breaks."""
 
     def __init__(self, envd: Envd) -> None:
         self.end, self._far = socket.socketpair()

@@ -1,7 +1,7 @@
 """Copies programs of a harness into a sandbox on another machine. Folders of this machine are copied to the same paths.
 
 A path that already exists in the sandbox is not copied: the template may contain the programs. Invariant: a node makes
-each archive only once. It stays valid, because installed folders do not change.
+each archive only once. The archive stays valid, because installed folders do not change.
 """
 
 from __future__ import annotations

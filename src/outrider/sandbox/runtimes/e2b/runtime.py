@@ -40,7 +40,7 @@ SETTLE_SECONDS = 2.0
 """Seconds between two checks whether the sandbox still exists after its tool server or `envd` has ended. Programs in
 the sandbox are the cause of that end only if the sandbox exists both times."""
 KERNEL_SHARE = 0.85
-"""The smallest fraction of a machine's memory that programs see as its size. The kernel takes the rest."""
+"""Programs see at least this fraction of a machine's memory as the machine's size. The kernel takes the rest."""
 
 
 class E2BRuntime:
@@ -144,7 +144,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         async def ended_inside() -> bool:
             """Return whether programs in the sandbox ended the tool server or `envd`. They did if one of the two has
             ended and the sandbox still exists. The service is asked twice: when it ends a sandbox itself, it may report
-            the end of the tool server first. If it does not respond, the cause is outside the sandbox."""
+            the end of the tool server first. If the service does not respond, the cause is outside the sandbox."""
             for pause in (0.0, SETTLE_SECONDS):
                 await asyncio.sleep(pause)
                 if not await service.exists(start) or not (process.exit is not None or await envd.is_closed()):

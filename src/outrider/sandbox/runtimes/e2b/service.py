@@ -26,8 +26,8 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue, is_orphan, node_label
 
 START_LABEL = "outrider.start"
-"""The name of a label with a random value, which identifies one request to create a sandbox. If the reply is lost, the
-sandbox is found by this label."""
+"""The name of a label. Its value is random, and identifies one request to create a sandbox. If the reply to this
+request is lost, the sandbox is found by the label."""
 TERM_SECONDS = 300
 EXTEND_SECONDS = 60.0
 REMOVE_SECONDS = 60.0
@@ -76,10 +76,10 @@ class E2BService:
     async def create(
         self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock, *, ahead: bool = False
     ) -> MadeSandbox:
-        """Wait for a turn in the node's queue and until the service has room, and create a sandbox. The caller must
+        """Create a sandbox, after a wait for a turn in the node's queue and until the service has room. The caller must
         then call `remove`, even if this method raises or is cancelled.
 
-        The session's time limits count neither the waits nor the time that the service takes. A sandbox made `ahead`
+        The session's time limits do not count the waits and the time that the service takes. A sandbox made `ahead`
         does not wait for room. Raises RuntimeFailure, or RuntimeUnavailable if the service refuses the key or the
         template."""
         failures = waits = 0

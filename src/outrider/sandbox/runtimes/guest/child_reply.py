@@ -24,7 +24,7 @@ PAUSE_SECONDS = 0.005
 
 
 class ChildReply:
-    """Runs `write(descriptor)` in a forked child, and sends what it writes to the host.
+    """Runs `write(descriptor)` in a forked child, and sends the written data to the host.
 
     `limit` is the maximum number of bytes. `failed` is the error message for a child that fails. After `seconds`, the
     child is killed.

@@ -59,7 +59,7 @@ class HostConnection:
             self.loop.unwatch(self.out)
 
     def _writable(self, events: int) -> None:
-        """Handle poll events of the pipe for writing. It has become writable, or its reader has closed it."""
+        """Handle poll events of the pipe for writing. The pipe has become writable, or its reader has closed it."""
         self._flush()
         if self.open:
             self._watch()
@@ -127,8 +127,9 @@ class Calls:
     def mark(self, owner: int) -> bytes:
         """Return the entry that marks the environment of each program of `owner`.
 
-        A program that leaves its session and outlives its parent becomes a child of this server. Then only this entry
-        shows who started it, so that it can still be killed, for example at a time limit."""
+        A program that leaves its session and outlives its parent becomes a child of this server. Only this entry then
+        shows which `owner` started the program. By the entry, the program is found and killed, for example at a time
+        limit."""
         return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
 
     def shell(self) -> str:

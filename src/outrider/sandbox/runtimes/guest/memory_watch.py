@@ -90,8 +90,8 @@ class MemoryWatch:
         me = posix.getpid()
         found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
         total = sum(one.own + max(0, one.mapped) for one in found)
-        # Each of these steps makes the count more exact, but takes longer. Most scans stay below the limit without
-        # them.
+        # Each of these steps makes the count more exact, but takes longer. Most scans need no such step, because the
+        # first count is below the limit.
         for refine in (ProcessMemory.find_areas, ProcessMemory.divide):
             if total > self.limit:
                 for one in found:

@@ -48,7 +48,7 @@ def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
 
 
 def restore_layers(source: int, folders: list[str]) -> None:
-    """Fill empty folders from the archive that the descriptor `source` reads. Raises OSError.
+    """Fill empty folders from the archive that is read from the descriptor `source`. Raises OSError.
 
     A forked child does this. Each folder becomes the child's root in turn, so nothing in the archive can lead out of
     the folder.

@@ -1,9 +1,9 @@
 """Restores files from an archive of another sandbox. A forked child reads the archive from a pipe.
 
 An agent may have manipulated the archive. So only the given root paths are written. Ownership, set-user-id bits,
-devices, sockets and pipes are left out. So is a symbolic link that leads out of the roots: through it, an agent could
-make the grader read the grader's own files instead of the agent's. Such links are kept only if they lead to a system
-folder.
+devices, sockets and pipes are left out. A symbolic link that leads out of the roots is kept only if it leads to a
+system folder. Through any other link out of the roots, an agent could make the grader read the grader's own files
+instead of the agent's.
 
 Invariant: files are written, linked to and removed only at and below the roots, and no link of the archive is ever
 followed.
@@ -47,9 +47,9 @@ LEFT_OUT = (
 
 
 class Restore:
-    """One restore. The host sends the archive in any number of calls, one after the other. The server replies to each
-    call when the pipe to the child has taken the call's data, but to the last call only when the child has restored all
-    files and exited. The pipe is closed after the last data, or when the child exits early."""
+    """One restore. The host sends the archive in any number of calls, one after the other. The server replies to the
+    last call when the child has restored all files and exited, and to every other call when the pipe to the child has
+    taken the call's data. The pipe is closed after the last data, or when the child exits early."""
 
     def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
         self.calls = calls
@@ -198,8 +198,8 @@ class RestoredRoots:
 
     def stays(self, name: str, target: str) -> bool:
         """Return whether a link leads to a root, to a path below a root, or into a system folder. In the link's target,
-        `..` is allowed only at the beginning. Further on, it could come after another link, and would then be relative
-        to that link's target."""
+        `..` is allowed only at the beginning. A later `..` could follow the name of another link, and would then be
+        relative to that link's target."""
         goal = [] if target.startswith("/") else name.split("/")[:-1]
         parts = [part for part in target.split("/") if part not in ("", ".")]
         while parts[:1] == [".."]:

@@ -31,8 +31,8 @@ class FolderCursor:
         self.parts: list[str] = []
 
     def to(self, parts: list[str]) -> int:
-        """Return a descriptor of the folder with the path `parts`. It is valid until the next call. Missing folders are
-        made. Returns -1 if a file or link is in the way."""
+        """Return a descriptor of the folder with the path `parts`. The descriptor is valid until the next call. Missing
+        folders are made. Returns -1 if a file or link is in the way."""
         shared = len(self.parts) if self.parts == parts[: len(self.parts)] else 0
         while shared < min(len(self.parts), len(parts)) and self.parts[shared] == parts[shared]:
             shared += 1

@@ -5,7 +5,8 @@ Other processes may change a tree during the walk. Invariants:
 - No link is followed, and no file that could block is read.
 - A missing or unreadable file is left out. A file that shrinks while it is read is padded with zeros. Neither affects
   the rest of the archive.
-- All other errors are raised. They say nothing about the file, so it must not be left out silently (see ABSENT).
+- All other errors are raised. Such an error says nothing about the file, so the file must not be left out silently (see
+  ABSENT).
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ class Packer:
     """Adds trees of files to an archive.
 
     `adjust(member, folder, name)` may change a member before it is added. `limit` is the maximum size of all files
-    together, in bytes. A file that exceeds the rest of the limit raises EFBIG before it is read. A sparse file, for
-    example, takes no room on the disk, but would be stored in full size.
+    together, in bytes. A file that exceeds the rest of the limit raises EFBIG before it is read. A sparse file counts
+    with its full size, because it takes no room on the disk, but would be stored in full size.
     """
 
     def __init__(
@@ -163,8 +164,9 @@ class Packer:
         added as hard links to the first one."""
 
     def add_tree(self, folder: int, name: str, path: str) -> None:
-        """Add a file or a folder with everything in it to the archive. It is the entry `name` of `folder`, and gets the
-        name `path` in the archive. The name "." stands for `folder` itself. Closes the folder's descriptor."""
+        """Add a file or a folder with everything in it to the archive. The file or folder is the entry `name` of
+        `folder`, and gets the name `path` in the archive. The name "." stands for `folder` itself. Closes the folder's
+        descriptor."""
         descent = Descent(folder)
         self.add(descent.fd, name, path)
         if name == "." or descent.down(name):

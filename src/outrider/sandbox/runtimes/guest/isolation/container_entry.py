@@ -1,7 +1,7 @@
 """The last steps that confine the tool server of a container, before it takes a call.
 
-Which rights a container's programs have depends on the container engine. These steps reduce them to the rights in a
-namespace sandbox. Apptainer gives the most: the first process of its containers has all capabilities of the user
+The rights of a container's programs depend on the container engine. These steps reduce the rights to those of programs
+in a namespace sandbox. Apptainer gives the most: the first process of its containers has all capabilities of the user
 namespace, a writable /proc, and file systems as large as half of the host's memory. Invariant: once `enter` has
 returned, neither this process nor a descendant can undo a step.
 
@@ -40,8 +40,8 @@ def enter(arguments: list[str]) -> None:
 
 def limit_apptainer(options: dict[str, str], memory: int) -> bool:
     """Limit Apptainer's file systems in memory, replace /proc, and start the loopback interface. Returns whether
-    programs may use System V's shared memory: they may if its size could be limited, or if the sandbox's memory is not
-    counted."""
+    programs may use System V's shared memory. They may use it if its size could be limited, or if the sandbox's memory
+    is not counted."""
     from outrider.sandbox.runtimes.guest.isolation import isolate  # only Apptainer's bundle contains this module
 
     for target, flags in WRITABLE:

@@ -41,8 +41,9 @@ USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
 """Capabilities of root in a sandbox with several users: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
 setpcap, net_bind_service and sys_chroot. They are valid only for the sandbox's own users."""
 READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
-"""Entries of /proc that are made read-only in the sandbox. Without this, their owner, the host's root, could write to
-them without any capability. If the node runs as the host's root, so do the sandbox's programs."""
+"""Entries of /proc that are made read-only in the sandbox. The host's root owns them, and an owner may write without
+any capability. If the node runs as the host's root, the sandbox's programs also do, and could otherwise write to these
+entries."""
 COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
 """Entries of /proc that tell facts about the host. In the sandbox, an empty file or folder covers each. Container
 engines do the same."""
@@ -58,8 +59,9 @@ PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
 thousands of terminals."""
 IPC_BYTES = 64 << 20
 IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
-"""Maximum numbers of System V's shared memory segments, semaphores and message queues. They are Linux's old defaults.
-With them, each of the three takes less than 3 MiB, not counting the segments' pages, which IPC_BYTES limits."""
+"""Maximum numbers of System V's shared memory segments, semaphores and message queues. These are Linux's old defaults.
+With them, each of the three kinds takes less than 3 MiB. The pages of the segments are not included, because IPC_BYTES
+limits them."""
 WATCHES_SHARE, MIN_WATCHES = 16, 1024
 """A sandbox may use 1/WATCHES_SHARE of the inotify watches that a user may have, and at least MIN_WATCHES."""
 INOTIFY_MAX = 32
@@ -68,8 +70,9 @@ INOTIFY_MAX = 32
 
 
 def become_root(plan: Plan) -> None:
-    """Become root of the user namespace. In a sandbox with one user, this process writes its user maps itself. It may
-    not map several users, so the zygote has already written maps for them."""
+    """Become root of the user namespace. In a sandbox with one user, this process writes its user maps itself. For a
+    sandbox with several users, the zygote has already written the maps, because this process may not map several
+    users."""
     if len(plan["uids"]) == 1:
         write("/proc/self/setgroups", "deny")  # an unprivileged process must do this before it writes gid_map
         write("/proc/self/uid_map", mapping(plan["uids"]))
@@ -87,12 +90,12 @@ def mapping(ids: list[list[int]]) -> str:
 
 
 def bare_layers(plan: Plan) -> dict[int, int]:
-    """Copy the folder of each layer in which the host has mounts (see `Plan.inner`), but without these mounts. Returns
-    the descriptor of each copy, by the layer's number.
+    """Copy the folder of each layer whose folder contains mounts of the host (see `Plan.inner`). The copies do not
+    contain these mounts. Returns the descriptor of each copy, by the layer's number.
 
     Copies are needed, because an overlay cannot be mounted over a folder that contains a mount. Only the zygote can
-    make them, because it is outside the sandbox's user namespace. A layer that cannot be copied is left out. Raises
-    OSError if the machine lacks a resource."""
+    make the copies, because it is outside the sandbox's user namespace. A layer that cannot be copied is left out.
+    Raises OSError if the machine lacks a resource."""
     bare = {}
     for number, (lower, target) in enumerate(plan["layers"]):
         if any(inside.startswith(f"{target}/") for _, inside in plan["inner"]):
@@ -111,8 +114,8 @@ def must_not_be_scarce(error: OSError) -> None:
 
 def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
     """Confine this process as the plan describes. `bare` is the result of `bare_layers`. Returns the descriptors of the
-    layers' upper folders, in the plan's order. They are needed for saving a layer, because no path leads to these
-    folders any more."""
+    layers' upper folders, in the plan's order. A layer can be saved only through its descriptor, because no path leads
+    to the upper folders any more."""
     for group in plan["cgroups"]:
         write(group, "0")
     syscalls.unshare(UNSHARED)
@@ -194,8 +197,9 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     for tree, target in shown:
         attach_at(tree, target)
     make_dev(devices)
-    make_proc(proc)  # attached last, because its links lead to descriptors of this process, and so to the host
-    # If the plan has the target `/`, its mount covers the confined root. `/..` then leads into this mount.
+    make_proc(proc)  # attached last, because links in /proc lead to this process's descriptors, and so to the host
+    # If something in the plan has the target `/`, the mount at this target covers the confined root. `/..` then leads
+    # into this mount.
     if not os.path.samestat(os.stat("/.."), os.stat("/")):
         raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")
     return uppers
@@ -206,8 +210,8 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
     sandbox. Raises OSError if the folder contains a mount, or is itself an overlay over an overlay.
 
     The target of the first layer is `/`. Every other target is a plain folder in the first layer's lower folder.
-    Programs inside can read the options of the mount. So paths in the options are relative or below /proc, and do not
-    tell the host's paths.
+    Programs inside can read the options of the mount. So the paths in the options are relative or below /proc, and do
+    not show paths of the host.
     """
     if bare is not None:
         os.mkdir(f"lower{number}")

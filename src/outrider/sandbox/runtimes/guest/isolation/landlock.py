@@ -1,8 +1,8 @@
 """Confines a tool server with Landlock. This is for a host that does not allow user namespaces.
 
-The process and its descendants may use only some folders. If the kernel's version of Landlock can enforce it, they may
-connect to only one TCP port, and send signals only to each other. Invariant: once `enter` has returned, neither this
-process nor a descendant can undo a step. Numbers and structures are from linux/landlock.h.
+The process and its descendants may use only some folders. They may connect to only one TCP port, and send signals only
+to each other, if the kernel's version of Landlock can enforce these two rules. Invariant: once `enter` has returned,
+neither this process nor a descendant can undo a step. Numbers and structures are from linux/landlock.h.
 
 The module is not part of the tool server's program. It is loaded before that program (see `confined` in
 sandbox/runtimes/tool_server/bundle.py).
@@ -68,7 +68,7 @@ def enter(arguments: list[str]) -> None:
 
 def create(have: int, rights: int) -> int:
     """Create a ruleset for version `have` of Landlock. The structure contains only the fields of this version, because
-    older kernels refuse later ones."""
+    a kernel refuses the fields of later versions."""
     network = CONNECT_TCP if have >= NETWORK_SINCE else 0
     scopes = SCOPES if have >= SCOPES_SINCE else 0
     fields = (rights, network, scopes)[: 3 if have >= SCOPES_SINCE else 2 if have >= NETWORK_SINCE else 1]

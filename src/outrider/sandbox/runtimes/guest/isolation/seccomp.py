@@ -64,8 +64,8 @@ TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
 F_SETLEASE, F_SETDELEG = 1024, 1040
 """The commands of `fcntl` that set leases. They are refused. The owner of a file can lease it, and any program that
-then opens the file waits up to 45 seconds. So if the sandbox sees a host file that its programs own, they could block
-the host's programs with a lease."""
+then opens the file waits up to 45 seconds. So if the sandbox sees a file of the host, and the sandbox's programs own
+that file, they could block the host's programs with a lease."""
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
@@ -101,8 +101,8 @@ UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
 their memory, because it belongs to a descriptor or a pipe, or is missing in the process's files in /proc."""
 
 CLONE3 = 435
-"""Number of the call `clone3`. The filter refuses it with ENOSYS, because a filter cannot read the call's flags, which
-are in memory. The C library then uses `clone` instead."""
+"""Number of the call `clone3`. The filter refuses the call with ENOSYS, because the call's flags are in memory, where a
+filter cannot read them. The C library then uses `clone` instead."""
 
 DENIED_EVERYWHERE = {
     "io_uring_setup": 425,
@@ -279,9 +279,9 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
 def core_limit() -> int:
     """Return the limit of core dumps (RLIMIT_CORE) for untrusted programs. It is one byte, too small for any core dump.
 
-    If /proc/sys/kernel/core_pattern names a program, the limit 0 would not keep the kernel from starting it for each
-    crash in the sandbox. This program runs outside the sandbox, as the host's root. The result is 0 only if the hard
-    limit of this process is 0."""
+    If /proc/sys/kernel/core_pattern names a program, the kernel starts this program for each crash in the sandbox. The
+    program runs outside the sandbox, as the host's root. A limit of one byte prevents the start, but a limit of 0 does
+    not. The result is 0 only if the hard limit of this process is 0."""
     return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # -1 means no limit
 
 
@@ -289,8 +289,8 @@ def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) 
     """Install the filter on this process, which is the tool server, and on all its descendants. Also protect this
     process from its descendants. Neither can be undone. Raises OSError, and KeyError for an unknown architecture."""
     install(program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc))
-    # Hide this process's files in /proc from programs of the same user, which could otherwise read and change its
-    # memory and descriptors.
+    # Hide this process's files in /proc from programs of the same user. Otherwise these programs could read and change
+    # this process's memory and descriptors.
     prctl(PR_SET_DUMPABLE, 0)
 
 

@@ -146,7 +146,8 @@ def open_plain(path: str) -> int:
 
 def file_type(path: str) -> int:
     """Return the type bits in the mode of the file at a path. Returns 0 if the file is missing or cannot be seen. If a
-    file system is mounted there, it is not contacted, because it might never reply. Automounts are not triggered."""
+    file system is mounted at the path, the file system is not contacted, because it might never reply. Automounts are
+    not triggered."""
     found = ctypes.create_string_buffer(STATX_BYTES)
     flags = AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT | AT_STATX_DONT_SYNC
     if LIBC.statx(AT_FDCWD, path.encode(), flags, STATX_TYPE, found):
@@ -199,8 +200,8 @@ def raise_loopback() -> None:
 
 
 def rename_process(name: bytes) -> None:
-    """Replace the command line that `ps` shows for this process and its forks, because it contains paths of the host.
-    Fields 48 and 49 of /proc/PID/stat tell where it is in memory."""
+    """Replace the command line that `ps` shows for this process and its forks, because the command line contains paths
+    of the host. Fields 48 and 49 of /proc/PID/stat have its place in memory."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])

@@ -150,7 +150,8 @@ def become_sandbox(
 def main() -> None:
     """Serve requests from the socket on descriptor 0 until it ends."""
     preload()
-    # Fill the cache of `program`, which the forks inherit. The arguments must be exactly those that `confine` uses.
+    # Fill the cache of `seccomp.program`, because the forks inherit the cache. The arguments must be exactly those that
+    # `confine` uses.
     for counted, ipc in ((False, True), (True, True), (True, False)):
         seccomp.program(platform.machine(), False, 1, counted=counted, ipc=ipc)
     syscalls.rename_process(b"outrider-sandbox")
