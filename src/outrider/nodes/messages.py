@@ -1,7 +1,8 @@
 """The messages between a service and a node in another process, as MessagePack maps.
 
 Each side can call the other (see `calls.py`). Each call has its own class. The class's tag is the name of the call, its
-fields are the request, and the parameter of its base class is the type of the reply. All other messages get no reply.
+fields are the request, and the parameter of its base class is the type of the reply. Messages that are not calls get no
+reply.
 """
 
 from __future__ import annotations

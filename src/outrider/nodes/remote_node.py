@@ -60,10 +60,10 @@ if TYPE_CHECKING:  # for annotations only: this module makes no pools
 log = logging.getLogger("outrider.node")
 
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
-"""Maximum number, and maximum total request bytes, of the generations that the service forwards for a node at a time.
-Further generations are refused."""
+"""The service forwards at most this many generations for a node at a time, with at most this many request bytes
+together. Further generations are refused."""
 MOST_RECENT = 10_000
-"""For how many of a node's newest attempts the service accepts timeline entries. An attempt need not be running,
+"""The service accepts timeline entries for this many of a node's newest attempts. An attempt need not be running,
 because an entry may arrive after its attempt has ended."""
 SPARE_TAKES = 16
 """A node may have two `Take` calls (requests for resources) for each of its attempts, and this many more. Waiting and
@@ -77,9 +77,9 @@ class NodeWaits(msgspec.Struct, frozen=True, kw_only=True):
     """How long a service waits for a node, in seconds.
 
     - `heartbeat`: the maximum time between two messages of the service to the node, and of the node to the service.
-    - `silence`: how long a node may send nothing. After that it counts as hanging, and the service gives it up.
-    - `start`: the same limit for a node that is starting. It is higher, because a node sends nothing while it is busy
-        starting.
+    - `silence`: how long a node may send nothing. After that the node counts as hanging, and is given up.
+    - `start`: the same limit for a node that is starting. This limit is higher, because a node sends nothing while it
+        is busy starting.
     - `cancel`: how long a node on another machine has to end a cancelled attempt before the service gives the node up.
         A single call to a container daemon may take that long.
     """
@@ -194,7 +194,7 @@ class RemoteNode:
         return has_image(runtime.image, self._images)
 
     def set_reachable(self, reachable: bool) -> None:
-        """Set whether attempts can be sent to the node. While they cannot, its capacity is 0."""
+        """Set whether attempts can be sent to the node. While they cannot be sent, the node's capacity is 0."""
         more = reachable and not self._reachable
         self._reachable = reachable
         if more:
@@ -303,7 +303,7 @@ class NodeConnection:
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
             check(result, RESULT_RULES, records)
-        # The call was not cancelled but has ended without a result, so the node is about to exit.
+        # The call has ended without a result, although it was not cancelled. So the node is about to exit.
         except CallEnded as error:
             raise self._lost() from error
         except Nonsense as error:

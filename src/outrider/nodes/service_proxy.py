@@ -309,8 +309,7 @@ class ForwardedEngine:
         self._health = state.health
 
     def apply_state(self, state: EngineState) -> None:
-        """Use a newer state of the engine, sent by the service. The state of a relay changes when its workers
-        connect."""
+        """Use a newer state of the engine. The service sends one, for example, when a worker of a relay connects."""
         self.logprob_kind, self.constraints, self._health = state.logprob_kind, state.constraints, state.health
         self.capabilities = state.capabilities
 

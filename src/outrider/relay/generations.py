@@ -29,7 +29,7 @@ from outrider.wire.link_protocol import encode
 
 class _Generation:
     """One generation. `produced` is the number of its last message, and `acknowledged` is the number of its last
-    acknowledged message. `kept` contains the encoded messages between them."""
+    acknowledged message. `kept` contains the encoded messages that are not acknowledged yet."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -38,7 +38,7 @@ class ModelSampler:
       check of the tokenizer.
     - `name`: the model's name, by default the name in its config.
     - `context_tokens`: the context length, by default the config's `max_position_embeddings`. Raises InvalidField if
-      neither is given.
+      both are missing.
     - `version`: the policy version of the initial weights.
 
     Log-probabilities are RAW: log-softmax of the logits, before temperature and truncation. Structured output is not

@@ -67,8 +67,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `run` raises, by the close code, or by the HTTP status of a failed attempt to connect. In these cases,
-reconnecting would fail again. In all others, the worker reconnects."""
+"""The errors that `run` raises. A key is a close code, or the HTTP status of a failed attempt to connect. After such a
+code or status, reconnecting would fail again. In all other cases, the worker reconnects."""
 HINTS = {
     NOT_SERVED: "start the proxy in its relay mode",
     401: "give the proxy's token: ProxyWorker(..., token=...)",

@@ -82,8 +82,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""The error that `Worker.run` raises, by the close code, or by the HTTP status of a failed attempt to connect. In these
-cases, reconnecting would fail again. In all others, the worker reconnects."""
+"""The errors that `Worker.run` raises. A key is a close code, or the HTTP status of a failed attempt to connect. After
+such a code or status, reconnecting would fail again. In all other cases, the worker reconnects."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -98,7 +98,7 @@ class Worker:
 
     - `generate`: an `Engine`, which the caller starts and closes, or a function (see `FunctionEngine`).
     - `update_weights(weights, version)`: a coroutine function that loads weights from the path `weights`, and raises an
-      error if this fails. An engine that can load weights itself does not need it.
+      error if this fails. An engine that can load weights itself does not need this function.
     - `name`: shown in the service's logs and errors.
     - `ca`: a PEM file with the service's certificate authority, if this machine does not trust it.
     - `reconnecting`: how long to wait between attempts to connect.
@@ -193,8 +193,8 @@ class Worker:
     @contextmanager
     def in_thread(self, *, seconds: float | None = 30.0) -> Iterator[Self]:
         """Serve in a thread with its own event loop while the block runs. The block begins when the service has
-        accepted the worker. If `seconds` is None, it begins immediately. Raises ServiceError if the service does not
-        accept the worker within `seconds`."""
+        accepted the worker. If `seconds` is None, the block begins immediately. Raises ServiceError if the service does
+        not accept the worker within `seconds`."""
         with LoopThread(f"relay {self.name}") as loop, loop.open(self):
             if seconds is not None:
                 try:

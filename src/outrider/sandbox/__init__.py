@@ -1,5 +1,5 @@
-"""Starts, prepares and stops sandboxes, keeps warm ones for later sessions, and cleans up after a crash. `open_sandbox`
-opens a sandbox without a service.
+"""Starts, prepares and stops sandboxes, starts some of them in advance for later sessions, and cleans up after a crash.
+`open_sandbox` opens a sandbox without a service.
 
 This package imports only `concurrency/` and modules directly in `outrider/`, such as `spec.py` and `config.py`. It must
 not depend on agents, models or grades.
@@ -15,7 +15,8 @@ __all__ = ["open_sandbox"]
 
 
 def __getattr__(name: str) -> object:
-    """Import `open_sandbox` on first use. It loads the whole package, but most importers need only one module."""
+    """Import `open_sandbox` on first use. This import loads the whole package, but most importers need only one
+    module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from outrider.sandbox import standalone

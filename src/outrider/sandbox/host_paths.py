@@ -139,8 +139,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
     `files`: the folder for uploads, or None.
     `allow`: files and folders that tasks may name.
     `never`: ids of files that no upload may contain, not even as a hard link with another name. These are the files
-        that a rule of `KEPT` with `shown` protects, and the files directly in such a folder, as found at the time of
-        the check.
+        that a rule of `KEPT` with `shown` protects. If the rule protects a folder, they are the files directly in the
+        folder at the time of the check.
     """
 
     files: Path | None = None
@@ -182,7 +182,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     def upload(self, name: str, *, field: str) -> Path:
         """Resolve the path of an upload step. Raises InvalidField if the setting `files` is not set, if the path is
-        outside of that folder, or if it is not an existing file or folder."""
+        outside of that folder, or if no file or folder exists at the path."""
         if self.files is None:
             raise InvalidField(
                 f"{name!r} cannot be uploaded: this service has no folder of files for tasks",

@@ -308,8 +308,8 @@ class Proxy:
                 break
         flow.end_wait()
         flow.answered = True
-        # Only a package index has `methods`. An index gets only simple requests, so one of these statuses means that it
-        # has failed. From most other servers, a program can provoke such a status by an odd request.
+        # Only a package index has `methods`. An index gets only simple requests, so one of these statuses means that
+        # the index has failed. From most other servers, a program can provoke such a status by an odd request.
         if route.methods and reply.status in OVERLOADED:
             status = f"{request.place} answered with status {reply.status}"
             flow.passage.failed(status, blameless=is_plain_read(request, route))
@@ -609,8 +609,8 @@ async def _write_page(
     writer: asyncio.StreamWriter,
     kept: KeptReply,
 ) -> None:
-    """Write a page of a package index with replaced addresses. An HTTP/1.1 client gets it in chunks, because its new
-    length is unknown until the end."""
+    """Write a page of a package index with replaced addresses. An HTTP/1.1 client gets the page in chunks, because the
+    page's new length is unknown until the end."""
     chunks = request.version == "HTTP/1.1"
     fields = [
         field

@@ -245,8 +245,8 @@ def _write_name(place: Path, digest: str) -> None:
 
 def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
     """Return whether a task with this image can run without a pull. It can if `name` is None or a path, or if the image
-    is in the store. For a task on another machine, `names` are the names in the store there. Images of a container
-    engine do not count."""
+    is in the store. For a task on another machine, `names` are the names in the store of that machine. Images of a
+    container engine do not count."""
     if name is None or os.path.isabs(name):
         return True
     if names is not None:

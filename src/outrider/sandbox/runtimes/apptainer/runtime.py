@@ -180,7 +180,7 @@ def check_owners(spec: RuntimeSpec, image: RootImage) -> None:
 
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
     """Return the image's path and its environment variables. For an image in our store, the store lists the variables.
-    For a path, there are none. The call blocks. Raises InvalidField and RuntimeUnavailable."""
+    For a path, no variables are returned. The call blocks. Raises InvalidField and RuntimeUnavailable."""
     named = named_image(spec)
     if not named.startswith("/"):
         image = known_image(named)

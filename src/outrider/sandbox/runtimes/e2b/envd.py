@@ -1,4 +1,4 @@
-"""Runs a process in an E2B sandbox, and connects its standard input and output to a socket of this machine.
+"""Runs a process in an E2B sandbox, and connects the process's standard input and output to a socket of this machine.
 
 The wire format is the Connect protocol with JSON, as in E2B's own SDKs. `process.Process/Start` streams the output.
 Each call of `SendInput` carries a piece of the input. Invariants:

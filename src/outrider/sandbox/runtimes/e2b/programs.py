@@ -1,7 +1,8 @@
 """Copies programs of a harness into a sandbox on another machine. Folders of this machine are copied to the same paths.
 
-A path that already exists in the sandbox is not copied: the template may contain the programs. Invariant: a node makes
-each archive only once. The archive stays valid, because installed folders do not change.
+A path that already exists in the sandbox is not copied: the template may contain the programs. Programs are copied as
+archives. Invariant: a node makes the archive of each path only once. The archive stays valid, because installed folders
+do not change.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Invariants:
 - A sandbox of this node is in `_ours` from before its creation is requested until `remove` has ended.
 - `sweep` finds sandboxes by their label. It removes this node's sandboxes that are not in `_ours`, and all sandboxes of
   dead nodes.
-- A sandbox that nobody removes ends TERM_SECONDS after its node last extended its term.
+- A node extends the terms of its sandboxes. A sandbox that nobody removes ends TERM_SECONDS after the last extension.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class E2BService:
     async def create(
         self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock, *, ahead: bool = False
     ) -> MadeSandbox:
-        """Create a sandbox, after a wait for a turn in the node's queue and until the service has room. The caller must
-        then call `remove`, even if this method raises or is cancelled.
+        """Create a sandbox when the node's queue reaches this start and the service has room. The caller must then call
+        `remove`, even if this method raises or is cancelled.
 
         The session's time limits do not count the waits and the time that the service takes. A sandbox made `ahead`
         does not wait for room. Raises RuntimeFailure, or RuntimeUnavailable if the service refuses the key or the

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Minimum and maximum seconds between two scans."""
 IDLE_FACTOR = 5
-"""The pause before the next scan is at most 1/IDLE_FACTOR of the time since the last change."""
+"""The pause before the next scan is 1/IDLE_FACTOR of the time since the last change, within the two limits above."""
 MOST_WATCHED = 100
 """While the sandbox has more processes than this, new processes are not recorded, and no process's files in /proc are
-read. Reading them waits while the process forks, so a fork bomb could block the server forever."""
+read. Reading such a file waits while the process forks, so a fork bomb could block the server forever."""
 SCAN_SECONDS = 0.01
 """After this many seconds a scan starts no further read. The next scan continues."""
 MOST_REPORTED = 200

@@ -3,7 +3,7 @@ confinement.
 
 A plan describes the sandbox. It is a mapping of plain values (see runtimes/namespace/plan.py). Invariants:
 
-- Every path of the sandbox is resolved with the sandbox's root as `/`, so nothing in an image can lead out of it.
+- Every path of the sandbox is resolved with the sandbox's root as `/`, so nothing in an image can lead out of the root.
 - The sandbox sees only those files of the host that the plan names, and a few devices. All are mounted read-only.
 - Once `enter` has returned, neither this process nor a descendant can undo a step.
 """
@@ -90,8 +90,8 @@ def mapping(ids: list[list[int]]) -> str:
 
 
 def bare_layers(plan: Plan) -> dict[int, int]:
-    """Copy the folder of each layer whose folder contains mounts of the host (see `Plan.inner`). The copies do not
-    contain these mounts. Returns the descriptor of each copy, by the layer's number.
+    """Copy each layer's folder that contains mounts of the host (see `Plan.inner`). The copies do not contain these
+    mounts. Returns the descriptor of each copy, by the layer's number.
 
     Copies are needed, because an overlay cannot be mounted over a folder that contains a mount. Only the zygote can
     make the copies, because it is outside the sandbox's user namespace. A layer that cannot be copied is left out.

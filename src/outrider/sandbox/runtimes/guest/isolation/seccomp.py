@@ -65,7 +65,7 @@ F_SETPIPE_SZ = 1031
 F_SETLEASE, F_SETDELEG = 1024, 1040
 """The commands of `fcntl` that set leases. They are refused. The owner of a file can lease it, and any program that
 then opens the file waits up to 45 seconds. So if the sandbox sees a file of the host, and the sandbox's programs own
-that file, they could block the host's programs with a lease."""
+the file, these programs could block the host's programs with a lease."""
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
