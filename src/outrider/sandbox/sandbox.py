@@ -61,8 +61,8 @@ class Sandbox:
         """Create a sandbox that is not started. Starts are counted in `starts`.
 
         `field`: the task's field with this spec, for error messages.
-        `door`: the proxy of the sandbox's network, which listens at the context's `gateway_socket`, or None for no
-            network.
+        `door`: the proxy of the sandbox's network, which listens at the context's `gateway_socket`. None for a sandbox
+            without a network.
         """
         self.runtime = runtime
         self.door = door
@@ -185,7 +185,7 @@ class Sandboxes:
     @contextmanager
     def gateway_at(self, url: str) -> Iterator[None]:
         """Set the model gateway's URL, such as http://127.0.0.1:8700, for sandboxes created in the `with` block.
-        Sandboxes that use the gateway's socket ignore it. The blocks may be nested."""
+        Sandboxes that use the gateway's socket ignore the URL. The blocks may be nested."""
         before, self._gateway_url = self._gateway_url, url
         try:
             yield
@@ -209,8 +209,8 @@ class Sandboxes:
         sandbox.
 
         Raises InvalidField if the runtime is no longer installed or a path in the spec is not allowed. The path was
-        allowed when the task was submitted, but its links may have changed, or differ on this machine. Raises
-        RuntimeUnavailable if this kind of sandbox cannot fulfil the spec on this machine.
+        allowed when the task was submitted, but links in the path may have changed since, or may differ on this
+        machine. Raises RuntimeUnavailable if this kind of sandbox cannot fulfil the spec on this machine.
         """
         kind: RuntimeKind = resolve("runtime", spec.sandbox_kind)
         with renamed_field(RUNTIME, field), unavailable_here():
@@ -244,20 +244,21 @@ class Sandboxes:
 
     async def check(self, spec: RuntimeSpec, *, field: str, agent: RuntimeSpec) -> None:
         """Check whether this machine can make a grader's sandbox, as far as this is known without starting it. The
-        sandbox is made only after the agent's run, which would be lost. `field` is the task's field with this spec.
+        check comes early, because the sandbox is made only after the agent's run, and a failure would then lose the
+        run. `field` is the task's field with this spec.
 
-        Whether the kind works here at all is checked only if `agent`, the spec of the agent's sandbox, has another
-        kind, and only for kinds on this machine. The agent's sandbox, or the service elsewhere, may just be unavailable
-        for a moment, and its own start raises the right error.
+        For two kinds of sandboxes, it is not checked whether this machine can run the kind at all: a kind whose
+        sandboxes run elsewhere, and the kind of the agent's sandbox (`agent` is its spec). Such a kind may be
+        unavailable only for a moment, and the start of the sandbox raises the right error.
 
-        Raises RuntimeUnavailable. Raises RuntimeFailure, after which the session is tried again, if the kind does not
-        work here now, or if a file of a prepare step is missing.
+        Raises RuntimeUnavailable. Raises RuntimeFailure if this machine cannot run the kind now, or if a file of a
+        prepare step is missing. After RuntimeFailure, the session is tried again.
         """
         with renamed_field(RUNTIME, field), unavailable_here():
             kind: RuntimeKind = resolve("runtime", spec.sandbox_kind, field=f"{RUNTIME}.kind")
             await asyncio.to_thread(_check, spec, kind)
             await asyncio.to_thread(self.paths.check, spec)
-            await self._with_door(spec)  # the door is not opened, so it holds nothing
+            await self._with_door(spec)  # the door is not opened, so nothing must be closed
         runs_here = getattr(kind, "part", None) is None
         if runs_here and spec.sandbox_kind != agent.sandbox_kind:
             can = await asyncio.to_thread(kind.available)
@@ -322,7 +323,8 @@ def check_kind(spec: RuntimeSpec, kind: RuntimeKind) -> None:
 
 
 def check_carry(step: TaskSpec, kind: RuntimeKind) -> None:
-    """Raise InvalidField if a step carries all that was written, but this kind of sandbox cannot."""
+    """Raise InvalidField if a step carries all written files to the grading, but this kind of sandbox cannot save
+    them."""
     if step.evaluator.carry == "all" and not getattr(kind, "saves_layers", False):
         raise InvalidField(
             f"{step.runtime.kind!r} sandboxes cannot carry all that was written",
@@ -339,8 +341,9 @@ def _check(spec: RuntimeSpec, kind: RuntimeKind) -> None:
 
 @contextmanager
 def unavailable_here() -> Iterator[None]:
-    """Within the block, an InvalidField is raised as RuntimeUnavailable, because the task has been accepted. The
-    service may have checked it with another default kind than this machine's, or on another machine."""
+    """Within the block, an InvalidField is raised as RuntimeUnavailable, because the task itself has already been
+    accepted. The service may have checked the task on another machine, or with a default kind that is not this
+    machine's."""
     try:
         yield
     except InvalidField as error:
@@ -386,8 +389,8 @@ async def run_step(runtime: Runtime, step: PrepareCommand, *, name: str, field: 
     """Run the command of a step until it succeeds or has failed `attempts` times. Runs that start within the first
     `grace_seconds` do not count as failed attempts.
 
-    Raises CommandFailed if the last run fails, or RuntimeFailure if it exceeds its time limit. Both contain the end of
-    the output. An error of the sandbox itself is raised at once.
+    Raises CommandFailed if the last run fails, or RuntimeFailure if the last run exceeds its time limit. Both errors
+    contain the end of the output. An error of the sandbox itself is raised at once.
     """
     clock = asyncio.get_running_loop().time
     began, failures = clock(), 0
@@ -406,6 +409,7 @@ async def run_step(runtime: Runtime, step: PrepareCommand, *, name: str, field: 
     ended = f"took longer than {step.seconds:g} s" if result.timed_out else f"exited with {result.exit_code}"
     tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
     kind = RuntimeFailure if result.timed_out else CommandFailed
-    # The command is in the hint, because messages leave the service in traces, and a command may contain secrets.
+    # The command is in the hint and not in the message: a command may contain secrets, and messages leave the service
+    # in traces.
     hint = f"it ran: {step.run[:200]}"
     raise kind(f"{name} {ended}{tried}", field=field, hint=hint, log_tail=result.log_tail())

@@ -37,8 +37,8 @@ async def open_sandbox(
     `network`: the destinations that `spec` may name. By default, none. In the `with` block, the sandbox has the network
         of the agent's phase.
 
-    Raises InvalidField and RuntimeUnavailable for a spec that cannot work here, and RuntimeFailure if the start or a
-    prepare step fails.
+    Raises InvalidField and RuntimeUnavailable for a spec that cannot work on this machine, and RuntimeFailure if the
+    start or a prepare step fails.
     """
     async with (
         opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder,

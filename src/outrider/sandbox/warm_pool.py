@@ -38,12 +38,12 @@ from outrider.spec import RuntimeSpec, Upload
 log = logging.getLogger("outrider.node")
 
 ASSUMED_MB = 64
-"""Memory in MB to assume if a task declares none. An idle sandbox takes 2 to 4 MiB, as measured. The rest is for the
-files of its prepare steps, because a sandbox keeps its files in memory."""
+"""Memory in MB to assume if a task declares none. By measurement, an idle sandbox takes 2 to 4 MiB. The rest is for the
+files of the prepare steps, because a sandbox keeps its files in memory."""
 
 MAX_STARTING = 2
-"""Maximum number of warm sandboxes that start at once. It is small, because these starts slow down the starts for
-waiting sessions."""
+"""Maximum number of warm sandboxes that start at once. The number is small, because these starts slow down the starts
+for waiting sessions."""
 
 START_SECONDS = 3600.0
 CHECK_SECONDS = 30.0
@@ -51,8 +51,8 @@ CHECK_SECONDS = 30.0
 
 PROBE_SECONDS = 5.0
 MAX_AGE_SHARE = 0.1
-"""A warm sandbox may have used up at most this share of its lifetime when a session gets it, because the session has
-only the rest."""
+"""A warm sandbox may have used up at most this share of its lifetime when a session gets it, because only the rest is
+left for the session."""
 
 MAX_FAILURES = 6
 """After this many failed starts in a row, a kind is not started again until a session requests it."""
@@ -100,8 +100,8 @@ class SandboxKind:
         """The event loop's time before which no start is tried."""
 
     def most(self, each: int) -> int:
-        """Return the highest target for this kind. It is `each`, but only 1 while its starts fail, and 0 after
-        MAX_FAILURES failures. It is also 0 if a sandbox would be too old before its first check."""
+        """Return the highest target for this kind. The target is `each`, but only 1 while starts of this kind fail, and
+        0 after MAX_FAILURES failures. It is also 0 if a sandbox would be too old before its first check."""
         if self.max_age < CHECK_SECONDS:
             return 0
         if self.failures:
@@ -157,8 +157,9 @@ class WarmPool:
         return WarmStats(ready=ready, taken=self._taken, misses=self._misses)
 
     async def take(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> Sandbox | None:
-        """Return a ready sandbox, which the caller must stop. If there is none, return None and start some for later
-        sessions. Sandboxes with GPUs are never kept warm, because other sessions could not use the GPUs meanwhile."""
+        """Return a ready sandbox, which the caller must stop. If there is none, return None, and start sandboxes of
+        this kind for later sessions. Sandboxes with GPUs are never kept warm, because other sessions could not use the
+        GPUs meanwhile."""
         if not self._limits.each or spec.resources.gpus:
             return None
         key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.paths)
@@ -171,7 +172,7 @@ class WarmPool:
             good = False
             try:
                 good = not self._too_old(warm, kind) and await usable(warm.sandbox)
-            finally:  # stop the sandbox even if `take` is cancelled
+            finally:  # the sandbox is stopped even if `take` is cancelled
                 if not good:
                     await self._stop(warm, kind)
             if good:
@@ -304,8 +305,8 @@ async def usable(sandbox: Sandbox) -> bool:
 
 
 def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> str | None:
-    """Return a digest of everything that goes into a sandbox. It changes when an uploaded file, a mount or an image
-    changes. Returns None if a path is not readable or not allowed. Blocks."""
+    """Return a digest of everything that goes into a sandbox. The digest changes when an uploaded file, a mount or an
+    image changes. Returns None if a path is not readable or not allowed. Blocks."""
     digest = hashlib.sha256(spec.model_dump_json().encode())
     digest.update(repr(mounts).encode())
     try:

@@ -29,8 +29,8 @@ divided by the divisor, but at least the minimum. For message queues, Linux's de
 it holds one queue of the usual size."""
 COUNTED_BY_NAMESPACE = (5, 14)
 """The first Linux version that also counts the resources in `SHARES` per user namespace. Older kernels count only per
-user, that is, for all sandboxes together. There, a lower limit would not give each sandbox its own share. Together, the
-sandboxes would only reach it sooner."""
+user, that is, for all sandboxes together. With an older kernel, a lower limit would not give each sandbox its own
+share: all sandboxes together would only reach the limit sooner."""
 
 
 def counted_memory(resources: Resources, controllers: Container[str]) -> int:
@@ -76,9 +76,9 @@ def open_files(soft: int, hard: int) -> int:
     """Return how many descriptors a program may have open. `soft` and `hard` are the limits of this process.
 
     For each user, the kernel counts the descriptors that were sent over a socket but not yet received. A process cannot
-    send another one while this count exceeds the number that the process may have open. Above MIN_OPEN_FILES, a
-    sandbox's program may have at most half as many open as the node, so unreceived descriptors of sandboxes never keep
-    the node from sending."""
+    send another descriptor while this count exceeds the process's own limit of open descriptors. So the limit of a
+    sandbox's program is half of the node's limit, or MIN_OPEN_FILES if that is more. Above MIN_OPEN_FILES, a sandbox
+    can then no longer send when the count exceeds its lower limit, and so never keeps the node from sending."""
     soft, hard = (MAX_OPEN_FILES * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     return max(min(MAX_OPEN_FILES, soft // 2), min(MIN_OPEN_FILES, hard))
 
@@ -87,7 +87,8 @@ def writable_bounds(resources: Resources) -> tuple[int, int]:
     """Return two maximums for the files that a sandbox may write: the bytes, and the number of files.
 
     Sandboxes with these maximums keep their files in memory. So if a task limits its memory, files may take only a part
-    of it: a program that writes too much then gets an error, and does not exhaust the memory of all programs."""
+    of the memory. A program that writes too much then gets an error, and does not exhaust the memory of the sandbox's
+    other programs."""
     size = resources.disk_mb * MEBIBYTE
     if resources.memory_mb is not None:
         size = min(size, round(resources.memory_mb * MEBIBYTE * FILES_SHARE_OF_MEMORY))

@@ -111,8 +111,8 @@ async def swept(
 def lives(name: str) -> bool:
     """Return whether the process of the node with this name still runs.
 
-    Returns True if this cannot be determined: if the name is not a node's, or if the node is in another pid namespace,
-    such as a container's, whose process ids have no meaning here."""
+    Also returns True in two cases in which this cannot be determined: the name is not a node's, or the node is in
+    another pid namespace, such as a container's, whose process ids have no meaning here."""
     try:
         namespace, pid, since, _ = name.removeprefix(PREFIX).split("-")
         return namespace != _pid_namespace() or started(int(pid)) == since

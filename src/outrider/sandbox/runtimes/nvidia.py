@@ -1,5 +1,5 @@
-"""The NVIDIA GPUs of this machine, and the files that a sandbox needs to use them. This is for sandboxes that are made
-without a container engine.
+"""The NVIDIA GPUs of this machine, and the files that a sandbox needs to use them. The module is used for sandboxes
+that are made without a container engine.
 
 The driver's state is read only from files. No library of the driver is loaded, and no GPU is opened. The formats of
 these files are known only from other programs that parse them: this code was not tried on a machine with a GPU.
@@ -85,8 +85,8 @@ class NvidiaDriver:
 
     def visible(self) -> tuple[Gpu, ...]:
         """Return the GPUs that a CUDA program would use if this process started it. If CUDA_VISIBLE_DEVICES is set, it
-        lists these GPUs. The list ends before the first name that is repeated or does not match exactly one GPU.
-        Numbers are in PCI bus order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+        lists these GPUs. The list ends before the first name in CUDA_VISIBLE_DEVICES that is repeated or does not match
+        exactly one GPU. Numbers are in PCI bus order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
         here = self.gpus()
         if (wanted := environment("CUDA_VISIBLE_DEVICES")) is None:
             return here

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 class ProbeCache(Generic[T]):
     """The cached result of `probe`. The probe returns a value, or raises RuntimeUnavailable. It may block. Other
-    threads that call `get` meanwhile wait for its result. After a failure, the probe runs again at the earliest after
-    `retry_seconds`."""
+    threads that call `get` meanwhile wait for the same result. After a failure, the probe runs again at the earliest
+    after `retry_seconds`."""
 
     def __init__(self, probe: Callable[[], T], *, retry_seconds: float = RETRY_SECONDS) -> None:
         self._probe = probe
@@ -37,7 +37,7 @@ class ProbeCache(Generic[T]):
         with self._probing:
             if not self._found:
                 if self._failure is not None and time.monotonic() - self._failed_at < self._retry_seconds:
-                    # A new object is raised each time, because the traceback of a single one would grow.
+                    # A new exception is raised each time, because the traceback of a reused one would grow.
                     raise RuntimeUnavailable(self._failure.message, hint=self._failure.hint)
                 try:
                     self._found.append(self._probe())

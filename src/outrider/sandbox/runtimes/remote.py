@@ -34,7 +34,8 @@ from outrider.spec import RuntimeSpec
 NODE_LABEL = "outrider.node"
 SESSION_LABEL = "outrider.session"
 ATTEMPT_LABEL = "outrider.attempt"
-"""Names of the labels of every sandbox. They hold the node that started it, its session, and the attempt."""
+"""Names of the labels of every sandbox. The labels hold the node that started the sandbox, the session, and the
+attempt."""
 
 MACHINE_CHARACTERS = 8
 HEAD = 5
@@ -64,16 +65,16 @@ def labels_of(context: SandboxContext) -> dict[str, str]:
 def is_orphan(label: str) -> bool:
     """Return whether the node with this label has ended.
 
-    Returns False if this machine cannot determine that. This is the case if the node runs on another machine, ran on
-    this machine before its last boot, or runs in another pid namespace. The sandboxes of such a node end by themselves,
-    because each has a time limit at its service."""
+    Returns False if this machine cannot determine whether the node has ended. This is the case if the node runs on
+    another machine, ran on this machine before the last boot, or runs in another pid namespace. The sandboxes of such a
+    node end by themselves, because each has a time limit at its service."""
     machine, _, name = label.partition("-")
     return machine == _machine() and not lives(name)
 
 
 def _machine() -> str:
-    """Return a name for this machine, which changes with each boot. Other machines that use the same service have other
-    names, even if their process ids and namespaces are the same."""
+    """Return a name for this machine. The name changes with each boot. Other machines that use the same service have
+    other names, even if their process ids and namespaces are the same."""
     boot = host_id().partition(" ")[0]
     return hashlib.sha256(boot.encode()).hexdigest()[:MACHINE_CHARACTERS]
 
@@ -96,7 +97,7 @@ class StartQueue:
             self._next = clock() + self._pause
 
     def hold(self, seconds: float) -> None:
-        """Let no start go on for `seconds`, because the service has no room."""
+        """Hold back all starts for `seconds`, because the service has no room."""
         self._next = max(self._next, asyncio.get_running_loop().time() + seconds)
 
 
@@ -141,9 +142,9 @@ class RemoteSandbox(ToolServerSandbox):
 async def gateway_tunnel(
     tools: ToolClient, gateway: Path, chores: Chores, *, port: int = BRIDGE_PORT, seconds: float
 ) -> AsyncIterator[None]:
-    """While the block runs, forward connections to 127.0.0.1:port in the sandbox to `gateway`, a Unix socket of this
-    machine. This ends after `seconds` at the latest. The tunnel's tasks belong to `chores`. Raises RuntimeFailure if
-    the tunnel cannot be opened.
+    """While the block runs, forward the connections that programs in the sandbox open to 127.0.0.1:port. They are
+    forwarded to `gateway`, a Unix socket of this machine. The tunnel ends after `seconds` at the latest. The tunnel's
+    tasks belong to `chores`. Raises RuntimeFailure if the tunnel cannot be opened.
 
     The tunnel uses the connection to the tool server. So the sandbox needs no network, and the node needs no address
     that other machines can reach."""
@@ -216,7 +217,7 @@ class _GatewayTunnel:
 
 class _GatewayStream(asyncio.Protocol):
     """A connection to the gateway, for one client in the sandbox. Bytes from the client are kept until the connection
-    is open. When it is lost, `closed` is called with the client's number."""
+    is open. When the connection is lost, `closed` is called with the client's number."""
 
     def __init__(self, tools: ToolClient, number: int, closed: Callable[[int, None], object]) -> None:
         self._tools = tools

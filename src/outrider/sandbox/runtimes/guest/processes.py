@@ -32,8 +32,8 @@ it busy forever."""
 
 
 class Spare:
-    """A spare descriptor for reading /proc. If programs make the server use up its other descriptors, it can still find
-    and kill them."""
+    """A spare descriptor for reading /proc. If programs make the server use up all other descriptors, the server can
+    still find and kill these programs."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -45,8 +45,8 @@ class Spare:
             self.fd = -1
 
     def read(self, action: Callable[[str], T], path: str) -> T:
-        """Return `action(path)`, which opens and closes one descriptor. If no descriptor is free, the spare one is
-        used. Raises OSError."""
+        """Return `action(path)`. The action opens and closes one descriptor, the spare one if no other is free. Raises
+        OSError."""
         try:
             return action(path)
         except OSError as error:
@@ -133,8 +133,8 @@ def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
 
 
 def adopted_orphans(table: dict[int, Process], mark: bytes) -> set[int]:
-    """Return the children of this server that have `mark` in their environment. Adopted orphans are among them: a
-    daemon leaves its session and its parent, but keeps its environment."""
+    """Return the children of this server that have `mark` in their environment. Among them are adopted orphans, such as
+    daemons: a daemon leaves its session and its parent, but keeps its environment."""
     me = posix.getpid()
     return {p.pid for p in table.values() if p.parent == me and mark in read_of_process(p.pid, "environ")}
 
@@ -150,11 +150,12 @@ def send_signal(pid: int, number: int) -> bool:
 
 def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
     """SIGKILL `roots`, adopted orphans with `mark`, and all descendants of both, until a scan of /proc finds none
-    alive. Returns the processes that the last of SCANS scans still finds, because the kernel does not let them exit or
+    alive. Returns the processes that are still alive in the last of SCANS scans. The kernel does not let them exit, or
     they fork too fast.
 
-    A fork bomb survives the first scans. Under a limit of processes, each killed process makes room for another fork,
-    while a stopped process does not. So later scans send SIGSTOP until all processes are stopped, and then SIGKILL."""
+    A fork bomb survives the first scans. If the number of processes is limited, each killed process makes room for
+    another fork, but a stopped process does not. So later scans send SIGSTOP until all processes are stopped, and then
+    SIGKILL."""
     victims: set[int] = set()
     stopped: set[int] = set()
     for attempt in range(SCANS):
@@ -202,8 +203,8 @@ def pipes(number: int) -> list[tuple[int, int]]:
 
 
 def fork_with_pipe(work: Callable[[int], object], *, reads: bool = False) -> tuple[int, int]:
-    """Fork a child that calls `work` with one end of a new pipe. With `reads`, it is the end for reading, otherwise the
-    end for writing.
+    """Fork a child that calls `work` with one end of a new pipe. With `reads`, `work` gets the end for reading,
+    otherwise the end for writing.
 
     Returns the child's pid and the other end, which is non-blocking. The child exits with 0, with the errno of an
     OSError that `work` raised, or with OTHER_ERROR. If this function raises OSError, no pipe stays open."""
@@ -245,8 +246,8 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
         offer_to_oom_killer()
         _signal.set_wakeup_fd(-1)  # a signal to the fork must not wake the server's loop
         for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, SIGINT):
-            # Reset the signals that Python or this server ignores or handles. The program would inherit the ignored
-            # ones as ignored.
+            # Reset the signals that Python or this server ignores or handles. A signal that is still ignored here would
+            # also be ignored in the program.
             _signal.signal(number, _signal.SIG_DFL)
         for target, source in fds.items():
             posix.dup2(source, target)

@@ -1,9 +1,10 @@
 """The tool server: Outrider's program inside each sandbox. It needs only the standard library, and Python 3.8 or newer.
 
-The server carries out calls that the host sends over one connection, for commands, live shells, files and archives. In
-a sandbox with its own network, it also forwards connections from 127.0.0.1 to the model gateway: through the gateway's
-socket or, on another machine, through the connection to the host. Invariant: the server collects the exit codes of all
-its children, also of adopted orphans. Before it exits, it kills all its descendants.
+The server carries out calls that the host sends over one connection. The calls run commands and live shells, and
+transfer files and archives. In a sandbox with its own network, the server also forwards connections from 127.0.0.1 to
+the model gateway. They go through the gateway's socket or, if the sandbox is on another machine, through the connection
+to the host. Invariant: the server collects the exit codes of all its children, including adopted orphans. Before it
+exits, it kills all its descendants.
 
 `runtimes/tool_server/bundle.py` joins the modules of this folder into one program. Modules that take more than a
 millisecond to load are imported only in the functions that need them.
@@ -99,8 +100,8 @@ class Server:
         if args["bridge_port"]:
             socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
             Bridge(self.loop, args["bridge_port"], socket)
-            # A sandbox with a bridge has its own network. In the host's network, this watch would also count the
-            # sockets of other programs.
+            # NetlinkWatch runs only in a sandbox with a bridge, because such a sandbox has its own network. In the
+            # host's network, NetlinkWatch would also count the sockets of other programs.
             NetlinkWatch(self.loop)
         self.calls.reply(call, {})
 
@@ -126,8 +127,8 @@ class Server:
             cancel()
 
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
-        # The number of the call also becomes the number of the shell. It is unique on this connection. `LiveShell`
-        # replies to the call.
+        # The call's number is unique on this connection, so it also becomes the shell's number. `LiveShell` replies to
+        # the call.
         self.shells[call] = LiveShell(self.calls, call, args)
 
     def do_shell_run(self, call: int, args: dict[str, Any]) -> None:
@@ -156,8 +157,8 @@ class Server:
             posix.close(fd)
 
     def do_environ(self, call: int, args: dict[str, Any]) -> None:
-        """Reply with the environment that this process got at its start. In a container, it includes the image's
-        variables."""
+        """Reply with the environment that this process got at its start. In a container, this environment includes the
+        image's variables."""
         self.calls.reply(call, {"data": read_or_empty("/proc/self/environ")})
 
     def do_write(self, call: int, args: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """The runtime `process-landlock`, for machines without user namespaces. Programs run on the host itself, and Landlock
 confines them.
 
-The isolation is weaker than that of namespaces: programs see the host's system folders and processes, but cannot look
-into these processes. Without control groups, each process has its own limits. For the sandbox as a whole, the tool
-server limits only the memory. Invariant: programs change files only in the sandbox's own directory, except that they
-can write to the terminals of the service's user. `stop` kills the same processes as in the process runtime.
+The isolation is weaker than that of namespaces: programs see the host's system folders and its processes, but cannot
+look into the host's processes. Without control groups, each process has its own limits. For the sandbox as a whole, the
+tool server limits only the memory. Invariant: programs change files only in the sandbox's own directory, except that
+they can write to the terminals of the service's user. `stop` kills the same processes as in the process runtime.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEEDED = 3
 """The oldest usable version of Landlock (Linux 6.2). With older versions, programs could truncate a file that they may
 not write."""
 WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
-"""Writable paths. /dev/pts is needed to open new terminals, but also gives access to other terminals of the service's
+"""Writable paths. /dev/pts is needed to open new terminals. It also gives access to other terminals of the service's
 user."""
 ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
 """Variables that make git skip the configuration file of the host. Otherwise git exits with an error if the file exists

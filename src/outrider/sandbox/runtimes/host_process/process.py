@@ -41,14 +41,14 @@ SCRATCH = "tmp"
 """Names of two folders in the sandbox's own directory: the working folder, and the folder for temporary files."""
 
 Program = Callable[[SandboxContext, bytes, Mapping[str, int], int], tuple[list[str], bytes]]
-"""A function that returns the command of the tool server, and the code to send to it first. Its arguments are the
-sandbox's context, the server's bytecode, the rlimits of each program, and `ToolServerSetup.memory`."""
+"""A function that returns the tool server's command, and the code that is sent to the server first. Its arguments are
+the sandbox's context, the server's bytecode, the rlimits of each program, and `ToolServerSetup.memory`."""
 
 
 class ProcessRuntime:
     """The kind `process`. The spec's workdir is the folder `work` in the sandbox's own directory. Methods accept paths
-    in the workdir and translate them, while commands see the host's paths. A spec with `rootfs`, `image`, `mounts` or
-    `users` is refused."""
+    in the workdir and translate them to the host's paths. Commands see the host's paths. A spec with `rootfs`, `image`,
+    `mounts` or `users` is refused."""
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
@@ -156,8 +156,8 @@ async def _end(child: Child, tools: ToolClient, mark: str) -> None:
     """Kill all processes of the sandbox, and wait until they have exited.
 
     The server kills its own descendants, because nothing else can find processes that cleared their environment. If the
-    server does not confirm that all are dead, or does not exit in time, the remaining processes are found by their mark
-    and killed."""
+    server does not confirm that all its descendants are dead, or does not exit in time, the remaining processes are
+    found by their mark and killed."""
     tools.fail_all("the sandbox was stopped")
     ended = False
     with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):

@@ -34,13 +34,13 @@ CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 SOCKET_BYTES = 64 << 20
 """Maximum bytes that the kernel may hold for the sockets of one sandbox. All sockets of the host share a tenth of its
-memory (`net.ipv4.tcp_mem` and `udp_mem`), and become slow when this is used up. Only version 1 of control groups can
-limit the sockets of a group separately."""
+memory (`net.ipv4.tcp_mem` and `udp_mem`), and they become slow when this tenth is used up. Only version 1 of control
+groups can limit the sockets of a group separately."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""Name of the group into which this process moves with version 2 of control groups. A group that contains processes
-cannot pass its controllers on to inner groups."""
+"""Name of the inner group into which this process moves with version 2 of control groups. It moves because a group that
+contains processes cannot pass its controllers on to inner groups."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ def by_controller(own: str) -> dict[str, str]:
 
 
 def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
-    """Return the control files to write, in order, and their contents, by controller."""
+    """Return, for each controller, the control files to write, in this order, and their contents."""
     found: dict[str, dict[str, str]] = {"pids": {"pids.max": str(resources.pids)}}
     memory = str(resources.most_memory_mb * MEBIBYTE)
     if version == 2:
@@ -180,17 +180,17 @@ class ControlGroup:
 
 
 def _short_of_memory(group: Path) -> bool:
-    """Return whether the kernel killed a process of the group for lack of memory: in the group, in an enclosing group,
-    or on the host."""
+    """Return whether the kernel killed a process of the group because the group, an enclosing group or the host ran out
+    of memory."""
     return _number(group / "memory.events", "oom_kill") > 0 or _number(group / "memory.oom_control", "oom_kill") > 0
 
 
 def _was_full(group: Path) -> bool:
     """Return whether the group has ever reached its memory limit.
 
-    Version 2 counts how often this happens. With version 1, the highest memory use so far is compared with the limit.
-    This use includes page cache, which the kernel frees when needed, so the result may be True for a group that never
-    lacked memory. (`failcnt` of version 1 is no help, because it stays 0 if swap is also limited.)"""
+    Version 2 counts how often the group reaches its limit. With version 1, the highest memory use so far is compared
+    with the limit. This use includes page cache, which the kernel frees when needed, so the result may be True for a
+    group that never lacked memory. (`failcnt` of version 1 is no help, because it stays 0 if swap is also limited.)"""
     limit = _number(group / "memory.limit_in_bytes")
     # The kernel counts memory in batches of pages, so a group may reach its limit when its measured use is slightly
     # lower.
@@ -278,7 +278,7 @@ def sweep() -> int:
             _remove_node(parents, name)
             ended += 1
         # If the groups of one node cannot be removed, for example because they belong to another user, the groups of
-        # other nodes still are.
+        # other nodes are still removed.
         except OSError as error:
             log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
     return ended
@@ -296,7 +296,7 @@ def _remove_node(parents: Iterable[Path], name: str) -> None:
 
 def _kill_members(folder: Path) -> None:
     """Send SIGKILL to the processes of a group. The function opens a pidfd of each process, and then checks again that
-    the process is in the group. So no signal reaches another process that got the same pid."""
+    the process is in the group. So no signal reaches a process outside the group that got the pid of a dead member."""
     for pid in _members(folder):
         with contextlib.suppress(OSError):
             held = os.pidfd_open(pid)

@@ -38,8 +38,8 @@ class Child:
         cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
     ) -> Child:
         """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` maps descriptors of
-        the new process (> 2) to the descriptors of this process that they duplicate. `posix_spawn` is used, because it
-        neither copies page tables nor needs a thread that waits for the exit.
+        the new process (> 2) to the descriptors of this process that they duplicate. `posix_spawn` is used because it
+        does not copy page tables, and no thread has to wait for the exit.
 
         Raises RuntimeFailure if `argv[0]` cannot be executed, and OSError if no descriptor is left for the pidfd.
         """
@@ -82,8 +82,9 @@ class Child:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     async def end(self, seconds: float) -> bool:
-        """Wait until the process exits. After `seconds`, kill it. Then collect its exit code and close the descriptors.
-        Returns whether the process exited without being killed. Call this once, shielded from cancellation."""
+        """Wait until the process exits. If it still runs after `seconds`, kill it. Then collect its exit code and close
+        the descriptors. Returns whether the process exited without being killed. Call this once, shielded from
+        cancellation."""
         in_time = await self.ends_within(seconds)
         if not in_time:
             self.kill()
@@ -101,7 +102,7 @@ class Child:
 
     async def _exit(self) -> None:
         """Wait for the exit of the process. All tasks that wait share one reader, because an event loop allows only one
-        per descriptor."""
+        reader per descriptor."""
         if self._exited is None:
             if not self.runs():
                 return
@@ -150,8 +151,8 @@ async def readable(fd: int) -> None:
 
 
 class Descendants:
-    """The descendants of a child. Only descendants that `hold` has found are ended. So call `hold` before the child
-    exits, and again after more processes have started."""
+    """The descendants of a child. `end` ends only the descendants that `hold` has found. So call `hold` before the
+    child exits, and again after more processes have started."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -166,7 +167,7 @@ class Descendants:
             for pid in _children(above) - self._held.keys():
                 with contextlib.suppress(OSError):
                     self._held[pid] = os.pidfd_open(pid)
-                    # drop it if the pid now belongs to another process, or the parent has exited
+                    # drop the pidfd if the pid now belongs to another process, or the parent has exited
                     if _status(pid, "PPid") != [above]:
                         os.close(self._held.pop(pid))
                         continue

@@ -1,9 +1,9 @@
 """Lists the file systems that are mounted on this machine, as this process sees them. The module mounts nothing.
 
 A host folder that a sandbox can see may contain mounts, called inner mounts here. A container engine that mounts the
-folder read-only also mounts its inner mounts, but these are writable. An overlay over the folder leaves them out. So
-each inner mount must be mounted again at its own path. Invariant: an inner mount keeps its position relative to its
-folder.
+folder read-only also mounts the inner mounts, but leaves them writable. An overlay over the folder does not contain the
+inner mounts. So each inner mount must be mounted again at its own path. Invariant: an inner mount keeps its position
+relative to its folder.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTIN
 
 
 def mounts_below(folder: Path, mounts: Iterable[MountPoint]) -> list[str]:
-    """Return the paths of the mounts that are below a folder. They keep their order. The call blocks to check a few
+    """Return the paths of the mounts that are below a folder, in the order of `mounts`. The call blocks to check a few
     paths."""
     top = os.path.realpath(folder)
     below = [mount.path for mount in mounts if mount.path != top and mount.path.startswith(f"{top.rstrip('/')}/")]
@@ -89,9 +89,12 @@ def mounts_below(folder: Path, mounts: Iterable[MountPoint]) -> list[str]:
 
 
 def place_of(path: str, mounts: Iterable[MountPoint]) -> tuple[str, str] | None:
-    """Return the device and the path within its file system to which an absolute path without links leads. They are the
-    same for all mounts of this file system. `mounts` has outer mounts before inner ones. Returns None if no mount is
-    known, and for NFS: all mounts of a server's file system have one device, and the root `/` whatever they show."""
+    """Return the place to which an absolute path without links leads: a device, and the path within the device's file
+    system. A file has the same place in all mounts of its file system. `mounts` has outer mounts before inner ones.
+
+    Returns None if no mount contains the path. Also returns None for NFS, because the place is unknown there: all
+    mounts of a server's file system have the same device, and the root `/` even if they show only a folder of it.
+    """
     above = [mount for mount in mounts if f"{path}/".startswith(f"{mount.path.rstrip('/')}/")]
     if not above or above[-1].kind in ("nfs", "nfs4"):
         return None

@@ -24,7 +24,7 @@ PAUSE_SECONDS = 0.002
 READ_BYTES = 1 << 16
 QUIET_LOOKS = 2
 """How many scans of /proc in a row must find no marked process. A single scan can miss a process that starts during the
-scan, if its parent then exits."""
+scan and whose parent then exits."""
 
 
 def mark_of(directory: os.PathLike[str]) -> str:
@@ -56,8 +56,8 @@ def marked(mark: str) -> set[int]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     found = set()
     for pid in pids:
-        # `environ` is the environment that the process got at its start. It is empty if the process is dead or belongs
-        # to another user.
+        # `environ` is the environment that the process got at its start. The file is empty if the process is dead, and
+        # cannot be read if the process belongs to another user.
         environ = _bytes(f"/proc/{pid}/environ")
         if not environ and stat_fields(pid)[0] in "ZX":
             for thread in _threads(pid):
@@ -113,7 +113,8 @@ def stat_fields(pid: int) -> list[str]:
     """Return those fields of /proc/PID/stat that follow the program's name. The first two are the letter of the state,
     and the parent's pid. Returns ["X", "0"] if the process no longer exists. If the first thread of a process has
     ended, the state is Z (zombie), even if other threads live."""
-    # The program's name is in parentheses. The program chooses it, so it may contain any bytes, even invalid UTF-8.
+    # The program's name is in parentheses. The program chooses its name, so the name may contain any bytes, even
+    # invalid UTF-8.
     return _bytes(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split() or ["X", "0"]
 
 
@@ -152,8 +153,8 @@ def _bytes(path: str) -> bytes:
 
 
 def keep(folder: str, *, patience: float = PATIENCE_SECONDS) -> None:
-    """Run as the keeper of a node. `folder` is the name of the node's folder. Waits until the node exits, which closes
-    standard input, and then kills all processes with the folder's mark.
+    """Run as the keeper of a node. `folder` is the name of the node's folder. Waits until standard input is closed,
+    which happens when the node exits. Then kills all processes with the folder's mark.
 
     The processes first get `patience` seconds to exit by themselves. In this time, an exiting tool server also kills
     processes that have cleared their environment, and so have no mark."""

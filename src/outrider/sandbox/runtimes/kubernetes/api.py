@@ -47,7 +47,7 @@ class ClusterWaits(msgspec.Struct, frozen=True, kw_only=True):
     - `enter`: how long the command that starts the tool server is repeated if it fails. The cluster may report a pod as
         running before the pod's machine accepts commands.
     - `full`: see FULL_PAUSES.
-    - `look`: if no event arrives for this time, the node asks for the pod's state, because an event may have been lost.
+    - `look`: if no event arrives for this time, the node requests the pod's state, because an event may have been lost.
     - `ping`: time between two pings on the connection to a command in a pod. Load balancers close connections that are
         silent for a minute.
     - `silence`: if neither output of a command nor the reply to a ping arrives for this time, its connection is treated
@@ -82,8 +82,8 @@ class KubeApiError(Exception):
 
     @property
     def passing(self) -> bool:
-        """True if the same call may succeed later, because there was no response, or the server is overloaded or failed
-        itself."""
+        """True if the same call may succeed later. This is so if there was no response, or if the server is overloaded
+        or has itself failed."""
         return self.status in (0, 408, 429) or self.status >= 500
 
 
@@ -177,7 +177,7 @@ class KubeApi:
         await self.call("DELETE", self.pods_path(namespace, name), msgspec.Raw, body=body)
 
     async def list_pods(self, namespace: str, selector: str) -> tuple[list[Pod], str]:
-        """Return the pods with these labels, and the version of the list, at which a watch can start."""
+        """Return the pods with these labels, and the version of the list. A watch can start at this version."""
         found: list[Pod] = []
         query = {"labelSelector": selector, "limit": str(PAGE)}
         while True:

@@ -111,13 +111,13 @@ class PodCluster:
             self._version = version
 
     async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> float:
-        """Create a pod. The caller must then call `remove`, even if this method raises or is cancelled. Returns until
-        when the pod may wait for the cluster, on `time.monotonic`: the setting `queue_seconds` counts from the start's
-        turn.
+        """Create a pod. The caller must then call `remove`, even if this method raises or is cancelled. Returns the
+        time, by `time.monotonic`, until which the pod may wait for the cluster. This is `queue_seconds` (a setting)
+        after the start's first turn in the node's queue.
 
-        The method waits for its turn in the node's queue, for a slow or overloaded server, and for room in the
-        namespace's quota. The session's time limits do not count these waits. A pod made `ahead` does not wait for
-        quota. Raises RuntimeFailure, or RuntimeUnavailable if the server refuses the pod."""
+        The method waits for a turn in the node's queue, for a slow or overloaded server, and for room in the
+        namespace's quota. The session's time limits do not count these waits. A pod that is made `ahead` does not wait
+        for room in the quota. Raises RuntimeFailure, or RuntimeUnavailable if the server refuses the pod."""
         self._ours.add(name)
         with clock.waiting():
             await self.queue.turn()
@@ -125,8 +125,8 @@ class PodCluster:
         while True:
             try:
                 with clock.waiting():
-                    # A request that was sent is always awaited, because only the response shows whether there is a pod
-                    # to remove.
+                    # Once a request was sent, its response is always awaited, because only the response shows whether
+                    # there is a pod to remove.
                     await shielded(lambda: self.api.create_pod(self.namespace, body))
             except KubeApiError as error:
                 if error.status == 409 and error.reason == "AlreadyExists" and failures:
@@ -178,7 +178,7 @@ class PodCluster:
                         self._no_room.publish("kubernetes")
 
     async def _look(self, name: str) -> None:
-        """Ask for the state of a pod, because no event about it has arrived."""
+        """Request the state of a pod about which no event has arrived."""
         try:
             self._seen[name] = await self.api.pod(self.namespace, name)
         except KubeApiError as error:
@@ -198,8 +198,8 @@ class PodCluster:
             raise self.failure("read a pod", error) from error
 
     async def remove(self, name: str, *, emptied: Callable[[], bool] = lambda: False) -> None:
-        """Remove the pod, and wait until the server has no pod of this name. Raises RuntimeFailure if this fails. The
-        next sweep then tries again.
+        """Remove the pod, and wait until the server has no pod of this name. Raises RuntimeFailure if the pod cannot be
+        removed. The next sweep then tries again.
 
         `emptied` returns True if no program runs in the pod any more. The server then deletes its record of the pod at
         once. Otherwise the pod's machine ends the programs first. If this takes longer than half of REMOVE_SECONDS, the

@@ -14,8 +14,8 @@ from outrider.errors import OutriderError
 from outrider.sandbox.pythons.portable import portable_command, portable_python
 
 PROGRAM = "program"
-"""Name of a link in the volume. It points to the interpreter, which runs in any image. pull_ahead.py runs it with
-`--version` in each image."""
+"""Name of a link in the volume. It points to the interpreter, which runs in any image. pull_ahead.py runs the
+interpreter with `--version` in each image."""
 
 
 def main(volume: Path, folders: list[Path]) -> None:

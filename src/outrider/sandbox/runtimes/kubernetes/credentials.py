@@ -21,8 +21,8 @@ from outrider.environment import environment, install_command
 from outrider.errors import RuntimeUnavailable
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""The folder in which a pod finds its service account, unless the pod or the account opts out: the account's token, the
-certificate of the cluster's authority, and the name of the pod's namespace."""
+"""The folder in which a pod finds its service account, unless the pod or the account opts out. The folder contains the
+account's token, the certificate of the cluster's authority, and the name of the pod's namespace."""
 DEFAULT_NAMESPACE = "default"
 HINT = "set KUBECONFIG to a kubeconfig, or run the node in a pod with a service account"
 

@@ -35,7 +35,7 @@ failed."""
 class ExecStream:
     """The host's end of one running command: `async with ExecStream(socket, theirs, chores)`. `theirs` is one end of a
     pair of Unix sockets, and is closed by this object. Whoever holds the other end writes the command's standard input
-    there, and reads its standard output. The stream's tasks belong to `chores`."""
+    there, and reads the command's standard output. The stream's tasks belong to `chores`."""
 
     def __init__(
         self,

@@ -146,8 +146,8 @@ def pod_body(
 
 
 def own_folders(spec: RuntimeSpec) -> list[str]:
-    """Return the folders to make for a user other than root. They are the home folder and, if it is the default one,
-    the working folder. The image must contain any other working folder."""
+    """Return the folders to make for a user other than root: the home folder, and the working folder if that is the
+    default one. The image must contain any other working folder."""
     default = RuntimeSpec.model_fields["workdir"].default
     return [OWN_HOME, *([spec.workdir] if spec.workdir == default else [])]
 

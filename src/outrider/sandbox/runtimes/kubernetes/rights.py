@@ -4,7 +4,7 @@ from __future__ import annotations
 
 RULES: tuple[dict[str, tuple[str, ...]], ...] = (
     {"apiGroups": ("",), "resources": ("pods",), "verbs": ("create", "get", "list", "watch", "delete")},
-    # Starting a command in a pod is a GET request, for which newer servers require both verbs.
+    # A command in a pod is started by a GET request. Newer servers require both verbs for this request.
     {"apiGroups": ("",), "resources": ("pods/exec",), "verbs": ("create", "get")},
 )
 PULL_RULES: tuple[dict[str, tuple[str, ...]], ...] = (

@@ -44,9 +44,9 @@ from outrider.sandbox.runtimes.tool_server.launch import (
 from outrider.spec import RuntimeSpec
 
 SETTLE_SECONDS = 2.0
-"""When a tool server has ended and nothing outside its pod seems to be the cause, the node waits this many seconds, and
-then asks for the pod's state again. The pod's programs are blamed only if the second reply shows no outside cause
-either."""
+"""If a tool server has ended and the pod's state shows no cause outside the pod, the node waits this many seconds, and
+then requests the pod's state again. The cause of the end may appear in the state with a delay. The pod's programs are
+blamed only if the second state shows no outside cause either."""
 OF_CLUSTER = ("KUBERNETES_", "OUTRIDER_")
 """Environment variables in a pod that have one of these prefixes do not come from its image."""
 
@@ -153,7 +153,7 @@ async def ended_inside(cluster: PodCluster, name: str, stream: ExecStream) -> bo
     In any other case, for example after a broken connection, the cause was outside the pod."""
     try:
         verdict = verdict_of(await cluster.state(name), exited=stream.exited)
-        if verdict:  # if a machine ends a pod, it may report the server's exit first, and the reason later
+        if verdict:  # a machine that ends a pod may report the server's exit first, and the reason later
             await asyncio.sleep(SETTLE_SECONDS)
             verdict = verdict_of(await cluster.state(name), exited=stream.exited)
     except RuntimeFailure:

@@ -48,7 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     - `base`: the folder at which the root is mounted, in the sandbox's own mount namespace.
     - `layers`: pairs (folder on the host, path inside), with the root first. Each layer gets a writable layer on top,
-      which is thrown away later. If this fails for a layer other than the root, the layer is read-only.
+      which is thrown away later. A layer other than the root is read-only if it cannot get a writable layer.
     - `folders`: pairs of the same form, mounted read-only.
     - `inner`: pairs for the host's mounts inside the folders above (see `inner_of`). Each must be mounted separately,
       or hidden if the host folder is "".
@@ -110,7 +110,7 @@ def host_root(skeleton: Path) -> Root:
 
 def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str], ...]:
     """Return `Plan.inner` for a root. `mounts` are all mounts of the host, with outer mounts first. A mount inside
-    another visible mount is copied with the outer one, and so needs no pair of its own, unless its kind is in
+    another visible mount is copied with the outer one, so it needs a pair of its own only if its kind is in
     HIDDEN_KINDS."""
     found: list[tuple[str, str]] = []
     for folder, inside in (*root.layers[1:], *root.folders):
@@ -155,8 +155,8 @@ def _link(name: str) -> str | None:
 
 
 def unsupported() -> str | None:
-    """Return why this machine cannot run namespace sandboxes. Returns None if its system, processor and kernel are
-    supported."""
+    """Return why this machine cannot run namespace sandboxes. Returns None if the machine's system, processor and
+    kernel are supported."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86-64 or arm64, this is {platform.system()} on {platform.machine()}"
     if kernel_version() < (5, 12):

@@ -156,9 +156,9 @@ async def launch(
             )
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # If a saved layer cannot be unpacked, blame the agent that wrote it, unless the zygote has exited, the host
-            # ran out of memory, or a file system was mounted below /usr, so that no writable layer can be mounted
-            # there.
+            # If a saved layer cannot be unpacked, blame the agent that wrote the layer. There are three exceptions: the
+            # zygote has exited, the host ran out of memory, or no writable layer could be mounted, because a file
+            # system is mounted below /usr.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise
@@ -200,9 +200,9 @@ def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, dri
 
 
 def ids_of(spec: RuntimeSpec, image: RootImage | None, id_files: Mapping[str, Path]) -> UserIds:
-    """Return the user ids of a sandbox. There are `spec.users` of them. If this is not set, there are MOST_USERS if the
-    owners of the image's files need several, otherwise one. Raises InvalidField if the image's files cannot keep their
-    owners. Raises RuntimeUnavailable if `id_files`, this machine's ID_FILES, set too few ids aside."""
+    """Return the user ids of a sandbox. Their number is `spec.users`. If this is not set, the number is MOST_USERS for
+    an image whose files need several users, and 1 otherwise. Raises InvalidField if the image's files cannot keep their
+    owners. Raises RuntimeUnavailable if `id_files` (this machine's ID_FILES) set too few ids aside."""
     owned = Ownership() if image is None else image.owners
     count = spec.users or (MOST_USERS if owned.foreign else 1)
     if count > 1 and (owned.unkept or owned.highest >= count):
@@ -246,7 +246,7 @@ def _root(spec: RuntimeSpec, host_root: Root) -> Root:
 
 
 def _has_python(root: Root) -> bool:
-    if root.folders or root.layers[1:]:  # these roots contain the host's folders, and so its Python
+    if root.folders or root.layers[1:]:  # these roots contain the host's folders, and so the host's Python
         return True
     folder = root.layers[0][0]
     return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)
@@ -255,8 +255,8 @@ def _has_python(root: Root) -> bool:
 async def _end(child: Child, group: ControlGroup) -> None:
     """Kill the first process of the sandbox, and wait for its exit. The kernel kills all other processes with it.
 
-    The first process exits only after all others, which takes long if they are many and the CPU limit is low. So after
-    DEATH_SECONDS, the CPU limit is lifted and the processes are killed one by one."""
+    The first process exits only after all others have exited. This takes long if there are many processes and the CPU
+    limit is low. So after DEATH_SECONDS, the CPU limit is lifted and the processes are killed one by one."""
     child.kill()
     while not await child.ends_within(DEATH_SECONDS):
         await asyncio.to_thread(group.kill)

@@ -54,7 +54,7 @@ def user_ids(count: int, files: Mapping[str, Path] = ID_FILES) -> UserIds:
 
 
 def _range(kind: str, count: int, file: Path) -> int:
-    """Return the first id of this user's first range in `file` that has at least `count` ids. Raises
+    """Find this user's first range in `file` with at least `count` ids, and return the first id of this range. Raises
     RuntimeUnavailable."""
     uid = os.geteuid()
     names = {str(uid)}

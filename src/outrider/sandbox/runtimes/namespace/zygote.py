@@ -102,8 +102,8 @@ class ZygoteClient:
 
     async def fork(self, plan: Plan, tool_server: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
         """Fork a new sandbox. Its tool server uses the socket `tool_server`. Returns the sandbox's process, and a
-        function that tells whether its zygote still runs. Raises RuntimeFailure. Raises OSError if no descriptors are
-        left."""
+        function that returns whether the zygote of this process still runs. Raises RuntimeFailure. Raises OSError if no
+        descriptors are left."""
         if self._child is None:
             await shielded(self._await_deaths)
         if self._child is None:  # another call may have started a zygote meanwhile
@@ -193,8 +193,9 @@ class ZygoteClient:
 
 
 def _skeleton(folder: Path) -> Path:
-    """Return the folder `skeleton` in `folder`. If it is missing, it is made under another name and then renamed. So it
-    is always complete, even if another process makes it concurrently or is killed halfway. The call blocks."""
+    """Return the folder `skeleton` in `folder`. If it is missing, it is made under another name and then renamed. So
+    the folder `skeleton` is always complete, even if another process makes it concurrently, or a process is killed
+    while making it. The call blocks."""
     skeleton = folder / "skeleton"
     if not skeleton.exists():
         with tempfile.TemporaryDirectory(prefix="skeleton-", dir=folder) as half:

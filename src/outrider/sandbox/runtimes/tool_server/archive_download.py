@@ -1,7 +1,8 @@
 """Downloads an archive into a file on the host. A tool server sends the archive in parts.
 
-This module does not look into the archive. Invariants: on a slow disk, little more than BACKLOG bytes wait to be
-written, because reading from the server pauses if more wait. A file is left only if it has the whole archive.
+This module does not look into the archive. Invariants: if the disk is slow, little more than BACKLOG bytes wait to be
+written, because reading from the server pauses above BACKLOG. After a download, the file exists only if it has the
+whole archive.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class ArchiveDownload:
             while self._pieces or not self._ended:
                 await self._some.wait()
                 self._some.clear()
-                await shielded(self._put)  # shielded, because the thread uses the descriptor until it ends
+                await shielded(self._put)  # shielded, because the thread uses the descriptor until the thread ends
                 if self.fault is not None:
                     break
         finally:

@@ -1,8 +1,8 @@
-"""Joins the modules of the tool server into one program, and compiles it to bytecode, so that it starts fast.
+"""Joins the modules of the tool server into one program, and compiles it to bytecode, so that the program starts fast.
 
 The modules of runtimes/guest share one namespace, so their top-level names must differ. Compiling takes longer than
 starting the interpreter, so the bytecode for each interpreter is compiled once and kept. A server reads the bytecode
-from its connection, so the sandbox needs no file of ours. Invariant: the program needs only the standard library of
+from its connection, so the sandbox needs no file of Outrider. Invariant: the program needs only the standard library of
 Python 3.8 or newer.
 """
 
@@ -110,7 +110,8 @@ def program(modules: Sequence[str] = MODULES) -> str:
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
-    """Removes annotations from the program, because it does not use them, and loading them would slow every start."""
+    """Removes annotations from the program, because the program does not use them, and loading them would slow every
+    start."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -186,8 +187,8 @@ def delivery(bytecode: bytes) -> bytes:
 
 
 def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
-    """Return the tool server's bytecode. `interpreter` compiles it inside a sandbox, which the command `enter` enters.
-    `stamp` identifies the state of the interpreter's file system.
+    """Return the tool server's bytecode. `interpreter` compiles the bytecode inside a sandbox, which the command
+    `enter` enters. `stamp` identifies the state of the interpreter's file system.
 
     Raises RuntimeUnavailable if there is no Python 3.8 or newer. The first call blocks for about 50 ms. A call also
     blocks while another thread compiles.

@@ -39,7 +39,7 @@ msgpack cannot represent."""
 GRACE_SECONDS = 30.0
 """Seconds that a call may exceed its own time limit. After this, the server is treated as stuck."""
 LAST_LOOK_SECONDS = 0.5
-"""Seconds after GRACE_SECONDS in which a reply is still accepted, because it may have waited in the socket while this
+"""Seconds after GRACE_SECONDS in which a reply is still accepted. The reply may have waited in the socket while this
 event loop was blocked."""
 CANCEL_SECONDS = 5.0
 
@@ -51,7 +51,7 @@ Loss = Literal["gone", "stuck", "wrong", "closed"]
 - "gone": the other end is closed.
 - "stuck": the server does not respond.
 - "wrong": the other end sent data that no tool server sends.
-- "closed": this end was closed, or could not be opened."""
+- "closed": the host's end was closed, or could not be opened."""
 
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
 """An exit code, or the number of a shell. A reply with an integer outside this range is refused."""
@@ -96,8 +96,8 @@ class ShellOpened(msgspec.Struct, frozen=True):
 
 
 class ShellDone(msgspec.Struct, frozen=True):
-    """The result of one input to a shell or interpreter. `shown` has the rich results as msgpack. It is a list, in
-    which each result maps MIME types to text or bytes."""
+    """The result of one input to a shell or interpreter. `shown` has the rich results as msgpack: a list of maps from
+    MIME types to text or bytes, one map for each result."""
 
     out: bytes
     code: Number | None
@@ -142,7 +142,7 @@ class CallInFlight:
 
 class ToolClient(asyncio.Protocol):
     """One connection to a tool server. `log_tail` returns the last part of the server's standard error, for error
-    messages. `loss` tells why the connection was lost, and is None before that."""
+    messages. `loss` is the reason why the connection was lost, and None before the loss."""
 
     def __init__(self, end: socket.socket, log_tail: Callable[[], str]) -> None:
         """`end` is one end of a Unix stream connection to the server. This object closes it later."""
@@ -226,8 +226,8 @@ class ToolClient(asyncio.Protocol):
         that a path in the sandbox is missing or a folder. Any other failure, such as arguments that cannot be encoded,
         raises RuntimeFailure.
 
-        seconds: the call's time limit in the sandbox. If no reply arrives within GRACE_SECONDS after it, the server is
-            treated as stuck.
+        seconds: the call's time limit in the sandbox. If no reply arrives within GRACE_SECONDS after this time, the
+            server is treated as stuck.
         room: the maximum size of all parts together, in bytes. If the server sends more, the connection is dropped.
         """
         self._check()
@@ -244,8 +244,8 @@ class ToolClient(asyncio.Protocol):
         try:
             fields = await outcome
         except asyncio.CancelledError:
-            # Let the server kill the call's processes, and wait for its confirmation for up to CANCEL_SECONDS. This is
-            # not needed if the reply arrived just as the call was cancelled: `outcome` is then not cancelled.
+            # Let the server kill the call's processes, and wait up to CANCEL_SECONDS for the server's confirmation.
+            # This is not needed if the reply arrived just as the call was cancelled: `outcome` then has a result.
             if self._lost is None and outcome.cancelled():
                 ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
                 self._calls[number] = CallInFlight(ended)
@@ -282,8 +282,8 @@ class ToolClient(asyncio.Protocol):
         for call in self._calls.values():
             if not call.outcome.done():
                 call.outcome.set_exception(failure)
-                # Read the exception here. If the caller is being cancelled, nobody else reads it, and asyncio would log
-                # it.
+                # Read the exception here. Otherwise asyncio would log the exception if the caller is being cancelled,
+                # because then nobody else reads it.
                 call.outcome.exception()
 
     async def close(self) -> None:
@@ -310,7 +310,7 @@ class ToolClient(asyncio.Protocol):
         elif reply.status == "part":
             data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)
-            # The last part may be small and still count as PART_MIN. So a reply within its limit may bring `room` below
+            # The last part counts as PART_MIN even if it is smaller. So a reply within its limit may bring `room` below
             # 0, but not below -PART_MIN.
             if call.room < -PART_MIN:
                 self._lose("the tool server sent more than it was asked for", "wrong")

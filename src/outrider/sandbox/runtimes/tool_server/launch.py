@@ -73,8 +73,8 @@ class RunningServer:
     layer_limit: int = 0
 
     def starved(self) -> bool:
-        """Return whether the kernel has killed a process of this sandbox because the host ran out of memory, and not
-        the sandbox."""
+        """Return whether the kernel has killed a process of this sandbox because the host, and not the sandbox, ran out
+        of memory."""
         return self.group is not None and self.group.starved()
 
     def crowded(self) -> bool:
@@ -90,9 +90,10 @@ def died_inside(tools: ToolClient, group: ControlGroup | None, *, killable: bool
     """Return whether programs in the sandbox ended the tool server. The server's control group and its log tell the
     cause:
 
-    - Usually the server is the first process of a pid namespace, so programs inside cannot kill it by a signal. If they
-      ended it, its log has the reason, or the sandbox ran out of memory.
-    - A `killable` server is not the first process. Programs can kill it by a signal, and its log is then empty.
+    - Usually the server is the first process of a pid namespace, so programs inside cannot kill it by a signal. If
+      programs ended the server, the server's log has the reason, or the sandbox ran out of memory.
+    - A `killable` server is not the first process. Programs can kill such a server by a signal, and the server's log is
+      then empty.
     - If the host ran out of memory, the cause is outside the sandbox."""
     if group is not None and group.ran_out():
         return True
@@ -107,10 +108,11 @@ class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
     - `bridge_port` is a port in the sandbox. Connections to it are forwarded to the gateway's socket, `bridge_socket`.
       0 means no forwarding.
     - `python` is the command that starts Python, for a sandbox without a Python of its own.
-    - `memory` is the maximum bytes of memory of all programs together. It is 0 if the server need not enforce it.
+    - `memory` is the maximum bytes of memory of all programs together. It is 0 if the server need not enforce a
+      maximum.
     - `lifetime` is in seconds, and 0 means unlimited. After this time, the server and all programs in the sandbox exit,
       whatever the state of the host.
-    - `own_processes` is true if the server sees only processes of its sandbox. Otherwise it does not list them.
+    - `own_processes` is true if the server sees only processes of its sandbox. Otherwise the server lists no processes.
     - `mark` is in the environment of every process (see kernel/process_marks.py)."""
 
     env: dict[str, str]
@@ -143,8 +145,8 @@ def rooted_setup(
     libraries: str = "",
 ) -> ToolServerSetup:
     """Return the set-up of a sandbox with its own root. The spec's variables override the image's variables, and the
-    GPU variables override both. `libraries` is a folder in the sandbox. Its libraries take precedence over the
-    image's."""
+    GPU variables override both. `libraries` is a folder in the sandbox. The libraries in this folder take precedence
+    over the image's."""
     env = {**image_env, **spec.env, **variables(context.gpus)}
     if libraries:
         env["LD_LIBRARY_PATH"] = ":".join(filter(None, (libraries, env.get("LD_LIBRARY_PATH"))))
@@ -162,8 +164,8 @@ def rooted_setup(
 
 
 def clean_environment(env: Mapping[str, str], home: str) -> dict[str, str]:
-    """Return the variables that every sandbox has, together with those in `env`, which override them. None comes from
-    the service's own environment."""
+    """Return the variables that every sandbox has, together with the variables in `env`, which override the others. No
+    variable comes from the service's own environment."""
     clean = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": home,
@@ -198,9 +200,9 @@ async def configure(tools: ToolClient, setup: ToolServerSetup) -> None:
 
 
 def share_gateway(gateway: Path, folder: Path) -> None:
-    """Make `folder`, and hard-link the gateway's socket into it. The caller mounts the folder in a sandbox. Everyone
-    may connect to the socket, because root in the sandbox may be another user on the host than the node's user. Raises
-    OSError."""
+    """Make `folder`, and hard-link the gateway's socket into it. The caller mounts the folder in a sandbox. Every user
+    may connect to the socket, because root in the sandbox may be a different user of the host than the node's user.
+    Raises OSError."""
     folder.mkdir(mode=0o711)
     with contextlib.suppress(PermissionError):
         gateway.chmod(0o666)
@@ -212,8 +214,8 @@ def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, 
     """Make a new connection, and yield both ends. The second end is for a new process, as its standard input and
     output.
 
-    The second end is closed when the block ends. The first end belongs to the caller. It is closed here only if the
-    block raises an error."""
+    The second end is closed when the block ends. The first end belongs to the caller. The first end is closed here only
+    if the block raises an error."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     with theirs:
         try:

@@ -68,8 +68,8 @@ GLOB_SECONDS = 90.0
 RESTORE_SECONDS = 600.0
 
 SHOWN_MAX = 9 << 20
-"""Maximum bytes of the rich results of one input. The interpreter itself sends at most 8 MiB. More can only come from
-an agent's program that writes to the interpreter's descriptor."""
+"""Maximum bytes of the rich results of one input. The interpreter itself sends at most 8 MiB. Results beyond 8 MiB can
+only come from an agent's program that writes to the interpreter's descriptor."""
 DISPLAYS = msgspec.msgpack.Decoder(
     Annotated[
         list[Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=64)]],
@@ -427,7 +427,7 @@ def form_of(value: msgspec.Raw) -> str | bytes:
 
 def split_pattern(pattern: str) -> tuple[str, str]:
     """Split a pattern into a path without wildcards, and the rest. The rest begins at the first part with a wildcard.
-    If there is no wildcard, it is the last part. The path is "" or ends with a slash."""
+    If no part has a wildcard, the rest is the last part. The path is "" or ends with a slash."""
     parts = re.sub("/+", "/", pattern).split("/")
     fixed = 0
     while fixed < len(parts) - 1 and not any(char in parts[fixed] for char in "*?["):

@@ -63,8 +63,8 @@ def open_plain(path: Path) -> tuple[int, int]:
     """Open a regular file. Returns a descriptor for reading, and the file's mode bits. No part of the path may be a
     link. Raises RuntimeFailure.
 
-    The file may have been replaced since it was listed, so its type is checked before it is opened. Opening a pipe
-    would wait for a writer, and opening a device may have side effects."""
+    The file may have been replaced since it was listed, so the type is checked before the file is opened. Opening a
+    pipe would wait for a writer, and opening a device may have side effects."""
     with _held(path) as held:
         mode = os.fstat(held).st_mode
         if not stat.S_ISREG(mode):
@@ -75,7 +75,7 @@ def open_plain(path: Path) -> tuple[int, int]:
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[int]:
     """Yield a descriptor (O_PATH) that identifies a file, but cannot read it. Only the last part of the path may be a
-    link. Raises RuntimeFailure. If the block raises an OSError, RuntimeFailure takes its place."""
+    link. Raises RuntimeFailure. An OSError of the block is converted to RuntimeFailure."""
     *folders, name = path.parts[1:] or ["."]
     steps = [*((folder, FLAGS | os.O_DIRECTORY) for folder in folders), (name, FLAGS)]
     held = os.open("/", FLAGS)

@@ -28,18 +28,19 @@ except ImportError as error:
     sys.exit(f"IPython cannot be imported: {error}")
 
 DISPLAY_MAX = 8 << 20
-"""Maximum bytes of all displays of one input. They are part of its result, which the tool server accepts only up to 10
-MiB (see FRAME_MAX in shell.py)."""
+"""Maximum bytes of all displays of one input together. The displays are part of the input's result, and the tool server
+accepts only results of up to 10 MiB (see FRAME_MAX in shell.py)."""
 DISPLAYS_MAX = 1000
 FORMATS_MAX = 60
 MIME_MAX = 100
-"""Maximum number of displays per input, of formats per display, and of characters in a MIME type. The program drops
-what exceeds them. The limits are small, because the host decodes all displays of an input at once."""
+"""Three maximums: the displays per input, the formats per display, and the characters in a MIME type. Displays, formats
+and values beyond a maximum are left out. The maximums are small, because the host decodes all displays of an input at
+once."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
-"""Matches code that may use IPython's own syntax. All other code is plain Python, except a line with only the name of a
-magic command or an alias."""
+"""Matches code that may use IPython's own syntax. All other code is plain Python, except for some inputs of one line,
+such as a magic command without `%` (see `may_be_special`)."""
 WORD = re.compile(r"\w+")
 PLAIN_TYPES = (int, float, complex, bool, str, bytes)
 
@@ -104,8 +105,8 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         self.rich_printers = [one for one in self.rich_printers if one is not text]
 
     def compute_format_data(self, result: object) -> tuple[Any, Any]:
-        """Format a value. Simple values, such as numbers, only need text. This skips IPython's dozen other
-        formatters."""
+        """Format a value. A simple value, such as a number, needs only its text, so IPython's dozen other formatters
+        are skipped."""
         kind = type(result)
         if (
             kind in self.plain
@@ -187,7 +188,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
 
     @property
     def db(self) -> dict[str, Any]:
-        """Storage for magic commands. It is in memory, because IPython would store it in a file in the home folder."""
+        """Storage for magic commands. The storage is in memory, because IPython's own storage is a file in the home
+        folder."""
         return self.kept
 
     @db.setter
@@ -202,8 +204,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
         self.system_raw(cmd)
 
     def showtraceback(self, exc_tuple: object = None, *args: object, **options: object) -> None:
-        """Print an exception. Interrupts are ignored until the next input, because printing takes longer than the pause
-        between two interrupts."""
+        """Print an exception. Interrupts are ignored until the next input. Printing takes longer than the pause between
+        two interrupts, so the next interrupt would otherwise cut off the output."""
         self.session.interruptible = False
         error = sys.exc_info()[1]
         if exc_tuple is None and isinstance(error, SystemExit):
@@ -225,7 +227,7 @@ class RichEngine:
             config=settings(), display_pub_class=DisplayKeeper, displayhook_class=EchoHook
         )
         self.shell.displayhook.record_plain_printers()
-        self.shell.builtin_trap.__enter__()  # never exited, because threads of an input may still run after it
+        self.shell.builtin_trap.__enter__()  # never exited, because threads of an input may run on after the input
         self.shell.display_trap.__enter__()
         self.transformers = self.count_transformers()
 
@@ -263,7 +265,7 @@ class RichEngine:
             shell.events.trigger("post_run_cell", result)
 
     def may_be_special(self, source: str) -> bool:
-        """Return whether IPython may change the code before it runs."""
+        """Return whether IPython may change the code before running it."""
         if SPECIAL.search(source) or self.count_transformers() != self.transformers:
             return True
         word = WORD.match(source)

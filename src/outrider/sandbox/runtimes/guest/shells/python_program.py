@@ -39,8 +39,8 @@ class InputResults:
         self.interruptible = False
 
     def show(self, text: str) -> None:
-        """Add the value of a last expression to the echo. If the echo would become longer than ECHO_MAX, print it
-        instead."""
+        """Add the value of a last expression to the echo. If the echo would become longer than ECHO_MAX, print the echo
+        and the value instead."""
         if len(text) + len(self.echo) > ECHO_MAX:
             sys.stdout.write(self.echo + text)
             self.echo = ""
@@ -53,8 +53,8 @@ class InputResults:
 
     def watch_interrupts(self) -> None:
         """Install the handler for SIGINT again, because an input may have replaced it. Between inputs, the handler does
-        nothing. The signal is not set to be ignored then, because programs that an input's threads start between inputs
-        would inherit this."""
+        nothing. SIG_IGN is not used between inputs, because child processes inherit SIG_IGN, and a thread of an earlier
+        input may start a program between inputs."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 

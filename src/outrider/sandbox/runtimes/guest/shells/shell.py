@@ -39,7 +39,8 @@ KILL_AFTER = 3
 """From this interrupt on (counted from 1), the programs that the input has started are also killed."""
 RESTART_AFTER = 20
 """After this many interrupts (two seconds), the shell itself is killed and started again. This is needed, because the
-sh of busybox can hang. If SIGINT arrives while it allocates memory, it waits for a lock that is never released."""
+sh of busybox can hang. If SIGINT arrives while this sh allocates memory, the sh waits for a lock that is never
+released."""
 
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "--noediting", "-i"],
@@ -54,8 +55,8 @@ STATUS = b' __status=0; __set_status() { return "$1"; }; '
 """Shell code that lets each input start with the exit status of the previous input in `$?`. The first input starts with
 0."""
 GREETING_MAX = 1 << 16
-"""Maximum bytes that a shell may print before its first marker (see `Bash`). This output is dropped. If the marker has
-not arrived by then, the shell is used without it."""
+"""Maximum bytes that a shell may print before its first marker (see `Bash`). This output is dropped. If the first
+marker has not arrived after this many bytes, the shell is used without waiting for the marker any longer."""
 STATUS_MAX = 8
 r"""Maximum bytes of the exit status in a marker (see `Bash`), including the \x1e at its end."""
 TERMIOS_SIZE = 64
@@ -134,8 +135,9 @@ class LiveShell:
         self._open_again()
 
     def _open_again(self) -> str:
-        """Call `_open`, and return its error message or "". If the call that opens the shell has no reply yet, it also
-        gets the error. Raises no error, because the event loop does not handle exceptions."""
+        """Call `_open`. Return the message of its error, or "" if there is none. If the host's call that opens the
+        shell has no reply yet, the error is also sent as the reply. Raises no error, because the event loop does not
+        handle exceptions."""
         try:
             self._open()
         except OSError as error:
@@ -166,7 +168,8 @@ class LiveShell:
 
     @property
     def dead(self) -> bool:
-        """True if the shell's program does not run. When it ends, its descriptors are closed and forgotten."""
+        """True if the shell's program does not run. When the program ends, its descriptors are closed and removed from
+        `descriptors`."""
         return not self.descriptors
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
@@ -213,9 +216,9 @@ class LiveShell:
     def cancel(self) -> None:
         """Interrupt the running input now, and then every INTERRUPT_EVERY seconds until it ends.
 
-        Each time, the input's process group gets SIGINT, and its programs in other process groups get SIGKILL. From
-        interrupt KILL_AFTER on, all its programs get SIGKILL. After RESTART_AFTER interrupts, the shell is started
-        again.
+        Each time, the input's process group gets SIGINT, and the input's programs in other process groups get SIGKILL.
+        From interrupt KILL_AFTER on, all programs of the input get SIGKILL. After RESTART_AFTER interrupts, the shell
+        is started again.
         """
         if not self.call:
             return
@@ -281,10 +284,10 @@ class LiveShell:
 class Bash:
     r"""A live bash on a raw terminal. In a sandbox without bash, it is sh.
 
-    Only output goes to the terminal. Inputs arrive on a pipe: on a terminal, the sh of busybox would edit lines, and
-    the kernel would process every input first. After the output of each input, the shell prints a marker on the
-    terminal: ``\x1e TOKEN.SEQUENCE : STATUS \x1e``. So all output of an input comes before its marker. The first marker
-    has the sequence number 0, and all text before it is dropped.
+    Only output goes to the terminal. Inputs arrive on a pipe, because on a terminal, the sh of busybox would edit
+    lines, and the kernel would process every input first. After the output of each input, the shell prints a marker on
+    the terminal: ``\x1e TOKEN.SEQUENCE : STATUS \x1e``. So all output of an input comes before its marker. The first
+    marker has the sequence number 0, and all text before it is dropped.
     """
 
     def __init__(self, shell: LiveShell) -> None:
@@ -298,8 +301,8 @@ class Bash:
         return [SHELLS[self.shell.calls.shell()]]
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program, and report at once that the shell is open. If the start failed, the first input will show
-        it."""
+        """Start the program, and report at once that the shell is open. If the program could not be executed, the
+        result of the first input shows the error."""
         self.token = posix.urandom(8).hex().encode()
         self.pending = bytearray()
         self.begun = False
@@ -380,7 +383,7 @@ class Bash:
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
         """Return two things for an interrupt: the terminal's foreground process group, which gets the interrupt, and
-        the processes to kill if they ignore it."""
+        the processes to kill if they ignore the interrupt."""
         try:
             group = posix.tcgetpgrp(self.shell.output)
         except OSError:
@@ -388,8 +391,8 @@ class Bash:
         return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Let the shell print a new marker. Each input line ends with the command that prints its marker. An interrupt
-        makes the shell drop the rest of the line, and so this command."""
+        """Let the shell print a new marker. The line of each input ends with the command that prints the input's
+        marker. An interrupt makes the shell drop the rest of the line, and this command with it."""
         self.shell.sequence += self.shell.ticks == 1
         self.shell.writer.write(b"\n" + self._report(self.shell.sequence) + b"\n")
 
@@ -497,7 +500,7 @@ class Interpreter:
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
         """Return two things for an interrupt: the program's own process group, which gets the interrupt, and the
-        processes to kill if they ignore it."""
+        processes to kill if they ignore the interrupt."""
         return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
 
     def interrupted(self) -> None:
