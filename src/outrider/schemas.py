@@ -26,8 +26,8 @@ Severity = Literal["error", "warning", "info"]
 an `info` needs no action."""
 
 PolicyPause = Literal["finish", "abort"]
-"""What a pause of the policy does to running generations. `finish` lets them end. `abort` cuts them off, and they are
-continued after the pause."""
+"""What a pause of the policy does to running generations. With `finish`, they run to their end. With `abort`, they are
+cut off, and continued after the pause."""
 
 MAX_INLINE_FILE = 16 << 20
 """Maximum number of characters that a `write` step writes into a file."""
@@ -41,8 +41,8 @@ RETRY_LABEL = "outrider.retry"
 
 
 def reply_of(kind: type[R], row: msgspec.Struct, /, **others: Any) -> R:
-    """Make a reply of the type `kind`. Its fields are those in `others`, or else the fields of `row` with the same
-    names."""
+    """Make a reply of the type `kind`. A field that is in `others` has the value given there. Every other field has the
+    value of the field of `row` with the same name."""
     return kind(**{name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}, **others)
 
 
@@ -152,7 +152,7 @@ class NodeList(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of an engine, as its pool knows it.
 
-    - `serves`: the name of the frozen model that the engine serves, None for the policy.
+    - `serves`: the name of the frozen model that the engine serves. None if the engine serves the policy.
     - `in_flight`: the number of running generations.
     - `sessions`: the number of sessions that use this engine.
     - `assigned_tokens`: the total size of these sessions' contexts, in tokens.
@@ -332,8 +332,8 @@ class Flip(msgspec.Struct, frozen=True, kw_only=True):
 class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A comparison of two runs, `a` and `b`.
 
-    - `reward`, `pass_at`: the differences b - a over the tasks counted in `paired`. If there are none, all tasks of
-      each side are compared.
+    - `reward`, `pass_at`: the differences b - a over the tasks counted in `paired`. If `paired` is 0, all tasks of `a`
+      are compared with all tasks of `b`.
     - `paired`: the number of tasks with graded sessions on both sides.
     - `gained`, `lost`: how many pairs of sessions are solved only in `b`, and how many only in `a`.
     - `flips`: the first of the pairs counted in `gained` and `lost`.
@@ -383,8 +383,9 @@ class PauseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
-    """The pauses of the queue, oldest first. `held` is how many sessions they hold back: those of the caller's tenant,
-    or of all tenants for an admin. `changed` is how many sessions this request held or released."""
+    """The pauses of the queue, oldest first. `held` is how many sessions the pauses hold back. It counts the sessions
+    of the caller's tenant, or those of all tenants for an admin. `changed` is how many sessions this request held or
+    released."""
 
     pauses: tuple[PauseView, ...]
     held: int
@@ -419,8 +420,8 @@ class ConsumerList(msgspec.Struct, frozen=True, kw_only=True):
 
 class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
     """A callback that the service stopped sending after `tries` attempts. `fault` is the reason of the last failure.
-    `url` is the address without its user and query, which may be secret, or only the host and port if the service
-    cannot decrypt the address. The group was done at `since`."""
+    `url` is the address without its user and query, which may be secret. If the service cannot decrypt the address,
+    `url` is only the host and port. The group was done at `since`."""
 
     group_id: str
     url: str
@@ -587,11 +588,11 @@ class SessionList(msgspec.Struct, frozen=True, kw_only=True):
 class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
     """A turn's tokens and messages.
 
-    - `prompt_delta`: the ids that follow the parent's prompt and output in the turn's prompt.
+    - `prompt_delta`: the ids of the turn's prompt that come after the parent's prompt and output.
     - `logprobs`: one number for each of `output_ids`.
     - `messages`: the messages that the request added to the conversation of the turn's parent; all messages if there is
       no parent.
-    - `reply`: the message that the client received; None if the client had hung up.
+    - `reply`: the message that the client received. None if the client had closed the connection.
     - `prompt_pieces`, `output_pieces`: the text of each token of `prompt_delta` and `output_ids`, if requested and if
       the model's tokenizer is known. A character that several tokens encode is in the text of the last of them.
     """
@@ -633,7 +634,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that was not kept or a pattern that gave no files, with the reason. The `path` "" stands for all files
+    """A file that was not kept, or a pattern that gave no files, with the reason. The `path` "" stands for all files
     that were not read in time."""
 
     path: str
@@ -667,7 +668,7 @@ class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the policy. `paused` is None while the policy generates. `cancelled` lists the groups that this
-    request cancelled, because they began with too old a version."""
+    request cancelled because the version at which they began was too old."""
 
     version: int
     paused: PolicyPause | None
@@ -679,8 +680,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the service.
 
     - `model`, `frozen`: the names of the policy and of the frozen models.
-    - `sessions`: the number of sessions by state: those of the caller's tenant, or of all tenants for an admin.
-    - `cursor`: the position of the newest result of the same tenants. A client can follow later results from there.
+    - `sessions`: the number of sessions of the caller's tenant, by state. For an admin, the sessions of all tenants.
+    - `cursor`: the position of the newest result of these sessions. A client can follow later results from there.
     - `failing`: background work of the service and its nodes that currently fails.
     - `may`: the roles that the caller may act in.
     """
@@ -739,10 +740,10 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The diagnosis of a run (docs/diagnosis.md): how much data was read, and the findings, most severe first.
 
     groups: the number of groups.
-    sessions, not_done: the numbers of their sessions that are done, and that are not.
-    truncated: True if there are more groups, which are older and were not read.
-    read_sessions, read_turns: the size of the sample whose turns and timelines were read, in sessions and in model
-        calls.
+    sessions, not_done: how many sessions of these groups are done, and how many are not done.
+    truncated: True if there are older groups that were not read.
+    read_sessions, read_turns: how many sessions and model calls are in the sample, of which turns and timelines were
+        read.
     """
 
     groups: int

@@ -77,8 +77,8 @@ MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a request. Without this limit, JSON decoders would accept deeper nesting than
 JSON encoders can write."""
 MAX_NAMES = 1024
-"""Maximum number of fields of a JSON object in a request, such as `env`. `options` and the rewards in a report may have
-more."""
+"""Maximum number of fields of a JSON object in a request, such as `env`. Exceptions are `options` and the rewards in a
+report, which may have more fields."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
 """Folders of a sandbox to which programs write. No virtual environment may be mounted over one, because the mount is
@@ -160,7 +160,8 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         # For an invalid prepare step, pydantic reports errors for every kind of step. The kind with the fewest errors
         # is probably the one that the caller meant.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
-        # An unknown field is reported rather than a missing one, because it may be a misspelling of the missing one.
+        # An unknown field is reported rather than a missing one, because the unknown field may be a misspelling of the
+        # missing one.
         rank = {"extra_forbidden": 0, "missing": 2}
         chosen = min(
             errors, key=lambda details: (counts[_step_kind_tried(details["loc"])], rank.get(details["type"], 1))
@@ -245,10 +246,10 @@ def check_group(
 
     paths: the files of this machine that a task may name.
     endpoints: the external graders.
-    here: True if sessions run on this machine. Then its runtimes and harnesses are also checked. Other machines check
-        their own when a session starts there.
-    pull: prefixes of image references. An image with such a prefix is pulled when a session needs it, so it need not be
-        on this machine.
+    here: True if sessions run on this machine. Then this machine's runtimes and harnesses are also checked. Another
+        machine checks its runtimes and harnesses when a session starts there.
+    pull: prefixes of image references. An image with such a prefix is pulled when a session needs it, so the image need
+        not be on this machine.
     """
     task = spec.task
     runtimes = runtimes_of(task)
@@ -316,8 +317,8 @@ def _runtime_kind(name: str, *, field: str) -> RuntimeKind:
 class SubmissionChecks:
     """Runs the slow checks of evaluator specs, such as parsing a gold answer.
 
-    One group of a tenant is checked at a time, so that no tenant can occupy the whole machine. The checks of a group
-    may take `seconds`, including the wait for earlier groups.
+    Of each tenant, one group is checked at a time, so that no tenant can occupy the whole machine. The checks of a
+    group may take `seconds`, including the wait for the tenant's earlier groups.
     """
 
     def __init__(self, host: Host, *, seconds: float = CHECK_SECONDS) -> None:

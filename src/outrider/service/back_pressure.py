@@ -67,8 +67,8 @@ class BackPressure:
         async with self._counting:
             known = self._length
             fresh = self._clock() - self._counted_at < COUNT_SECONDS
-            # Sessions added since the last count may have left the queue already. If the queue seems full only because
-            # of them, count again.
+            # Sessions that were added since the last count may have left the queue already. If the queue seems full
+            # only because of these sessions, count again.
             full = known is not None and known.sessions >= self._bound and fresh
             if known is None or (known.sessions + self._added >= self._bound and not full):
                 self._added, self._counted_at = 0, self._clock()

@@ -30,7 +30,8 @@ async def open_store(config: Config, failures: Failures | None = None) -> AsyncI
     the data folder, and InvalidField if the folder cannot be used."""
     try:
         config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A lock instead of a file with a process id, because the kernel releases a lock even if the process is killed.
+        # A lock is used, and not a file with a process id, because the kernel releases a lock even if the process is
+        # killed.
         lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise InvalidField(

@@ -6,7 +6,7 @@ The request's body is the reply to `GET /v1/groups/{id}`. A group submitted thro
 receivers can recognise repeated requests.
 
 Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin discards it. A delivery that is given
-up stays there as a dead letter.
+up stays in the outbox as a dead letter.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ PAUSES = RetryPolicy(first=1.0, longest=600.0)
 LONGEST_PAUSE = 3600.0
 """Maximum wait in seconds that a receiver can request with `Retry-After`."""
 MIN_TRIES = 10
-"""A delivery that the receiver refuses is given up after this many attempts, which take about ten minutes: enough to
-start a receiver. After other failures, such as a timeout, the delivery must also have been due for PATIENCE seconds."""
+"""A delivery that the receiver refuses is given up after this many attempts. They take about ten minutes, which is
+enough time to start a receiver. After other failures, such as a timeout, a delivery is given up only if it has also
+been due for PATIENCE seconds."""
 PATIENCE = 3 * 86400.0
 MAX_PUSHES = 32
 """Maximum number of requests to receivers at once."""
@@ -56,8 +57,8 @@ MAX_PUSHES_EACH = 8
 """Maximum number of requests to one receiver at once, so that a slow receiver does not delay others. After a failure,
 the receiver gets one request at a time until one succeeds."""
 MAX_FAILING = 1000
-"""Maximum number of failing receivers that are remembered. A forgotten receiver may get several requests at once again,
-until one fails."""
+"""Maximum number of failing receivers that are remembered. A receiver that is no longer remembered may get several
+requests at once again, until one fails."""
 LOOK_AHEAD = 1000
 """Maximum number of outbox rows read at a time. It is much larger than MAX_PUSHES, because the first rows may all be
 for one slow receiver."""
@@ -138,15 +139,15 @@ class Deliverer:
         admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
         for delivery in admitted:
             chores.create_task(self._deliver(delivery), name=f"deliver {delivery.group_id}", chore="a callback")
-        # If LOOK_AHEAD rows were read, the outbox may have more for other receivers. Then read on without waiting,
-        # unless no delivery could be started.
+        # If LOOK_AHEAD rows were read, the outbox may have more rows for other receivers. So if at least one delivery
+        # could be started, read on without waiting.
         if len(due) < LOOK_AHEAD or not admitted:
             await wait_for_event(self._work, self._pauses.first)
 
     async def _session(self) -> aiohttp.ClientSession:
-        # aiohttp is imported before the first delivery, because a service without callbacks does not need it, and the
-        # import takes a seventh of the processor time of a service's start. A thread keeps it from blocking the event
-        # loop.
+        # aiohttp is imported only before the first delivery, because a service without callbacks does not need it, and
+        # the import takes a seventh of the processor time of a service's start. The import runs in a thread, so that it
+        # does not block the event loop.
         await asyncio.to_thread(import_module, "aiohttp")
         import aiohttp
 
@@ -226,8 +227,8 @@ class Deliverer:
 
     async def _put_off(self, delivery: Delivery, failure: Failure) -> None:
         group_id, tries, now = delivery.group_id, delivery.tries + 1, time.time()
-        # A delivery is given up only after enough attempts and enough time. Time alone is not enough, because the clock
-        # may have been set forward by days.
+        # A delivery is given up only after enough attempts and enough time. The time alone is not enough, because the
+        # clock may have been set forward by days.
         if tries >= MIN_TRIES and (failure.refused or now - delivery.since >= self._patience):
             log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.description)
             await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.description), self._failures)

@@ -1,7 +1,7 @@
 """Stores the usual speed of each engine (its pace, see `engines/pool/waits.py`), so that it is known after a restart.
 
-Otherwise, a service that starts while an engine is slow would take the slow speed for the usual one, and would blame
-agents for the engine's failure.
+Without the stored pace, a service that starts while an engine is slow would take the slow speed for the usual one. It
+would then blame agents for the engine's failure.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
 async def remember_paces(
     store: Store, pools: Iterable[EnginePool], known: Mapping[str, RememberedPace], failures: Failures
 ) -> AsyncIterator[None]:
-    """While the block runs, store the paces of the pools' engines that are new or have changed. `known` are the paces
-    that are already stored."""
+    """While the block runs, store the pace of each engine of the pools when the pace is new or has changed. `known` are
+    the paces that are already stored."""
     kept = dict(known)
 
     async def keep() -> None:

@@ -89,8 +89,8 @@ def _settings(path: Path) -> Config | None:
             field="path",
             hint="name the --data folder of a service, the --keep folder of a demo, or a file of samples",
         )
-    # Only tasks, callback URLs and timeline entries are encrypted. If their key is missing, a random key is used, with
-    # which everything else can be read.
+    # If the key is missing, a random key is used. Tasks, callback URLs and timeline entries then cannot be decrypted.
+    # All other data can still be read, because it is not encrypted.
     has_key = (path / KEY_FILE).exists()
     key = None if has_key else base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
     return Config(data=path, task_key=key)

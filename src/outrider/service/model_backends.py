@@ -100,8 +100,8 @@ async def open_models(
                 failures=failures,
             )
             await stack.enter_async_context(pool)
-            # Documents have a separate process, because reading one takes longer than decoding an image, and no image
-            # should wait for it.
+            # Documents have a separate process, because reading a document takes longer than decoding an image, and no
+            # image should wait for a document.
             images, decoding, reading = None, DecodingProcess(), DecodingProcess()
             stack.push_async_callback(decoding.close)
             stack.push_async_callback(reading.close)

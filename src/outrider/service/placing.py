@@ -3,9 +3,9 @@
 The sessions on a machine may together need up to twice its processors, memory and GPUs. They then wait on the machine
 until enough of these are free.
 
-If no machine has room for a session, it stays in the queue. Machines that are large enough for it then get no other
-session that needs the same scarce resources, because small sessions could otherwise starve a large one. Sessions that
-need none of these resources are still placed (see `room_behind`).
+If no machine has room for a session, it stays in the queue. The machines that are large enough for this session then
+get no other session that needs the same scarce resources, because small sessions could otherwise starve a large one.
+Sessions that need none of these resources are still placed (see `room_behind`).
 
 Invariant: a node never gets more sessions than it has slots.
 """
@@ -105,7 +105,8 @@ class NodePlacement:
         return [place.node for place in self._places.values()]
 
     def machines(self) -> list[Node]:
-        """Return one node of each machine: the one with the most slots. The others may not have started completely."""
+        """Return one node of each machine: the one with the most slots. The machine's other nodes may not have started
+        completely."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
         return list({node.machine: node for node in nodes}.values())
 
@@ -145,8 +146,8 @@ class NodePlacement:
         if not able and self.may_fit(needs):
             return None
         # `able` is empty if the session is too large for every node that has ever joined this service process, for
-        # example because an earlier process accepted it. Then any node may get the session, and refuses it with an
-        # error.
+        # example because an earlier process accepted it. Then any node may get the session. The node refuses the
+        # session with an error.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
             found = [place for place in found if place.has_room(needs.quantities)]

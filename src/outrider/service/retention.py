@@ -36,8 +36,8 @@ STEP_ROWS = 100
 """Maximum number of rows deleted in one transaction, so that other writers of the store wait only a few
 milliseconds."""
 SESSIONS_AT_ONCE = 128
-"""About this many sessions are hidden (removed from API replies) in one transaction. It may be more, because the
-sessions of a group are hidden together."""
+"""About this many sessions are hidden (removed from API replies) in one transaction. The number may be higher, because
+the sessions of a group are hidden together."""
 COUNTED_AT_ONCE = 10_000
 REQUEST_SECONDS = 20.0
 """A request to remove groups is answered after about this many seconds, even if there is more to remove."""
@@ -105,7 +105,7 @@ class Retention:
             # A group's size does not count its images, which other groups may use, too.
             uses: dict[str, int] | None = {} if spec.size_mb is not None and await removals.has_images() else None
             while not more:
-                # A dry run removes nothing, so what the groups that it has counted would free is subtracted here.
+                # A dry run removes nothing. So the bytes that the groups counted so far would free are subtracted here.
                 stored = 0 if spec.size_mb is None else await removals.size() - (freed if spec.dry_run else 0)
                 limit = COUNTED_AT_ONCE if spec.dry_run else SESSIONS_AT_ONCE
                 found = await removals.candidates(force=spec.force, after=place, limit=limit)
@@ -141,9 +141,9 @@ class Retention:
     async def _batch(
         self, candidates: list[Candidate], before: float, excess: float, sessions: int, uses: dict[str, int] | None
     ) -> tuple[list[Candidate], int]:
-        """Return the groups to remove next, from the beginning of `candidates`, and the bytes that this frees. A group
-        is removed if it finished before the time `before`, or if removing the groups ahead of it frees less than
-        `excess` bytes. The batch ends at about `sessions` sessions. Images are counted only with `uses` (see
+        """Return the groups to remove next, from the beginning of `candidates`, and the number of bytes that their
+        removal frees. A group is removed if it finished before the time `before`, or if the groups ahead of it free
+        less than `excess` bytes. The batch ends at about `sessions` sessions. Images are counted only with `uses` (see
         `Removals.image_bytes`)."""
         batch: list[Candidate] = []
         freed = 0
@@ -168,8 +168,8 @@ class Retention:
                 await _on_disk(partial(self._artifacts.remove, unknown))
 
     async def _erase(self) -> None:
-        """Delete all data of hidden groups. The files are deleted first, because they can be found only by the rows of
-        the sessions."""
+        """Delete all data of hidden groups. The files are deleted before the rows, because they can be found only by
+        the rows of the sessions."""
         await _on_disk(partial(self._artifacts.remove, await self._store.removals.hidden_sessions()))
         more = True
         while more:

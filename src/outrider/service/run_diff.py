@@ -76,7 +76,7 @@ def _side(name: str, runs: Sequence[ComparedSession], rewards: Rewards, passed: 
 
 
 def _task(run: ComparedSession) -> str:
-    """Return the name of a session's task. If it is unknown, the session's group counts as a separate task."""
+    """Return the name of a session's task. If the name is unknown, the session's group counts as a separate task."""
     return run.task or f"group {run.group_id}"
 
 
@@ -120,7 +120,7 @@ def _difference(
 
 def _flips(a: Sequence[ComparedSession], b: Sequence[ComparedSession], passed: float) -> list[Flip]:
     """Return the pairs of graded sessions of which only one is solved. The nth session of a task in `a` is paired with
-    its nth session in `b`. Pairs that are solved in `a` come first."""
+    its nth session in `b`. Pairs whose session in `a` is solved come first."""
     first, second = _places(a), _places(b)
     found = []
     for place, run in first.items():

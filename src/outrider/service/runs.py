@@ -124,12 +124,12 @@ class Runs:
         return _changed(ids, changed, skipped)
 
     async def retry(self, asked: SessionsSpec, caller: Principal) -> ChangedSessions:
-        """Retry the matching sessions that are done. For each of their groups, a new group of the same task and tenant
-        is submitted. It has one session for each match, and the label RETRY_LABEL.
+        """Retry the matching sessions that are done. For each group with matching sessions, a new group of the same
+        task and tenant is submitted. The new group has one session for each match, and the label RETRY_LABEL.
 
-        Raises Conflict if more than `max_matches` sessions match. If a group cannot be retried, its error, such as one
-        of `Service.submit`, is raised only if no group was accepted before, and only if the service is busy or there is
-        no other group.
+        Raises Conflict if more than `max_matches` sessions match. The error of a group that cannot be retried, such as
+        an error of `Service.submit`, is raised in two cases: there is no other group, or the service is busy and has
+        accepted no group before. In all other cases, the reply contains the reason.
         """
         found, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
         ids = [id for id, _ in found]

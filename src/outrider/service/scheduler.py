@@ -64,8 +64,8 @@ EXTERNAL_AT_ONCE = 32
 """Maximum number of external sessions that are started before other sessions are considered."""
 
 LOOK_SECONDS = 30.0
-"""Maximum seconds between two reads of the queue, even without an event. There is a maximum because the system clock,
-which decides when sessions are due, may be changed during a wait."""
+"""Maximum seconds between two reads of the queue, even without an event. There is a maximum because the system clock
+may be changed during a wait, and this clock decides when sessions are due."""
 
 
 class LeaseLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -394,7 +394,7 @@ class Scheduler:
 
     async def _outcome(self, placement: _RunningAttempt) -> SessionResult | None:
         """Run the attempt on its node and return the result. Returns None if the attempt was interrupted for the reason
-        in `ending`, possibly before the node received it. Raises NodeLost."""
+        in `ending`, possibly before the node received the attempt. Raises NodeLost."""
         try:
             if placement.ending is None:
                 placement.task = asyncio.current_task()
@@ -478,7 +478,7 @@ class Scheduler:
             error is None
             or not error.retryable
             # The node has already repeated the evaluation, and running the agent again would not help. But if the agent
-            # never ran, because this node cannot make the evaluator, another node may.
+            # has not run, because this node cannot make the evaluator, another node may be able to make it.
             or (error.boundary is Boundary.EVALUATOR and result.run_ending is not None)
             or failures >= placement.attempt.task.max_attempts
         ):
@@ -506,7 +506,8 @@ class Scheduler:
             )
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, error)
-            # Proceed as if the group were done: an earlier call may have stored its end, although the reply was lost.
+            # Proceed as if the group were done: an earlier call may have stored the group's end, although the reply was
+            # lost.
             self._specs.pop(result.group_id, None)
             self._on_done()
             return
@@ -517,7 +518,7 @@ class Scheduler:
             self._specs.pop(result.group_id, None)
             self._on_done()
         elif result.verdict is not None and (spec is None or spec.min_usable is not None):
-            # With this verdict, the group may have enough usable sessions. Its other sessions are then ended.
+            # With this verdict, the group may have enough usable sessions. The group's other sessions are then ended.
             await self.end(await self._store.to_end(result.group_id))
 
     async def _renew_and_retake(self) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from outrider.sessions.external import ExternalSessions
 
 OPEN_SECONDS = 5.0
-"""How long a request to open a session waits, at most, until the session accepts model calls. Earlier model calls get
-the error `session_not_running`."""
+"""A request to open a session waits at most this long until the session accepts model calls. A model call before that
+gets the error `session_not_running`."""
 FIELDS = (("task.harness.external.", ""), ("task.", ""))
 """Maps prefixes of field names in a group's spec to those in a `SessionSpec`. For example, `task.limits` becomes
 `limits`, so that errors name the fields that the client has sent."""
@@ -43,8 +43,8 @@ class OpenedSession(NamedTuple):
 
 
 class SessionControl:
-    """The operations of the control API on external sessions. Every method raises NotFound for an unknown session, and
-    for one of another tenant unless the `caller` is an admin."""
+    """The operations of the control API on external sessions. Every method raises NotFound for an unknown session.
+    Unless the `caller` is an admin, a session of another tenant counts as unknown."""
 
     def __init__(self, store: Store, host: ExternalSessions, submit: Submit) -> None:
         self._store = store

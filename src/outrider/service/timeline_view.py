@@ -200,7 +200,7 @@ def _call(turn: Turn, model: str, stored: Mapping[str, float], mcp_tools: Mappin
 
 
 def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptView]:
-    """Return the attempts in order. If the session's events were removed, only the newest one is returned, from the
+    """Return the attempts in order. If the session's events were removed, only the newest attempt is returned, from the
     session's row."""
     began: dict[int, tuple[float, str | None]] = {}
     ended: dict[int, tuple[float, str | None, str]] = {}

@@ -93,9 +93,9 @@ class TokenRegistry:
             self._calls.pop(task, None)
 
     async def create(self, spec: TokenSpec) -> NewToken:
-        """Create a token. Raises Conflict if the name is or was that of another token or, without `spec.tenant`, if it
-        is that of a tenant. Raises InvalidField if Outrider reserves the name, or if the first token is not an
-        admin's."""
+        """Create a token. Raises Conflict if another token has or had this name. Without `spec.tenant`, also raises
+        Conflict if a tenant has this name. Raises InvalidField if Outrider reserves the name, or if the first token is
+        not an admin's."""
         if spec.name in (LOCAL.name, OPERATOR.name):
             raise InvalidField(f"{spec.name!r} is reserved for callers without a stored token", field="name")
         if spec.role != "admin" and not await self.required():

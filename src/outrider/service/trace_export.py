@@ -127,8 +127,8 @@ class TraceExport:
         """Send traces. Raises ServiceError if the collector does not accept any spans at present."""
         if self._accepts([span for trace in traces for span in trace]):
             return
-        # If the collector accepts an empty message, it works, and would refuse this message at every attempt. So each
-        # trace is sent alone, and one that is refused even then is dropped.
+        # If the collector accepts an empty message, the collector works, and would refuse the message with these traces
+        # at every attempt. So each trace is sent alone, and a trace that is refused even then is dropped.
         if not self._accepts([]):
             raise ServiceError(
                 "the collector of traces does not accept them",

@@ -247,7 +247,7 @@ class _Trace:
 
 
 class _Parents:
-    """Finds the parent of a span: the stage in which the span began, or the attempt if it began outside of all
+    """Finds the parent of a span: the stage in which the span began, or the attempt if the span began outside of all
     stages."""
 
     def __init__(self, attempt: TraceSpan, stages: Sequence[TraceSpan]) -> None:

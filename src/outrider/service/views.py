@@ -53,13 +53,13 @@ trained, and turns of frozen models never are."""
 SESSIONS_AT_ONCE = 16
 """Maximum number of sessions whose turns are in memory at once while training rows are built."""
 PAGE_BYTES = 8 << 20
-"""Size in bytes at which a page of results ends. The group that reaches it stays on the page, because its size is known
-only after its rows are built, and the next page would build them again."""
+"""Size in bytes at which a page of results ends. The group that reaches this size stays on the page: its own size is
+known only after its rows are built, and the next page would have to build these rows again."""
 
 
 class ViewReader:
     """Reads groups, sessions, turns and samples by id, as views. Raises NotFound for unknown ids. If `tenant` is given,
-    ids of other tenants are unknown."""
+    ids of other tenants count as unknown."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ViewReader:
         self, session_id: str, *, tokens: bool = False, pieces: bool = False, tenant: str | None = None
     ) -> tuple[TurnView, ...]:
         """Return the turns of the session's newest attempt, including those of frozen models, in the order in which
-        they finished. With `tokens`, they contain their token ids, log-probabilities and messages, and with `pieces`
+        they finished. With `tokens`, the turns contain token ids, log-probabilities and messages, and with `pieces`
         also the text of each token."""
         turns = await self._store.turns(session_id, tenant=tenant)
         frozen = await self._store.frozen_turns(session_id, tenant=tenant)
@@ -306,8 +306,8 @@ def without_samples(view: S) -> S:
 class Page:
     """A page of results. Groups are encoded when they are added, so the size of the page is always known.
 
-    `full` is True once the page has `page_bytes`. `cursor` is that of the last group, or `after` if there is none. With
-    `columns`, the samples are in batches of an Arrow stream instead of the JSON.
+    `full` is True once the page has `page_bytes`. `cursor` is that of the last group, or `after` if the page has no
+    group. With `columns`, the samples are in batches of an Arrow stream instead of the JSON.
     """
 
     def __init__(self, after: int, *, columns: bool = False, page_bytes: int = PAGE_BYTES) -> None:

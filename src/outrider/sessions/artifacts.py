@@ -114,9 +114,10 @@ class ArtifactCollector:
     async def collect(
         self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int, kept: KeptFiles
     ) -> ArtifactList:
-        """Keep the artifacts of an attempt and return the list of them. Call this once per step of the task, with the
-        same `kept`, to which the new artifacts are added. So the list has the artifacts of earlier steps, too, but only
-        this step's left-out files. It is stored if it has entries or the task names artifacts."""
+        """Keep the artifacts of an attempt and return the list of them. Call this once per step of the task, always
+        with the same `kept`. New artifacts are added to `kept`, so the list also has the artifacts of earlier steps. Of
+        the left-out files, it has only those of this step. The list is stored if it has entries or the task names
+        artifacts."""
         collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt, kept)
         try:
             try:
@@ -134,8 +135,8 @@ class ArtifactCollector:
         return collection.listed()
 
     async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
-        """Keep the local file `file`, which contains the files that were carried to the grading. Add it to the list as
-        `name`, one of FOR_GRADERS, or list it as left out if it is too large. Returns the new list."""
+        """Keep the local file `file`, which contains the files that were carried to the grading. Add `file` to the list
+        as `name`, one of FOR_GRADERS. If `file` is too large, list it as left out. Returns the new list."""
         session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
         assert attempt is not None
         try:
@@ -154,12 +155,12 @@ class ArtifactCollector:
         return listed
 
     async def keep_log(self, log_of_grading: GradingLog, listed: ArtifactList) -> ArtifactList:
-        """Keep the output of the graders, if there is any, and add it to the list. Returns the new list."""
+        """Keep the output of the graders, if there is any, and add the output to the list. Returns the new list."""
         return await self._keep_own(GRADING_LOG, log_of_grading.content(), listed)
 
     async def keep_record(self, record: bytes, listed: ArtifactList) -> ArtifactList:
-        """Keep the record of the session's network connections, if there is any, and add it to the list. Returns the
-        new list."""
+        """Keep the record of the session's network connections, if there is any, and add the record to the list.
+        Returns the new list."""
         return await self._keep_own(NETWORK_RECORD, record, listed)
 
     async def _keep_own(self, name: str, data: bytes, listed: ArtifactList) -> ArtifactList:
@@ -230,11 +231,13 @@ class ArtifactCollection:
                     yield path
 
     async def keep(self, path: str) -> None:
-        """Store the bytes of a file, unless an earlier step has stored the same file. If this is impossible, list the
-        file as left out with the reason. An earlier step's file of this path may then be outdated: it is not listed."""
+        """Store the bytes of a file, unless an earlier step has stored the same file. If the file cannot be stored,
+        list it as left out, with the reason. An earlier step's file of the same path is then no longer listed, because
+        it may be outdated. It stays listed if the path is now missing or a folder."""
         earlier = self.kept.artifacts.get(path)
         bytes_left = self.limits.total_bytes - self.kept.stored_bytes
-        # A file as large as the earlier one is read even if there is no room for it, because it may be unchanged.
+        # A file as large as the earlier one is read even if there is no room for another file, because it may be
+        # unchanged.
         limit = min(self.limits.file_bytes, bytes_left if earlier is None else max(bytes_left, earlier.size))
         full = f" ({self.limits.total_bytes} bytes are kept in all)" if bytes_left < self.limits.file_bytes else ""
         try:
@@ -266,7 +269,7 @@ class ArtifactCollection:
         if len(data) > bytes_left:
             self._leave_out_newer(path, f"{path} is larger than {bytes_left} bytes{full}")
             return
-        self.kept.stored_bytes += len(data)  # even if it fails, because the service may have stored the file
+        self.kept.stored_bytes += len(data)  # even if `keep` fails, because the service may have stored the file
         try:
             digest = await self.store.keep(self.session_id, self.attempt, data)
         except (OSError, ServiceError) as error:

@@ -97,8 +97,8 @@ class AttemptStore(Protocol):
 
 
 def continues_turns(session: SessionRow, task: TaskSpec) -> bool:
-    """Return True if the next attempt of an external session continues the turns of the earlier attempts. Only remote
-    agents start from the beginning, and only after a failure other than the loss of the service."""
+    """Return True if the next attempt of an external session continues the turns of the earlier attempts. Only a remote
+    agent may start from the beginning instead: it does so after every failure except the loss of the service."""
     error = session.last_error
     return task.harness.remote is None or error is None or error.code == LEASE_EXPIRED
 

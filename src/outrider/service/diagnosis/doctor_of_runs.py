@@ -33,9 +33,9 @@ MOST_SESSIONS = 200_000
 MOST_GROUPS = 100_000
 """Maximum number of groups that are examined, so that the search for a rare label does not read the whole history."""
 MOST_TURNS = 200
-"""Maximum number of turns that are read of a sampled session."""
+"""Maximum number of turns that are read from one sampled session."""
 MOST_PARTS = 200
-"""Maximum number of timeline parts that are read of a sampled session."""
+"""Maximum number of timeline parts that are read from one sampled session."""
 ENTRIES = msgspec.msgpack.Decoder(list[Entry])
 
 
@@ -202,7 +202,7 @@ def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _findings(evidence: RunEvidence) -> Steps[list[RunFinding]]:
-    # Apply the rules to the evidence, as one step of the offload thread. It yields more than INLINE_BYTES, because
-    # smaller steps run in the event loop, and the rules take some milliseconds.
+    # Apply the rules to the evidence, as one step of the offload thread. The yielded size is above INLINE_BYTES,
+    # because a smaller step would run in the event loop, and the rules take some milliseconds.
     yield INLINE_BYTES + 1
     return diagnose(evidence)

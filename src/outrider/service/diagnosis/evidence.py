@@ -1,8 +1,8 @@
 """Counts what happened in a run: the result of each session, and facts about a sample of sessions.
 
 Results are added group by group, in any order, and are not kept, so the memory does not grow with the run. In a large
-run, trends are computed from a sample of groups, and turns are read of a sample of sessions. Samples are chosen by
-digests of group ids, so the same run always gives the same samples. Invariant: each session is counted once.
+run, trends are computed from a sample of groups, and only the turns of a sample of sessions are read. Samples are
+chosen by digests of group ids, so the same run always gives the same samples. Invariant: each session is counted once.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "
 after a dot, a slash or a colon, such as `unit/tests`, also counts."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
-"""Stop reasons of sessions that were cancelled, or that their group no longer needed. They count neither as failed nor
-as successful."""
+"""Stop reasons of sessions that were cancelled, or that their group no longer needed. Such sessions count neither as
+failed nor as successful."""
 CUT_SHORT = (StopReason.MAX_TOKENS, StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW)
 OUT_OF_TIME = (StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.EXPIRED)
 REWRITES = (

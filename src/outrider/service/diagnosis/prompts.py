@@ -20,8 +20,8 @@ HEAD_CHARACTERS = 100_000
 SHOWN_CHARACTERS = 160
 """Maximum number of characters of a line that are shown."""
 SIMILAR = 0.5
-"""Two texts count as versions of the same prompt if at least this share of their lines is equal, or of their characters
-if each has only one line. Otherwise they are taken for prompts of different agents."""
+"""Two texts count as versions of the same prompt if at least this share of their lines is equal. If each text has only
+one line, the share of equal characters counts. Texts with less in common are taken for prompts of different agents."""
 
 KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
     (

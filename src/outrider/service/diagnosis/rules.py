@@ -574,7 +574,7 @@ def _odds(share: float) -> float:
 
 def _of_speeds(evidence: RunEvidence) -> Iterator[Measured]:
     """Compare the seconds per token of each engine with those of all other engines together. `units` is twice the
-    number of sessions on the engine or on the other engines, whichever is smaller."""
+    smaller of two numbers: the sessions on the engine, and the sessions on the other engines."""
     for name, own in sorted(evidence.speeds.items()):
         rest = [moments for other, moments in evidence.speeds.items() if other != name]
         others = _merged(rest)

@@ -18,8 +18,8 @@ from outrider.timeline import Entry, EntryKind
 from outrider.trajectory import HEAD_CHANGES, FinishReason, JoinKind, Turn
 
 MOST_TOOLS = 100
-"""Maximum number of a session's tools whose results are counted, and of programs whose seconds are. All others are left
-out, because a model may invent any number of names."""
+"""Maximum number of a session's tools whose results are counted, and also of programs whose seconds are counted. All
+further tools and programs are left out, because a model may invent any number of names."""
 MOST_HEADS = 8
 """Maximum number of a session's conversations whose beginnings are compared."""
 MISSING = (126, 127)
