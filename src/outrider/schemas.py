@@ -60,8 +60,8 @@ class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
     """A node's resources for sandboxes: processors, MiB of memory, and GPUs. `..._set_aside` is how much of each is
-    reserved. `waiting` is the number of sessions that wait for resources. `served` is the number that got them since
-    the node's start, and `waited_seconds` is their total wait."""
+    reserved. `waiting` is the number of sessions that wait for resources. `served` is the number of sessions that got
+    resources since the node's start, and `waited_seconds` is their total wait."""
 
     cpus: float
     cpus_set_aside: float = 0.0
@@ -264,7 +264,8 @@ class GroupSummary(GroupFields, frozen=True, kw_only=True):
 
 
 class GroupList(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups, newest first. Send `after` with the next request to get the next page. It is None on the last page."""
+    """Groups, newest first. Send `after` with the next request to get the next page. `after` is None on the last
+    page."""
 
     groups: tuple[GroupSummary, ...]
     after: str | None = None
@@ -444,7 +445,8 @@ class Redelivered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GcReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of removing finished groups. With `dry_run`, it is what would be removed.
+    """The result of removing finished groups. With `dry_run`, nothing was removed, and the numbers show what would be
+    removed.
 
     - `groups`, `sessions`: the numbers of removed groups and sessions.
     - `bytes`: the size of the removed tasks, turns, results and artifacts.
@@ -578,8 +580,8 @@ class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionList(msgspec.Struct, frozen=True, kw_only=True):
-    """Sessions by group, newest group first. Send `after` with the next request to get the next page. It is None on the
-    last page."""
+    """Sessions by group, newest group first. Send `after` with the next request to get the next page. `after` is None
+    on the last page."""
 
     sessions: tuple[SessionView, ...]
     after: str | None
@@ -682,7 +684,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     - `model`, `frozen`: the names of the policy and of the frozen models.
     - `sessions`: the number of sessions of the caller's tenant, by state. For an admin, the sessions of all tenants.
     - `cursor`: the position of the newest result of these sessions. A client can follow later results from there.
-    - `failing`: background work of the service and its nodes that currently fails.
+    - `failing`: background work that currently fails, in the service or on its nodes.
     - `may`: the roles that the caller may act in.
     """
 

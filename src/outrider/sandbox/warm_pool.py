@@ -2,9 +2,10 @@
 
 Sandboxes of one kind have the same runtime spec, uploaded files and harness mounts. Invariants:
 
-- A sandbox in the pool is unused. It is either given to one session, while it is alive and young, or stopped here.
+- A sandbox in the pool is unused. Either it is given to one session, while it is alive and young, or the pool stops it.
 - The memory of all sandboxes of the pool, including those being started or stopped, stays within the limit.
-- If an external service such as Kubernetes has no room for a session's sandbox, the pool stops one of its own.
+- If an external service such as Kubernetes has no room for a session's sandbox, the pool stops one of its warm
+  sandboxes.
 """
 
 from __future__ import annotations

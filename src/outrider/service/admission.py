@@ -81,8 +81,8 @@ MAX_NAMES = 1024
 report, which may have more fields."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
-"""Folders of a sandbox to which programs write. No virtual environment may be mounted over one, because the mount is
-read-only."""
+"""Folders of a sandbox to which programs write. No virtual environment may be mounted over such a folder, because the
+mount is read-only."""
 
 STEP_KINDS = frozenset({"PrepareCommand", "Upload", "function-after[_decodable(), Write]"})
 """The kinds of prepare steps, as pydantic names them in an error's location. Pydantic tries to read a step as each

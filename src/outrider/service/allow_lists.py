@@ -1,5 +1,5 @@
-"""Checks the Python code, runtimes, images, networks and callback hosts that a task names against the operator's
-settings. Also checks the addresses to which callbacks connect.
+"""Checks whether the operator's settings allow the Python code, runtimes, images, networks and callback hosts of a
+task. Also checks the addresses to which callbacks connect.
 
 Host paths are checked in admission.py. This module never imports the Python code that a task names.
 """

@@ -41,7 +41,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     who, role: the name and role of the caller's token.
     place: the caller's address.
     call: the method and route.
-    ids: the ids in the request, and the ids of objects that it created.
+    ids: the ids in the request, and the ids of the objects that the call created.
     status: the HTTP status of the reply.
     """
 

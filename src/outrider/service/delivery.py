@@ -251,8 +251,8 @@ class Deliverer:
         if self._secret is not None:
             headers |= signed_headers(self._secret, delivery.group_id, body, now=time.time())
         try:
-            # A redirect is not followed. It turns the POST into a GET, and a reply to a GET does not prove that the
-            # receiver got the group.
+            # A redirect is not followed. Following it would turn the POST into a GET, and a reply to a GET does not
+            # prove that the receiver got the group.
             async with self._http.post(delivery.url, data=body, headers=headers, allow_redirects=False) as reply:
                 if 200 <= reply.status < 300:
                     return None

@@ -325,8 +325,8 @@ class SampleFileRun:
 
 
 def _turns(rows: Sequence[JsonSample], tokenizer: Tokenizer | None) -> tuple[TurnView, ...]:
-    """Build the turns of a session from its rows. If several rows contain a turn, the row in which it is trained is
-    used."""
+    """Build the turns of a session from its rows. If several rows contain a turn, the row in which the turn is trained
+    is used."""
     found: dict[int, TurnView] = {}
     for row in rows:
         for place, index in enumerate(row.turns):

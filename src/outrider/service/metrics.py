@@ -1,8 +1,8 @@
 """The metrics of a service: their names (`FAMILIES`) and their current values (`ServiceMetrics.read`).
 
 Most values are read from the service's components at the time of the request. `metrics_counts.py` keeps the counters,
-and `metrics_text.py` writes the values as text. Invariants: `read` returns only values of these families; no client or
-agent can choose a label value, and a family has a limited number of values.
+and `metrics_text.py` writes the values as text. Invariants: `read` returns only values of the metrics in `FAMILIES`; no
+client or agent can choose a label value, and a metric has a limited number of values.
 """
 
 from __future__ import annotations

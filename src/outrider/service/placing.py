@@ -88,7 +88,7 @@ class NodePlacement:
 
     def remove(self, node: Node) -> None:
         """Remove a node, so that no more sessions are placed on it. Its running sessions continue. The functions that
-        `take` returned for them must still be called."""
+        `take` returned for these sessions must still be called."""
         if node.name in self._places and self._places[node.name].node is node:
             del self._places[node.name]
             self._gone.add(total_of(node.stats().resources).quantities)
@@ -183,8 +183,8 @@ class NodePlacement:
         return any(fits(needs.quantities, has) for has in (*here, *self._gone))
 
     def take(self, node: Node, task: TaskSpec, *, reserved: bool) -> Callable[[], None]:
-        """Count a session as placed on a node. Returns a function that gives its slot and resources back, and that must
-        be called exactly once."""
+        """Count a session as placed on a node. Returns a function that gives the session's slot and resources back. It
+        must be called exactly once."""
         place = self._places[node.name]
         needs = session_needs(task).quantities
         place.sessions += 1

@@ -74,7 +74,7 @@ class LeaseLimits(msgspec.Struct, frozen=True, kw_only=True):
     - `seconds`: lifetime of the lease of a running attempt. The scheduler renews it three times in this period. If it
       expires, the session goes back into the queue.
     - `recovered`: maximum number of new attempts that a session gets because its node was lost. The loss of a node does
-      not count as a failure of the session, but there is a limit, because the session may have caused it.
+      not count as a failure of the session, but there is a limit, because the session may have caused the loss.
     """
 
     seconds: float = 30.0
@@ -535,8 +535,8 @@ def _take_nothing() -> Callable[[], None]:
 
 
 def _may_be_killed(result: SessionResult) -> bool:
-    """Return whether a signal may have ended the agent's program, or broken its sandbox. systemd, Slurm and a shutdown
-    send a service's signal to all its processes, sandboxes included."""
+    """Return whether a signal may have ended the agent's program, or broken its sandbox. When systemd, Slurm or a
+    shutdown stops a service, all its processes get the signal, including those in sandboxes."""
     left = result.harness_exit
     by_signal = left is not None and 128 < left.code <= 128 + signal.SIGRTMAX
     return by_signal or result.stop_reason is StopReason.AGENT_EXCESS

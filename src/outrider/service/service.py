@@ -395,7 +395,7 @@ class Service:
         return await self.reader.session(session_id, tenant=caller.sees)
 
     async def group(self, group_id: str, *, wait: float, samples: bool, caller: Principal = LOCAL) -> GroupView:
-        """Wait up to `wait` seconds for a group to be done, and return it in its state at that time."""
+        """Wait up to `wait` seconds for a group to be done. Then return the group in its current state."""
 
         async def is_done() -> bool:
             return (await self.store.group(group_id, tenant=caller.sees)).state is GroupState.DONE
@@ -521,7 +521,8 @@ class Service:
         )
 
     def failing(self) -> tuple[FailingChore, ...]:
-        """Return the background work of the service and its nodes that fails now. The longest failing comes first."""
+        """Return the background work that fails now, in the service and on its nodes. The work that has failed for the
+        longest time comes first."""
         failing = chain(
             self.failures.failing(),
             *(node.failing for node in self.scheduler.places.stats()),

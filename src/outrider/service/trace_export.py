@@ -85,7 +85,7 @@ class TraceExport:
                 return
 
     async def _send_of(self, events: Sequence[EventView]) -> None:
-        """Send the traces of the sessions that ended with these events. The position is stored after each message."""
+        """Send the traces of the sessions whose end these events report. The position is stored after each message."""
         traces: list[list[TraceSpan]] = []
         for event in events:
             if event.kind == EventKind.SESSION_DONE:

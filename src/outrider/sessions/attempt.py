@@ -37,8 +37,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     session: `session.attempt` is the number of this attempt, from 1.
     reserved: True if the attempt uses the slots reserved for evaluations.
-    stored: the result of an earlier run, if the attempt only grades this run and starts no agent. The run belongs to an
-        earlier session or, if the agent ran elsewhere, to this session.
+    stored: the result of an earlier run, for an attempt that only grades this run and starts no agent. Otherwise None.
+        The run belongs to an earlier session or, if the agent ran elsewhere, to this session.
     """
 
     session: SessionRow

@@ -34,8 +34,8 @@ share: all sandboxes together would only reach the limit sooner."""
 
 
 def counted_memory(resources: Resources, controllers: Container[str]) -> int:
-    """Return the maximum bytes of memory for all programs of a sandbox together, which the tool server enforces (see
-    guest/memory_watch.py). Returns 0 if a control group enforces this limit instead."""
+    """Return the limit that the tool server enforces for the memory of all programs of a sandbox together, in bytes
+    (see guest/memory_watch.py). Returns 0 if a control group enforces this limit instead."""
     return 0 if "memory" in controllers else resources.most_memory_mb * MEBIBYTE
 
 
@@ -77,8 +77,8 @@ def open_files(soft: int, hard: int) -> int:
 
     For each user, the kernel counts the descriptors that were sent over a socket but not yet received. A process cannot
     send another descriptor while this count exceeds the process's own limit of open descriptors. So the limit of a
-    sandbox's program is half of the node's limit, or MIN_OPEN_FILES if that is more. Above MIN_OPEN_FILES, a sandbox
-    can then no longer send when the count exceeds its lower limit, and so never keeps the node from sending."""
+    sandbox's program is at most half of the node's limit, unless half is less than MIN_OPEN_FILES. A sandbox with this
+    lower limit stops sending before the count reaches the node's limit, and so never keeps the node from sending."""
     soft, hard = (MAX_OPEN_FILES * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     return max(min(MAX_OPEN_FILES, soft // 2), min(MIN_OPEN_FILES, hard))
 

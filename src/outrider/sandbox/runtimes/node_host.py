@@ -27,7 +27,7 @@ PREFIX = "outrider-"
 """Prefix of the names of every node and of its folders, control groups and labels."""
 
 ID_FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
-"""The files of a machine that list the ranges of user ids and of group ids that are set aside for each user."""
+"""Two files of a machine. For each user, they list the ranges of user ids and of group ids that are set aside."""
 
 SWEEP_SECONDS = 60.0
 """Seconds that the sweep of one part may take (see `Host.sweep`)."""
@@ -37,7 +37,8 @@ class Host:
     """The identity of a node, and the objects that its sandboxes share (parts).
 
     - `folder` is the node's private folder.
-    - `name` is unique to this node for all time. It contains its process id and start time, which `lives` checks.
+    - `name` is unique to this node for all time. It contains the process id and the start time of the node, which
+        `lives` checks.
     - `starts_per_second` is the setting `sandboxes.starts_per_second`.
     - `pods` are the settings `sandboxes.kubernetes`.
     - `failures` records the failures of the parts' background work.

@@ -76,7 +76,7 @@ class NvidiaDriver:
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Return the GPUs that this process may open. A batch job may have only some of the machine's GPUs, because a
-        control group denies it the others. `access` detects this without opening a GPU."""
+        control group denies the job the others. `access` detects this without opening a GPU."""
         known = [_gpu(at, _text(file)) for at, file in enumerate(sorted(self.proc.glob("gpus/*/information")))]
         if not known:  # in a container, /proc may lack these files
             minors = sorted(int(path.name[6:]) for path in self.dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())

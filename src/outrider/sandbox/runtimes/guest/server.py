@@ -43,7 +43,7 @@ else:
 PR_SET_CHILD_SUBREAPER = 36
 SEARCH_SECONDS = 60
 SEARCH_BYTES = 64 << 20
-"""Limits of a child that searches files, in seconds and in bytes of its result. They are needed, because an agent can
+"""Limits of a child that searches files, in seconds and in bytes of its result. Limits are needed, because an agent can
 make a tree whose search would never end."""
 SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
@@ -84,8 +84,8 @@ class Server:
         if args["subreaper"]:
             import ctypes
 
-            # Make the server adopt orphans among its descendants, so that it can still find and kill them. The first
-            # process of a pid namespace adopts orphans without this.
+            # Make the server adopt orphans among its descendants, so that it can still find and kill the orphans. The
+            # first process of a pid namespace adopts orphans without this setting.
             if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         for path, data in args["files"].items():
@@ -244,8 +244,8 @@ def kill_all_below() -> None:
 
 
 def preload() -> None:
-    """Import all modules that functions would otherwise import when they are called. After a change of the root, this
-    process can no longer import from the standard library."""
+    """Import all modules that functions would otherwise import only when they are called. After this process has
+    changed its root, it can no longer import from the standard library."""
     import _socket
     import ctypes
     import fcntl

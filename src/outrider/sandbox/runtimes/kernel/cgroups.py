@@ -39,8 +39,8 @@ groups can limit the sockets of a group separately."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""Name of the inner group into which this process moves with version 2 of control groups. It moves because a group that
-contains processes cannot pass its controllers on to inner groups."""
+"""Name of the inner group into which this process moves with version 2 of control groups, because a group that contains
+processes cannot pass its controllers on to inner groups."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
@@ -128,8 +128,8 @@ class ControlGroup:
 
     @property
     def entrances(self) -> tuple[str, ...]:
-        """Paths of control files. A process enters the group by writing "0" to each. Its later children are then also
-        in the group."""
+        """Paths of control files. A process enters the group by writing "0" to each of these files. Children that the
+        process starts later are then also in the group."""
         return tuple(str(folder / "cgroup.procs") for folder in self.folders)
 
     def ran_out(self) -> bool:

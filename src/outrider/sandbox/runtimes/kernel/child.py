@@ -1,8 +1,8 @@
 """A process that works for the service, and its descendants. The process is watched through a pidfd.
 
-It is a child of this process, or a fork of the zygote. Invariants: after `Child.end`, the process is dead, and the exit
-code of a child has been collected. A signal never reaches another process that got the same pid: it is sent through a
-pidfd, or to a child whose exit code has not been collected.
+The watched process is a child of the Python process that runs this module, or a fork of the zygote. Invariants: after
+`Child.end`, the process is dead. If it was a child, its exit code has been collected. A signal never reaches another
+process that got the same pid: it is sent through a pidfd, or to a child whose exit code has not been collected.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
 class MountPoint(msgspec.Struct, frozen=True):
-    """A mount point and the kind of its file system (such as `tmpfs`). `device` identifies the file system, and `root`
-    is the path in it that the mount shows."""
+    """A mount point and the kind of its file system (such as `tmpfs`). `device` identifies the file system. `root` is
+    the path in the file system that the mount shows."""
 
     path: str
     kind: str

@@ -189,7 +189,7 @@ class KubeApi:
 
     async def watch_pods(self, namespace: str, selector: str, version: str) -> AsyncIterator[PodEvent]:
         """Yield the changes of pods with these labels since `version`. Ends when the server ends the watch. Raises
-        KubeApiError. Its status is 410 if the server no longer has these changes."""
+        KubeApiError. The error's status is 410 if the server no longer has these changes."""
         query = {
             "labelSelector": selector,
             "watch": "1",
@@ -226,7 +226,7 @@ class KubeApi:
         self, namespace: str, name: str, container: str, command: Sequence[str]
     ) -> aiohttp.ClientWebSocketResponse:
         """Run a command in a container. Returns a WebSocket for the command's input and outputs (see exec_stream.py).
-        The caller must reply to its pings, and close it."""
+        The caller must reply to the WebSocket's pings, and close the WebSocket."""
         query = [("command", word) for word in command]
         query += [("container", container), ("stdin", "true"), ("stdout", "true"), ("stderr", "true")]
         async with translated(), asyncio.timeout(self._waits.open):

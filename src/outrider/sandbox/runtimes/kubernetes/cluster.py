@@ -1,8 +1,8 @@
 """The pods of one node in a cluster. This module creates them, follows their states, and removes them.
 
-It does not depend on the programs in a pod. Invariant: a pod of this node is in `_ours` from before its creation is
-requested until `remove` has ended. `sweep` removes all other pods of this node, the pods of nodes that have certainly
-ended, and every pod that ended long ago.
+It does not depend on the programs in a pod. Invariant: `_ours` contains the name of a pod of this node before the pod's
+creation is requested, and until `remove` has ended. `sweep` removes all other pods of this node, the pods of nodes that
+have certainly ended, and every pod that ended long ago.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the address of an API server, and credentials for it. They come from the pod in which this process runs, or
+"""Finds the address of an API server, and credentials for it. Both come from the pod in which this process runs, or
 from a kubeconfig.
 
 Invariant: no program that a kubeconfig names is run, and no error message contains a secret.

@@ -1,7 +1,7 @@
 """Builds the request that creates the pod of a sandbox. All functions are pure.
 
 Invariant: a pod has no credentials of the cluster and sees nothing of its machine. It has only the privileges that it
-needs for its own files, and cannot gain more. If the pod's user is root, it is root only in the pod's own user
+needs for its own files, and cannot gain more. If the pod's user is root, this user is root only in the pod's own user
 namespace.
 """
 

@@ -36,7 +36,7 @@ HIDDEN_KINDS = frozenset(
     }
 )
 """Kinds of file systems that no sandbox may see, even if they are mounted below a system folder, as in a chroot. Most
-belong to the kernel and tell facts about the host. In `autofs`, looking up a name may wait for a server."""
+belong to the kernel and reveal facts about the host. In `autofs`, looking up a name may wait for a server."""
 
 Ids = tuple[int, int, int]
 """A range of ids, as in a line of /proc/PID/uid_map: the first id in the sandbox, the first id on the host, and the

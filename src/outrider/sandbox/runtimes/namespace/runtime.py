@@ -4,7 +4,7 @@ in milliseconds.
 The root of a sandbox consists of the host's system folders, an image, or a folder that the spec names. Changes to it
 are thrown away. The only network is a loopback, with the model gateway at 127.0.0.1. Invariant: the tool server is the
 first process of the sandbox's pid namespace. Its exit kills all other processes of the sandbox, and `stop` waits for
-it.
+this exit.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ async def launch(
     name = context.directory.name
     groups = await context.host.part(Cgroups)
     # The control groups are opened before the zygote starts. With version 2, opening them moves the processes of our
-    # own group to another group, one by one, and would miss a process that starts meanwhile.
+    # own group to another group, one by one. A process that starts meanwhile would not be moved.
     zygote = await context.host.part(ZygoteClient)
     files = await asyncio.to_thread(_host_files, spec, context, zygote.host_root, driver)
     gpus, root = files.gpus, files.root

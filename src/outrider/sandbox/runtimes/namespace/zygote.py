@@ -88,7 +88,7 @@ class ZygoteClient:
         await shielded(self._await_deaths)
 
     async def _await_deaths(self) -> None:
-        """Wait until the abandoned zygotes have exited, and with them all sandboxes forked from them."""
+        """Wait until the abandoned zygotes have exited. All sandboxes that were forked from them exit with them."""
         while self._given_up:
             await self._given_up.pop().end(STOP_SECONDS)
 

@@ -176,8 +176,8 @@ def remote_command() -> list[str]:
 
 @functools.cache
 def remote_delivery() -> bytes:
-    """Return the tool server's source text, ready to be sent. Every Python from 3.8 on can run it, while bytecode would
-    need the same version."""
+    """Return the tool server's source text, ready to be sent. Every Python from 3.8 on can run it. Bytecode would run
+    only in the Python version that compiled it."""
     with COMPILING:
         return delivery(program().encode())
 

@@ -226,7 +226,7 @@ def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, 
 
 
 async def undone(sandbox: str, step: Callable[[], Awaitable[object]]) -> None:
-    """Run `step`, which undoes a part of a launch, to its end, even if the caller is cancelled meanwhile.
+    """Run `step` to its end, even if the caller is cancelled meanwhile. `step` undoes a part of a launch.
 
     A failure is logged and not raised, because `Runtime.stop` never raises an error, and the remaining steps must also
     be undone."""

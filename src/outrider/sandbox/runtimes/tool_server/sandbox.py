@@ -88,8 +88,8 @@ class SandboxPaths:
     """Maps the paths that callers give to paths in a sandbox.
 
     `work` is the host folder that takes the place of the spec's `workdir`. It is None in a sandbox with its own root.
-    If it is set, relative paths are mapped into it, and so are absolute paths at or below `workdir`. Any other absolute
-    path is a path on the host."""
+    If `work` is set, relative paths are mapped into this folder, and so are absolute paths at or below `workdir`. Any
+    other absolute path is a path on the host."""
 
     workdir: str
     work: str | None = None

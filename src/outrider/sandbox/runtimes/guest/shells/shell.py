@@ -109,7 +109,7 @@ class LiveShell:
 
     def _open(self) -> None:
         """Start the next command. If none is left, report that the shell cannot be opened. Raises OSError if the
-        program cannot be started. All descriptors are then closed."""
+        program cannot be started. In this case, all descriptors are closed."""
         if not self.commands:
             self._give_up()
             return
