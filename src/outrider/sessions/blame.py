@@ -1,8 +1,8 @@
-"""Decides what happens after a stage of an attempt has ended. The attempt is graded, ends without a grade, fails with
-an error, or its agent is blamed (`agent_excess`).
+"""Decides what happens after a stage of an attempt has ended. The attempt is graded, ends without a grade, or fails
+with an error, or the agent is blamed (`agent_excess`).
 
-`decide(facts)` applies the first rule of RULES that fits. Its callers collect the facts and build the errors.
-docs/failure.md lists the rules.
+`decide(facts)` applies the first rule of RULES that fits. The callers of `decide` collect the facts and build the
+errors. docs/failure.md lists the rules.
 
 Invariants, which tests/sessions/test_blame.py checks for all combinations of facts:
 
@@ -24,12 +24,12 @@ from outrider.sessions.calls.limits import LimitReached
 
 HARMFUL_SECONDS = 2.0
 """A delay of this many seconds can make an agent's client give up. The delay is either a single stall of the service,
-or the total time by which a run's waits for an engine or the store were too long. Shorter delays are ignored, because
-any slow model call takes as long."""
+or the sum of a run's delays while its calls waited for an engine, the store or the decoder of images. Shorter delays
+are ignored, because a slow model call without any fault can take as long."""
 
 
 class Stage(StrEnum):
-    """A part of an attempt. The rules apply when it has ended."""
+    """A part of an attempt. The rules are applied when the part has ended."""
 
     PREPARE = "prepare"
     """The sandbox starts, and the harness is installed. No agent has run yet."""
@@ -52,8 +52,8 @@ class End(StrEnum):
     SESSION_CLOCK = "the session's time"
     """The time limit of the session or of its preparation was reached."""
     TIMEOUT = "another timeout"
-    """The stage raised TimeoutError, but not because of the session's clocks. A plugin raised it, or the run was cut
-    off because a limit was reached or a turn could not be stored."""
+    """The stage raised TimeoutError, but no clock of the session had run out. Either a plugin raised the error, or the
+    run was cut off because a limit was reached or a turn could not be stored."""
     LIMIT = "a limit"
     """An in-process agent raised `LimitReached`."""
     REFUSED = "a refusal"
@@ -93,8 +93,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     unrecorded: bool = False
     """A turn could not be stored."""
     engine_failed: bool = False
-    """A model call failed, and no later call has made up for it by succeeding (see `FailedCalls`). A prompt that was
-    too long is not such a failure."""
+    """A model call failed, and no later call has made up for the failure by succeeding (see `FailedCalls`). A call that
+    failed because its prompt was too long does not count."""
     stalled: bool = False
     """While the agent ran, the service stalled once for at least HARMFUL_SECONDS."""
     overdue: bool = False
@@ -108,7 +108,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     limit: bool = False
     """The newest model call was refused because the session had used up its turns or tokens."""
     overflow: bool = False
-    """The prompt of a model call was too long, and no later call has succeeded in its place."""
+    """The prompt of a model call was too long, and no later call has made up for that call by succeeding."""
     called: bool = False
     """At least one model call to the policy was recorded as a turn in the task's current step."""
     replied: bool = False
@@ -116,8 +116,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     inside: bool = False
     """The failure came from inside a sandbox in which the agent had worked."""
     sandbox_failed: bool = False
-    """True if the sandbox or a program failed, and False if the evaluator failed. Used only in the stage CONFIRM, which
-    examines this failure."""
+    """True if the failure that the stage CONFIRM examines was one of the sandbox or of a program. False if it was one
+    of the evaluator. Not used in other stages."""
 
     @property
     def may_be_harmed(self) -> bool:
@@ -134,8 +134,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explained(self) -> bool:
-        """True if it is already known which part of the infrastructure failed. Then the calls that the agent gave up
-        need not be checked."""
+        """True if it is already known which part of the infrastructure failed. In this case, the calls that the agent
+        gave up need not be checked."""
         delayed = self.stalled or self.overdue
         return self.unrecorded or self.engine_failed or (self.may_be_harmed and delayed)
 
@@ -180,8 +180,8 @@ class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
     stages, ends, when: the rule fits if the stage is in `stages`, the end is in `ends`, and all facts named in `when`
         are true.
     cause: the error with which the attempt ends, or None.
-    reason: without a `cause`, the stop reason of the attempt; None means that of the limit that was reached. The
-        attempt is then graded, except after SESSION_TIMEOUT.
+    reason: the stop reason of the attempt, if `cause` is None. The attempt is then graded, unless the stop reason is
+        SESSION_TIMEOUT. If `reason` is None, too, the stop reason is that of the limit that was reached.
     maybe_agent: if True, the agent is blamed instead, provided that the error came from inside the sandbox and the
         model had replied.
     """
@@ -207,7 +207,8 @@ class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
 
 RULES = (
     # The failures of the infrastructure come first, from broad to narrow, because a broad failure may have caused a
-    # narrow one. "sandbox failed" is the last of them, because it may blame the agent.
+    # narrow one. The last of these rules is "sandbox failed", because it is the only one of them that can blame the
+    # agent.
     BlameRule(
         name="turn not stored",
         when=("unrecorded",),

@@ -42,8 +42,8 @@ class Budget:
 
 
 class _Spending:
-    """One `spend` block. A deadline fixed at its start would be too early after a stall. So a timer checks the budget
-    instead, and is set again while seconds are left. Once the timer is cancelled, no reference cycle is left (see
+    """One `spend` block. A fixed deadline would be too early after a stall. So a timer checks the budget, and is set
+    again while seconds are left. Once the timer is cancelled, no reference cycle is left (see
     concurrency/garbage.py)."""
 
     def __init__(self, budget: Budget, seconds: float, stalled_seconds: Callable[[], float]) -> None:
@@ -116,7 +116,7 @@ class PausableTimeout:
                 self._set_end(loop.time() + self._left)
 
     def _set_end(self, when: float | None) -> None:
-        with suppress(RuntimeError):  # reschedule raises it if the time is over or the block has ended
+        with suppress(RuntimeError):  # raised by `reschedule` if the time is over or the block has ended
             self.block.reschedule(when)
 
 

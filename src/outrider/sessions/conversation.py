@@ -65,8 +65,8 @@ MAX_IMAGE_BYTES = 1 << 30
 MAX_GRIDS = 4096
 """Maximum number of images of a session whose grid (size in patches) is cached. Beyond it, the cache is cleared."""
 IMAGES = "the decoder of images"
-"""Names the waits for files to be decoded and for memory for pixels. Such a wait ends before the engine gets the
-request."""
+"""Name of two kinds of wait: until a file is decoded, and until there is memory for pixels. Both end before the engine
+gets the request."""
 IMAGE_SECONDS = 10.0
 """Seconds after which decoding an image, or a wait for memory for its pixels, counts as overdue. A single image takes
 less time, so other sessions or the machine must be the cause."""
@@ -74,8 +74,8 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Seconds after which storing a turn counts as overdue. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""How many bytes of a turn's text and images allow one more second for storing it before it counts as overdue. The
-agent is responsible for the size of its turns."""
+"""For each of this many bytes of a turn's text and images, storing the turn may take one second more before it counts
+as overdue. A large turn is no fault of the store, because the agent determines the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -111,14 +111,14 @@ class _Failed(msgspec.Struct, frozen=True):
 
 
 class FailedCalls:
-    """The failed calls of one model that no later call has made up for. If any is left when the run ends, its error
-    counts as the error of the run (see `error`).
+    """The failed calls of one model that no later call has made up for. If a failed call is left when the run ends, its
+    error counts as the error of the run (see `error`).
 
     `begin` is called when a call begins. When the call has ended, `ended` is called with the number that `begin`
     returned, unless the client caused the error or gave up the call.
 
     - A call makes up for a failed call if it begins after the failure and succeeds.
-    - If the later call fails as well, its failure replaces the earlier one.
+    - If a call that begins after the failure fails as well, its failure replaces the earlier one.
     - A call that was already running at the time of the failure has no effect.
     - A call without tools does not make up for a failed call with tools. Agents request titles and branch names in such
       calls, even if their main work has failed.
@@ -168,14 +168,15 @@ class Conversation:
     Long work on a request runs in the worker thread (`offload`).
 
     record: stores a turn. It is awaited before the completion of a call is returned.
-    on_limit: called at most once: if a call was refused because the session had used up its turns or tokens, and they
-        are still used up when no call is running any more.
+    on_limit: called at most once, when the session can make no more calls. This is so if a call was refused because the
+        session's turns or tokens were used up, and if they are still used up when no call is running any more.
     limit: why the last call was refused; None after a call that was admitted.
     step, step_turns: the index of the task's current step, and the number of its turns.
     keep_failed: stores the failed calls that no later call has made up for. It is awaited whenever these calls change,
         before the client gets the error or the end of the reply.
-    broken: the first unexpected error of a call, such as an error of the store, or None. A turn or a failed call may
-        then be missing from the store. When it is set, `on_broken` is called, and later calls are refused.
+    broken: the first unexpected error of a call, such as an error of the store, or None. After such an error, a turn or
+        a failed call may be missing from the store. When `broken` is set, `on_broken` is called, and later calls are
+        refused.
     hung_up: True if a client gave up a call before the run ended.
     frozen: the name of a frozen model for error messages; None for the policy.
     overdue: counts the seconds by which calls wait longer than usual for an engine, the store or the decoder of images.
@@ -287,7 +288,7 @@ class Conversation:
         The prompt is rendered here, even if the session's engine has its own renderer.
 
         Raises RequestError, also for an image that cannot be counted. If the model reads images or the request has
-        images, an engine is assigned to the session first. This may raise RunEnded or EngineError.
+        images, an engine is assigned to the session first, which may raise RunEnded or EngineError.
         """
         thinking = self._thinking_in_prompt(request)
         form = None if self._images is None else (await self._assigned()).image_form
@@ -427,9 +428,9 @@ class Conversation:
 
     @contextmanager
     def _may_be_given_up(self) -> Iterator[None]:
-        """Record a call as given up if the block, which receives or reads its request, is cancelled or the run ends
-        during it. The run's end counts because the client may have disconnected unnoticed: its connection is not read
-        while the request waits for an engine."""
+        """Record a call as given up if the block is cancelled, or if the run ends during the block. The block receives
+        or reads the request of the call. The end of the run counts, because the client may have disconnected before:
+        while the request waits for an engine, the connection is not read, so a disconnection is not noticed."""
         key, waited = object(), self._waited()
         self._not_begun[key] = waited
         try:
@@ -481,7 +482,7 @@ class Conversation:
 
     def _end_at_limit(self) -> None:
         """Call `on_limit` if a call was refused and every later call would be refused, too. This is decided only while
-        no call is running, because a running call may fail, and then gives its turn back."""
+        no call is running, because a running call that fails gives its turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
             on_limit, self._on_limit = self._on_limit, None
@@ -562,7 +563,7 @@ class Conversation:
 
     def _readable_by_messages(self, request: ModelRequest) -> ReadableMessages:
         """Return the request's messages for an engine that takes messages. Documents are given as text, because the
-        engine's model may not read images."""
+        engine's model may be unable to read images."""
         return ReadableMessages(request.messages, images=True, pages=self._pages(pictures=False))
 
     def _pages(self, *, pictures: bool) -> PagesOf | None:
@@ -603,8 +604,8 @@ class Conversation:
         self, prompt: PromptNode, readable: ReadableMessages, form: ImageForm | None, held: ExitStack
     ) -> tuple[RequestImage, ...]:
         """Return the images of a prompt. An image that has left the cache is decoded again from the request's messages.
-        Waits until there is memory for the pixel values; closing `held` frees this memory. Raises RequestError if there
-        are too many or too large images, or if one cannot be decoded as before."""
+        Waits until there is memory for the pixel values; closing `held` frees this memory. Raises RequestError if the
+        images are too many or too large, or if an image cannot be decoded as before."""
         spans = prompt.all_images()
         if not spans:
             return ()
@@ -653,8 +654,8 @@ class Conversation:
         return self._wanted_thinking(request) if request.sampling.constraint is None else False
 
     def _check_reasoning_closed(self, prompt: PromptNode) -> None:
-        """Raise RequestError if the prompt opens the model's reasoning. A constrained reply must not begin with
-        reasoning."""
+        """Raise RequestError if the prompt opens the model's reasoning. Called for a constrained reply, which must not
+        begin with reasoning."""
         renderer = self.backend.renderer
         if renderer.opens_reasoning(prompt.tail(renderer.tail_start)):
             raise RequestError(
@@ -677,8 +678,8 @@ class Conversation:
         )
 
     async def _store(self, turn: Turn) -> None:
-        """Store a turn. If the call is cancelled, CancelledError is raised only after the turn is stored. Otherwise the
-        session's result could be built before the turn is stored, and would lack it."""
+        """Store a turn. If the call is cancelled, CancelledError is raised only after the turn is stored. Otherwise,
+        the session's result could be built before the turn is stored, and would lack the turn."""
         self.turns += 1
         self.step_turns += 1
         if self.step:
@@ -691,7 +692,7 @@ class Conversation:
     async def _recorded(self, turn: Turn) -> None:
         try:
             await self._record(turn)
-        except Exception as error:  # handled here, because a cancelled caller would not see this error
+        except Exception as error:  # handled here, because a caller that was cancelled does not get this error
             self._mark_broken(error)
             raise
 
@@ -729,8 +730,8 @@ def _bytes_of(turn: Turn) -> int:
 
 
 def overdue_error(overdue: float, what: str) -> OutriderError:
-    """Return the error for a run that ended badly, or a call that was given up, after waits that took `overdue` seconds
-    longer than usual, mostly for `what`."""
+    """Return the error for a run that ended badly, or for a call that was given up. Before that, waits had taken
+    `overdue` seconds longer than usual in total. Most of this time was spent on waits for `what`."""
     kind = ServiceError if what in (STORE, IMAGES) else EngineSilent
     return kind(
         f"the agent waited {overdue:.1f} s longer than usual, mostly for {what or 'an engine'}, and then gave a call up"

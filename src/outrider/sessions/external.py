@@ -112,12 +112,12 @@ class ExternalStore(AttemptStore, RunStore, Protocol):
 class ExternalSessions:
     """The node that hosts external sessions in the service's own process. `async with` runs its watchdog.
 
-    grader: waits for a node that can grade a session and returns it. It is called unless the task's evaluator is
+    grader: waits for a node that can grade a session, and returns the node. Not called if the task's evaluator is
         `reported`.
     services: the agent services, which run the agents of tasks with a remote harness.
     paths: resolves the paths of the files that such tasks upload.
-    address: returns the base URL at which the agents of such tasks reach this service. It takes the name of their
-        network (see `AgentServices.run_of`).
+    address: returns the base URL at which the agents of such tasks reach this service. The argument is the name of the
+        agents' network (see `AgentServices.run_of`).
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class ExternalSessions:
         return live.models
 
     async def refusal(self, key: str) -> OutriderError:
-        """Return the error for a model call whose credential gives access to no model (`models` returns None)."""
+        """Return the error for a model call whose credential gives access to no model: `models` has returned None."""
         session_id = self._store.session_of_credential(key)
         if session_id is None:
             return Unauthorized("this session key is unknown, or its run is over")
@@ -209,8 +209,8 @@ class ExternalSessions:
         await self._backend.offload.run(lambda: check_report(report, task, turns))
 
     def note_report(self, session_id: str) -> None:
-        """End the session's run, because its report was stored. Does nothing if the session does not run here; its next
-        attempt will read the report."""
+        """End the session's run, because its report was stored. Does nothing if the session does not run here, because
+        its next attempt will read the report."""
         if (live := self._live.get(session_id)) is not None:
             live.ended.set()
 
@@ -251,7 +251,7 @@ class ExternalSessions:
         try:
             await store.set_state(session.id, session.attempt, SessionState.READY)
             await store.set_state(session.id, session.attempt, SessionState.RUNNING)
-            self._live[session.id] = live  # only now, so that every session that accepts calls is shown as running
+            self._live[session.id] = live  # only now, because every session that accepts calls must be shown as running
             self._begun.send()
             # the session was completed in an earlier attempt, or before this attempt began
             if await store.report(session.id) is not None:
@@ -289,7 +289,7 @@ class ExternalSessions:
                 return following.result()
         except asyncio.CancelledError:
             session = await shielded(lambda: self._store.session(live.attempt.session.id))
-            # if `ending` is None, only this service stops, and the next service process follows the run
+            # If `ending` is None, only this service process stops. The run goes on, and the next process follows it.
             if session.ending is not None:
                 await shielded(run.cancel)
             raise
@@ -324,7 +324,7 @@ class ExternalSessions:
         reason, error = await live.decision(report)
         if error is not None:
             # Only a remote agent can be started again. Any other agent has ended, so another attempt would wait in vain
-            # for its calls.
+            # for calls.
             retryable = error.retryable and task.harness.remote is not None
             error = msgspec.structs.replace(error, retryable=retryable)
             return await live.result(StopReason.ERROR, error=error, answer=report.answer)
@@ -373,7 +373,7 @@ class _LiveSession:
     def _new_models(self) -> None:
         session, task = self.attempt.session, self.attempt.task
         self._overdue = Overdue()
-        self._stalls.restart()  # an earlier stall harmed only calls before a reset
+        self._stalls.restart()  # a stall before a reset did not harm the calls after the reset
 
         def conversation(backend: ModelBackend, frozen: FrozenModel | None) -> Conversation:
             model = None if frozen is None else backend.model
@@ -402,7 +402,7 @@ class _LiveSession:
         """Count a model call that begins."""
         self.calls += 1
         if not self._all.under_way and not self._all.hung_up:
-            self._stalls.restart()  # no call was under way in an earlier stall
+            self._stalls.restart()  # an earlier stall harmed no call, because none was under way
 
     async def resume(self) -> None:
         """Take over the turns and failed calls of the session's earlier attempts."""
@@ -430,7 +430,7 @@ class _LiveSession:
             except Conflict:  # the session was completed in the meantime
                 raise
             except OutriderError as error:
-                self._failure = error  # fails the attempt, because the closed models refuse all later calls
+                self._failure = error  # makes the attempt fail, because the closed models refuse all later calls
                 self.ended.set()
                 raise
             self._new_models()

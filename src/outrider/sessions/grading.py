@@ -1,17 +1,20 @@
 """Grades the outcome of an agent's run. If grading is impossible, decides whether the agent is to blame.
 
 An outcome is graded in the agent's own sandbox. If the task carries files to the grading (`evaluator.carry`), it is
-graded in a new sandbox that no agent has touched, with the evaluator's runtime, or else the agent's.
+graded in a new sandbox that no agent has touched. The new sandbox has the evaluator's runtime or, if there is none, the
+agent's.
 
-- With carried paths or a diff, the new sandbox gets only these, and may start while the agent still runs.
-- With `all`, the new sandbox starts from all files that the agent wrote.
+- If the task carries paths or a diff, the new sandbox gets nothing else of the agent's work, and may start while the
+  agent still runs.
+- If the task carries `all`, the new sandbox starts from all files that the agent wrote.
 
 Invariants:
 
-- With carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows in it.
+- With carried files, the evaluator begins after the agent's sandbox has stopped. The only exception is a step after
+  which another step follows in the same sandbox.
 - Every sandbox that this module starts is stopped.
-- Two sandboxes of a session run at once only while the resources of both are set aside. Exceptions are a second sandbox
-  that needs no resources, and one that `Outcome.beside` opens.
+- Two sandboxes of a session run at once only while the resources of both are set aside. There are two exceptions: a
+  second sandbox that needs no resources, and a second sandbox that `Outcome.beside` opens.
 - An agent is blamed only if the failure came from inside the sandbox, the model had replied by then, and the failed
   operation works in an untouched sandbox.
 """
@@ -114,8 +117,8 @@ class Grading:
     records: receives the network records of new sandboxes.
     numbers: yields a new number for each sandbox in which this session is graded.
     field: the evaluator's field in the task.
-    goes_on: True if another step follows in the agent's sandbox. Then this sandbox is stopped only if the agent is to
-        blame. The session's resources are enough for a second sandbox beside it, which is used for grading.
+    goes_on: True if another step follows in the agent's sandbox. The agent's sandbox is then stopped only if the agent
+        is to blame. The session's resources are enough for a second sandbox, in which the step is graded meanwhile.
     """
 
     def __init__(
@@ -188,10 +191,11 @@ class Grading:
         await shielded(self._undo.aclose)  # if one callback of the stack raises, the other callbacks still run
 
     def start_ahead(self) -> None:
-        """Start the new sandbox for grading now, if it can start without the agent's files and its resources are free.
+        """Start the new sandbox for grading now, if it can start without the agent's files and if its resources are
+        free.
 
-        The sandbox that grades the last step cannot start ahead if it has GPUs, because the agent uses the session's
-        GPUs until the end of the run. A sandbox that grades an earlier step gets no GPUs, and its other resources are
+        A sandbox that grades the last step and has GPUs cannot start ahead, because the agent uses the session's GPUs
+        until the end of the run. A sandbox that grades an earlier step gets no GPUs, and its other resources are
         already set aside for the session.
         """
         needs = required(self._graders.runtime)
@@ -244,7 +248,7 @@ class Grading:
             facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=model_replied)
             if decide(facts).blame is not Blame.AGENT:
                 raise
-            failure = failure or error  # if the run failed, its failure is the cause of this one
+            failure = failure or error  # if the run failed, the failure of the run is the cause of `error`
         self._stopwatch.lap("eval")
         if failure is not None:
             await self._stop(sandbox)
@@ -264,8 +268,8 @@ class Grading:
         """Grade a run whose sandbox no longer exists. `gpus` are set aside for this grading. Raises the errors of
         `grade` and of `fetch`.
 
-        `fetch` writes the run's carried data into a file. It is None if no data was kept. Then the evaluator gets only
-        the agent's answer, the transcript and `Outcome.beside`."""
+        `fetch` writes the run's carried data into a file. If no data was kept, `fetch` is None, and the evaluator gets
+        only the agent's answer, the transcript and `Outcome.beside`."""
         self._gpus = gpus
         if fetch is None:
             self._carry = None
@@ -288,8 +292,8 @@ class Grading:
 
     async def _decide_unchanged(self, runtime: Runtime, outcome: Outcome) -> None:
         """Check whether the agent has changed nothing in the carried repository. If so, keep an empty patch and set the
-        verdict. Does nothing if the evaluator needs a sandbox for this verdict, or if no earlier grading has stored the
-        repository's git tree (`PatchBases`), which the check needs."""
+        verdict. The check needs the repository's git tree, which an earlier grading may have stored (`PatchBases`).
+        Does nothing if the tree is not stored, or if the evaluator needs a sandbox for the verdict."""
         host = self._sandboxes.host
         if not isinstance(self._carry, DiffSpec) or not isinstance(self._evaluator, DecidesEarly):
             return
@@ -337,7 +341,7 @@ class Grading:
             if isinstance(self._carry, DiffSpec):
                 self._paths = await carried_paths(runtime, self._repository)
             # `alone` ends the programs that the agent left running, because they could change files during the copy. If
-            # another step follows, they keep running, because the step may need them.
+            # another step follows, the programs keep running, because the next step may need them.
             await runtime.snapshot(self._paths, self._archive, alone=not self._goes_on)
         if self._task.evaluator.keep and not isinstance(self._carry, DiffSpec):
             await self._keep(self._archive, CARRIED)
@@ -354,7 +358,7 @@ class Grading:
         files, a retryable RuntimeFailure is repeated as well, because each evaluation has a new sandbox. Any other
         RuntimeFailure is raised at once.
         """
-        if self._second_share is not None:  # the agent's sandbox has stopped, so the session's own share suffices
+        if self._second_share is not None:  # not needed any more: the agent's sandbox has stopped
             self._second_share.release()
         if self._decided is not None:
             return self._decided
@@ -410,8 +414,9 @@ class Grading:
         shell (if `failure` is NoShell), and carry the task's files. If a test fails, `failure` is raised.
 
         Then `outcome` is evaluated in a tested sandbox, as if the agent had done nothing. The reward is the lower of 0
-        and the reward of this evaluation. If the evaluation raises EvaluatorError, the reward is 0; but if `failure` is
-        an EvaluatorError too, `failure` is raised.
+        and the reward of this evaluation. If the evaluation raises EvaluatorError, the reward is 0, unless `failure` is
+        an EvaluatorError, too. In that case, `failure` is raised. Any other error of the evaluation also raises
+        `failure`.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         shell = failure.kind if isinstance(failure, NoShell) else None
@@ -444,8 +449,8 @@ class Grading:
 
     @asynccontextmanager
     async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:
-        """Yield the sandbox that was started ahead, or a new one if there is none or its start failed. The sandbox is
-        stopped when the block ends."""
+        """Yield the sandbox that was started ahead. If there is none, or if its start failed, yield a new sandbox. The
+        sandbox is stopped when the block ends."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             try:
@@ -459,9 +464,9 @@ class Grading:
 
     @asynccontextmanager
     async def _beside(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
-        """Open the second sandbox that `Outcome.beside` describes. It starts without waiting for resources, and none
-        are set aside for it, but its resource limits apply. It has no GPUs, because the graded sandbox uses the
-        session's GPUs."""
+        """Open the second sandbox that `Outcome.beside` describes. The second sandbox starts without waiting for
+        resources, and no resources are set aside for it, but its resource limits apply. It has no GPUs, because the
+        graded sandbox uses the session's GPUs."""
         origin = self._graders
         if resources is not None:
             origin = msgspec.structs.replace(origin, runtime=origin.runtime.model_copy(update={"resources": resources}))
@@ -563,7 +568,8 @@ async def started(sandbox: GraderSandbox) -> AsyncIterator[Runtime]:
 
 
 async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
-    """Test a sandbox. Raises RuntimeFailure unless it accepts a file, runs a command, and opens `shell` if given."""
+    """Test a sandbox. Raises RuntimeFailure unless the sandbox accepts a file, runs a command and, if `shell` is given,
+    opens that shell."""
     await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
     done = await runtime.exec("true", seconds=PROBE_SECONDS)
     if done.exit_code != 0:
@@ -638,7 +644,7 @@ class GraderSandbox:
                     EntryKind.SANDBOX, sandbox.kind or "", began, time.time(), sandbox=GRADING, warm=False
                 )
                 self._sandbox = sandbox
-        except Exception as error:  # `ready` raises the error; raising it here would end the node's background tasks
+        except Exception as error:  # `ready` raises it; raised here, it would end the node's background tasks
             late = f"a sandbox for grading was not ready within {seconds:g} s"
             self._failure = RuntimeFailure(late) if limit.exhausted else error
 

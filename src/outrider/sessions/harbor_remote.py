@@ -1,11 +1,11 @@
 """Starts agents on a Harbor run server and follows their runs.
 
 A run server accepts a task folder and the name of an agent (docs/external.md). Outrider stores the id that the server
-assigns to the run, and follows the same run after a restart. The server cannot be asked to end a run. Instead, the key
-of a cancelled session becomes invalid, so the agent's model calls fail.
+assigns to the run, and follows the same run after a restart. The server has no request that ends a run. When a session
+is cancelled, its key becomes invalid, so the agent's model calls fail.
 
 Invariants: a run that is lost or fails is an error, never a reward; a request that may have started a run is repeated
-only under the same id (`Idempotency-Key`), because two agents would otherwise write into one session.
+only under the same id (`Idempotency-Key`), because a second run would write into the same session.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class HarborRunVerifier(Spec):
 
 
 class HarborRemoteOptions(Spec):
-    """The `options` of a task whose agent runs on a Harbor run server. `reward` names the one of the run's rewards that
+    """The `options` of a task whose agent runs on a Harbor run server. `reward` is the name of the run's reward that
     becomes the session's reward. All other fields are sent to the server.
 
-    Harbor's `max_retries` is not supported, because the turns of a failed run would stay in the session. Use the task's
-    `max_attempts` instead."""
+    Harbor's `max_retries` is not supported, because the turns of a failed run would stay in the session when the server
+    repeats the run. Use the task's `max_attempts` instead."""
 
     agent: HarborRunAgent
     job_id: Name | None = None
@@ -185,8 +185,8 @@ class HarborRemoteRun:
         of a cancelled session is invalid."""
 
     async def _submit(self, archive: bytes) -> str:
-        """Start the run and return the server's id of it. Raises RemoteRunFailed, or RemoteRunUnclear if a run may have
-        been started."""
+        """Start the run, and return the id that the server has assigned to it. Raises RemoteRunFailed, or
+        RemoteRunUnclear if a run may have been started."""
         folder = await asyncio.to_thread(task_folder_in, archive)
         boundary = secrets.token_hex(16)
         body = multipart(boundary, msgspec.json.encode(self._metadata(folder)), archive)
@@ -223,8 +223,8 @@ class HarborRemoteRun:
         )
 
     def _metadata(self, folder: str) -> Mapping[str, Any]:
-        """Return the `metadata` part of the request, without null values. Its `agent.max_timeout_sec` is at most the
-        session's time limit."""
+        """Return the `metadata` part of the request, without null values. The value of `agent.max_timeout_sec` is at
+        most the session's time limit."""
         options, seconds = self._options, self._task.limits.session_seconds
         given = options.model_dump(mode="json", exclude_none=True, exclude={"reward"})
         most = options.agent.max_timeout_sec
@@ -250,7 +250,8 @@ class HarborRemoteRun:
             raise RemoteRunUnclear(error.message, hint=error.hint, log_tail=error.log_tail) from error
 
     async def _ended(self, run: str, state: HarborRemoteState) -> HarborRemoteState:
-        """Return the result of a run that has ended. If the result cannot be read, return `state`, the run's status."""
+        """Return the result of a run that has ended. If the result cannot be read, or has another status than `state`,
+        return `state`."""
         try:
             content = await self._calls.ask("GET", f"/async/{run}/result")
             result = self._calls.state(content, HarborRemoteState)
@@ -292,7 +293,7 @@ def reward_of(rewards: Mapping[str, float], name: str | None) -> float:
 
 def task_folder_in(archive: bytes) -> str:
     """Return the name of the task folder in an archive. Blocks. Raises RemoteRunFailed unless this folder is the only
-    entry at the top of the archive."""
+    entry at the top of the archive and contains `task.toml`."""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
             names = [PurePosixPath(name) for name in tar.getnames()]

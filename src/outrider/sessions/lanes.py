@@ -36,8 +36,8 @@ class Lane:
 
 
 class HeldSlot:
-    """A slot that a session holds during an `async with` block, and can release for some time within it
-    (`off_the_clock`)."""
+    """A slot that a session holds during an `async with` block. Within the block, the session can release the slot for
+    some time (`off_the_clock`)."""
 
     def __init__(self, lane: Lane, priority: int, tenant: str = "") -> None:
         self._lane = lane
@@ -76,7 +76,7 @@ class Lanes:
     """The lanes of a node.
 
     init: for agents' sandboxes while they are being prepared. A prepared sandbox holds no slot of `init`, so it does
-        not delay others.
+        not delay the preparation of others.
     ready: for agents' sandboxes while they are being prepared or wait for a slot of `run`. By default it has twice as
         many slots as `init`.
     grading: for the starts of sandboxes for grading.

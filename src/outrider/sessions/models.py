@@ -33,8 +33,8 @@ INPROCESS = "inprocess"
 
 
 MOST_FAILURES = 64
-"""Maximum number of names in `FailureCounts`. Further names are counted as `other`, because names contain paths, and
-clients could request any number of paths."""
+"""Maximum number of names in `FailureCounts`. Further names are counted as `other`. The limit is needed because names
+contain paths, and clients could request any number of paths."""
 MAX_NAME = 100
 
 
@@ -97,8 +97,9 @@ class SessionModels:
         return self.frozen[name]
 
     async def contexts(self) -> dict[str, int | None]:
-        """Return the context length of each model by name, or None where it is unknown. Waits until the policy has an
-        engine, unless the settings have the policy's context length. Does not wait for engines of frozen models."""
+        """Return the context length of each model by the model's name. An unknown length is None. Waits until the
+        policy has an engine, unless the settings have the policy's context length. Does not wait for engines of frozen
+        models."""
         found = {self.policy.backend.model: await self.policy.context_tokens()}
         for name, conversation in self.frozen.items():
             backend = conversation.backend
@@ -187,7 +188,8 @@ async def completed(
         tools=tuple(tools),
         tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
         sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
-        # agents in this process send images only to control a desktop, and cannot do so without seeing the screenshots
+        # Agents in this process send images only as screenshots of a desktop that they control. Without the images,
+        # they cannot control it.
         needs_images=True,
     )
     async with aclosing(conversation.call(request, dialect=INPROCESS)) as batches:

@@ -55,7 +55,7 @@ from outrider.wire.file_descriptors import available, shares
 log = logging.getLogger("outrider.session")
 
 WRITE_CHECK = "node folder"
-"""Name of the background check that writes to the node's folder every WRITE_CHECK_SECONDS."""
+"""Name of the background check that tests every WRITE_CHECK_SECONDS whether the node's folder can be written."""
 WRITE_CHECK_SECONDS = 2.0
 
 

@@ -1,8 +1,8 @@
 """Makes a patch of the agent's changes to a git repository, and applies it in a sandbox that no agent has touched.
 
-The patch is made in a new sandbox: its git compares its own copy of the repository with the files that the agent left.
-So none of the hooks, filters or attribute drivers in the agent's `.git` runs, and the patch is the same whether or not
-the agent has committed its changes.
+The patch is made in a new sandbox. There, git compares the new sandbox's own copy of the repository with the files that
+the agent left. So none of the hooks, filters or attribute drivers in the agent's `.git` runs, and the patch is the same
+whether or not the agent has committed its changes.
 
 Invariant: after `make_patch` and `apply_patch`, the repository is the result of the sandbox's preparation plus the
 patch, and contains nothing else from the agent.
@@ -50,12 +50,12 @@ git() {{
 """
 )
 # The base of the patch is the state of the folder, not HEAD. HEAD lacks changes that the sandbox's preparation made but
-# did not commit. With HEAD as the base, these would count as the agent's.
+# did not commit. With HEAD as the base, these changes would count as the agent's.
 BASE = """test -d .git || {{ echo 'it has no folder .git' >&2; exit 3; }}
 git read-tree HEAD
 git add -A --ignore-errors . || true
 """
-# The old files are moved into a folder in `.git`, because it is on the same file system, so nothing is copied.
+# The old files are moved into a folder in `.git`. This folder is on the same file system, so nothing is copied.
 MAKE_ROOM = """git write-tree
 mkdir .git/outrider-aside
 find . -mindepth 1 -maxdepth 1 ! -name .git -exec mv -- {{}} .git/outrider-aside/ \\;
@@ -72,15 +72,15 @@ rm -r .git/outrider-aside
 """
 LIST = """git apply --numstat -z .git/outrider-patch > .git/outrider-paths
 """
-# Untracked files at the paths of the patch are removed first, because the patch would not apply over them. For example,
-# the preparation may have created an ignored file that the agent has added.
+# Untracked files at the paths of the patch are removed first, because git would not write over them. For example, the
+# preparation may have created a file that git ignores, and the patch may add a file at the same path.
 CLEAR = """xargs -0 git -c safe.directory='*' --literal-pathspecs clean -ffdxq --
 """
 APPLY = """git apply --whitespace=nowarn .git/outrider-patch
 """
 # The script uses a separate git repository for the comparison, because settings and excluded paths in the agent's
-# `.git` could hide a change. The objects are shared with the agent's repository: `git add` reads every file, but writes
-# only objects that do not exist yet.
+# `.git` could hide a change. The two repositories share the objects: `git add` reads every file, but writes only
+# objects that do not exist yet.
 UNCHANGED = (
     BEGIN
     + """export GIT_DIR={place} GIT_WORK_TREE="$PWD"
@@ -105,7 +105,7 @@ def place_of(spec: DiffSpec, workdir: str) -> str:
 
 
 async def carried_paths(runtime: Runtime, repository: str) -> list[str]:
-    """Return the paths at the top of the repository's folder, except `.git`, to copy them from the agent's sandbox.
+    """Return the paths to copy from the agent's sandbox: those at the top of the repository's folder, except `.git`.
     Raises RuntimeFailure."""
     folder = glob.escape(repository)
     found = [path for pattern in ("*", ".*") for path in await runtime.glob(f"{folder}/{pattern}")]
@@ -139,8 +139,8 @@ async def is_unchanged(runtime: Runtime, spec: DiffSpec, repository: str, base: 
     """Return True if the repository in the agent's sandbox has the files of the git tree `base`, so that the agent's
     patch is empty. Excluded paths may differ. Returns False if the check fails or is uncertain.
 
-    The agent may have replaced programs in the sandbox. They can pretend that the patch is empty, but they cannot fake
-    another patch.
+    The agent may have replaced programs in the sandbox. Such programs can make this check return True, so that the
+    patch is empty, but they cannot cause any other false patch.
     """
     place = shlex.quote(f"{runtime.scratch}/outrider-unchanged-{secrets.token_hex(8)}")
     script = UNCHANGED.format(repository=shlex.quote(repository), place=place, base=base, excluded=_excluded(spec))
@@ -156,8 +156,8 @@ def _excluded(spec: DiffSpec) -> str:
 
 
 class PatchBases:
-    """Remembers the git tree that each repository has right after the sandbox's preparation, by the sandbox's runtime
-    and the repository's path. The gradings of a node share one object (`Host.part`).
+    """Stores the git tree that each repository has right after the sandbox's preparation. The key is the sandbox's
+    runtime and the repository's path. All gradings of a node share one object (`Host.part`).
 
     A grading that makes a patch stores the tree. If the preparation is not reproducible, the next sandbox has another
     tree, and the stored tree is useless but harmless."""

@@ -1,12 +1,13 @@
 """A queue for shares of a limited resource, such as the slots of a lane, or the processors, memory and GPUs of a node.
 
-Every request has an owner, for example a tenant. Owners take turns: the owner who holds the least is served next, and
-among equals the one who was served longest ago. An owner's requests are served by priority, then in order of arrival.
-URGENT requests come before all others; any other priority has no effect on other owners.
+Every request has an owner, for example a tenant. Owners take turns: the owner that holds the least is served next.
+Among owners that hold equally much, the owner that was served longest ago is next. An owner's requests are served by
+priority, then in order of arrival. URGENT requests come before all others; any other priority has no effect on other
+owners.
 
 While a request waits for some resource, such as memory, no later request may take any memory, because small requests
-could otherwise starve a large one. A later request that needs no memory may be served first, if enough of the other
-resources is left for the first request in line.
+could otherwise starve a large one. A later request that needs no memory may be served before the waiting request, if
+enough of the other resources is left for the first request in line.
 
 Invariants: no more is taken than exists, no owner takes more than its share, and no later request delays the first in
 line.
@@ -36,9 +37,9 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
-    """Return the part of `room` that later requests may use while a request with these `needs` waits. They get nothing
-    of a resource that is too scarce for the waiting request. Of every other resource, they may use all that is free.
-    But if the waiting request is the first in line, the amount that it needs is kept for it."""
+    """Return the part of `room` that later requests may use while a request with these `needs` waits. Of a resource
+    that is too scarce for the waiting request, later requests get nothing. Of every other resource, they may use all
+    that is free. If the waiting request is the first in line, the amount that it needs is subtracted."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 
@@ -64,8 +65,8 @@ class Slot:
 class PrioritySemaphore:
     """A queue for one or several resources, such as millicpus and MiB. A request takes all its quantities at once.
 
-    At most `capacity` of each resource is given out, and one owner gets at most the fraction `share` of it. `served`
-    and `waited_seconds` are totals over all requests that were served.
+    At most `capacity` of each resource is given out, and one owner gets at most the fraction `share` of `capacity`.
+    `served` and `waited_seconds` are totals over all requests that were served.
     """
 
     def __init__(self, *capacity: int, share: float = 1.0) -> None:
@@ -102,7 +103,7 @@ class PrioritySemaphore:
             if entry in line.waiters:
                 line.waiters.remove(entry)
                 heapq.heapify(line.waiters)
-            self._serve()  # a request behind the cancelled one may be served now
+            self._serve()  # a request behind the cancelled request may now be served
             self._drop_idle_owner(owner)
             raise
         self.served += 1
@@ -127,8 +128,8 @@ class PrioritySemaphore:
 
     def _rank(self, line: _Owner) -> tuple[bool, float, int]:
         """Return the sort key of a line, which is one owner's queue or the urgent queue. The urgent queue comes first.
-        Owners are sorted by the largest fraction that they hold of any resource, the smallest first, and then by how
-        long ago they were served."""
+        Then come the owners' queues, sorted by two numbers: the largest fraction that the owner holds of any resource,
+        and the number of the owner's last turn. The smallest numbers are first."""
         parts = (has / most for has, most in zip(line.taken, self.capacity, strict=True) if most)
         return line is not self._urgent, max(parts, default=0.0), line.last
 

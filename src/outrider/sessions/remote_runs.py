@@ -1,8 +1,8 @@
 """Runs agents on the operator's agent services, and follows these runs.
 
 An agent service handles four requests below its URL (docs/external.md): PUT the files of a run, PUT the run, GET its
-state, and DELETE it. A run's id consists of the session's id and the number of failed attempts. So a request can be
-repeated without starting a second run, and after a restart Outrider follows the same run.
+state, and DELETE it. A run's id consists of the session's id and the number of failed attempts. So a repeated request
+starts no second run, and after a restart Outrider follows the same run.
 
 Invariants: a run is started once, however often it is requested; a run that is lost or fails is an error, never a
 reward.

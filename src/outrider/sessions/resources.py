@@ -64,8 +64,9 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def required(runtime: RuntimeSpec) -> ResourceAmount:
-    """Return the resources to set aside for a task's sandbox: its limits, or 0 without a limit. Nothing is set aside
-    for a sandbox on other machines, such as E2B's or a Kubernetes cluster's."""
+    """Return the resources to set aside for a task's sandbox. For each resource, this is the sandbox's limit, or 0 if
+    the sandbox has none. Nothing is set aside for a sandbox on other machines, such as E2B's or a Kubernetes
+    cluster's."""
     if runtime.sandbox_kind in ELSEWHERE:
         return ResourceAmount()
     resources = runtime.resources
@@ -111,8 +112,8 @@ class NodeResources:
         self._free_gpus = set(capacity.gpus)
 
     async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> ResourceShare:
-        """Wait until an amount is free, and set it aside. An empty amount never waits. Raises RuntimeUnavailable if the
-        node does not have that much."""
+        """Wait until an amount is free, and set it aside. For an empty amount, there is no wait. Raises
+        RuntimeUnavailable if the amount is larger than the node's resources."""
         quantities = amount.quantities
         if not any(quantities):
             return ResourceShare()
@@ -125,8 +126,8 @@ class NodeResources:
         return self._share(await self._taken.take(quantities, priority, tenant), amount.gpus)
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
-        """Set an amount aside without waiting, for a use that is optional. Returns None if less is free or other
-        requests are waiting for it."""
+        """Set an amount aside without waiting, for a use that is optional. Returns None if the amount is not free, or
+        if it must be left for waiting requests."""
         if not any(quantities := amount.quantities):
             return ResourceShare()
         slot = self._taken.try_take(quantities, tenant)
@@ -214,8 +215,8 @@ def _group_folders(mount: Path, group: str | None) -> Iterator[Path]:
     """Yield the folder of a control group and the folders of all groups above it, because each of these limits the
     group.
 
-    In a container, /proc may show the group's path on the host, which does not exist below the container's mount. Then
-    the mount itself is the folder of the process's group.
+    In a container, /proc may show the group's path on the host. If this path does not exist below the container's
+    mount, the mount itself is the folder of the process's group.
     """
     if group is None:
         return

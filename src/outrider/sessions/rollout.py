@@ -5,8 +5,9 @@ slot of each lane in turn.
     → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
     → eval slot (then the run slot is released) → verdict → teardown → result
 
-The steps of a task run one after another in the same sandbox. All except the last are graded while the attempt holds
-its run slot. An attempt that grades an earlier run again starts no agent, and takes only resources and an eval slot.
+The steps of a task run one after another in the same sandbox. All steps except the last are graded while the attempt
+holds its run slot. An attempt that only grades an earlier run again starts no agent, and takes only resources and an
+eval slot.
 
 A session is cancelled by cancelling this coroutine. Invariant: whatever happens, the sandbox is stopped exactly once,
 every slot is released, and the resources are released last.
@@ -110,8 +111,8 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of an agent's run. `failure` is set only for AGENT_EXCESS. It is an error from inside the agent's
-    sandbox, and the grading must still confirm that the agent caused the error."""
+    """The end of an agent's run. `failure` is set only for AGENT_EXCESS. The failure came from inside the agent's
+    sandbox. The grading must still confirm that the agent caused it."""
 
     reason: StopReason
     outcome: HarnessOutcome
@@ -259,12 +260,12 @@ class Rollout:
         """Run the stages of the attempt in order. Sandboxes, slots and resources are always released in reverse
         order."""
         lanes, line = self._node.lanes, (self._attempt.priority, self._attempt.tenant)
-        # In a thread, because it may take long: options may have megabytes, and some harnesses must build the folder
+        # In a thread, because this may take long: options may have megabytes, and some harnesses must build the folder
         # that the sandbox mounts.
         harness, mounts, evaluators = await asyncio.to_thread(self._made)
         *earlier, grading = [self._grading_of(number, made, mounts) for number, made in enumerate(evaluators)]
-        # The session holds no slot or resource yet and no budget runs. So the wait for an image delays no other session
-        # and is not charged to this one.
+        # The session holds no slot and no resource yet, and none of its budgets is being spent. So the wait for an
+        # image delays no other session, and is not charged to this session.
         for runtime, field in runtimes_of(self._task):
             await self._node.sandboxes.pulls.want(runtime, field=field)
         if self._attempt.stored is not None:
@@ -331,10 +332,10 @@ class Rollout:
             return self._with_all_steps(await self._grade(grading, sandbox, ended, place.off_the_clock))
 
     def _made(self) -> tuple[Harness, tuple[Path, ...], list[Evaluator]]:
-        """Create the harness, and the evaluator of each step. Returns the harness, the host paths that its programs
-        need, and the evaluators. Raises InvalidField if the task names a host path that it may not use. Raises
-        RuntimeUnavailable if its evaluators need more than its kind of sandbox can do, and EvaluatorError if one cannot
-        be made on this machine."""
+        """Create the harness, and the evaluator of each step. Returns the harness, the host paths that the harness's
+        programs need, and the evaluators. Raises InvalidField if the task names a host path that tasks must not use.
+        Raises RuntimeUnavailable if an evaluator needs something that the task's kind of sandbox cannot do, and
+        EvaluatorError if an evaluator cannot be made on this machine."""
         for number, step in enumerate(self._steps):
             if step.evaluator.carry == "all":
                 kind: RuntimeKind = resolve("runtime", self._task.runtime.sandbox_kind)
@@ -351,8 +352,8 @@ class Rollout:
         return harness, mounts, evaluators
 
     async def _check_later_needs(self) -> None:
-        """Raise RuntimeFailure if this machine lacks something that the session needs only after the agent's first run:
-        for a grader's own sandbox, or to prepare a later step."""
+        """Raise RuntimeFailure if this machine lacks something that the session needs only after the agent's first run.
+        Checks what the graders' own sandboxes need, and which files later steps upload."""
         sandboxes = self._node.sandboxes
         (agent, _), *graders = runtimes_of(self._task)
         for runtime, field in graders:
@@ -404,11 +405,11 @@ class Rollout:
     async def _begin_step(
         self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> Ending | None:
-        """Prepare the sandbox and the agent for the next step. If the time has run out or the agent is to blame for a
-        failure, returns the ending of the session, else None. Raises a failure for which the agent is not to blame.
+        """Prepare the sandbox and the agent for the next step. Returns None if the step can begin. Returns the ending
+        of the session if the time has run out, or if the agent is to blame for a failure. Any other failure is raised.
 
-        The agent is to blame if a prepare command fails in this sandbox, where it has worked, but succeeds in a new
-        sandbox.
+        The agent is to blame if a prepare command fails in this sandbox, in which the agent has worked, but succeeds in
+        a new sandbox.
         """
         before = len(self._verdicts) - 1  # index of the new step in `then`, which does not contain the first step
         self._step = self._steps[before + 1]
@@ -421,8 +422,8 @@ class Rollout:
         except TimeoutError:
             return self._timed_out(Stage.NEXT_STEP)
         except (RuntimeFailure, HarnessError) as failure:
-            # A failed command is treated as a failure from inside the sandbox. The grading then runs the same command
-            # in a new sandbox, and blames the agent only if the command succeeds there.
+            # The failure of a command counts as a failure from inside the sandbox. The grading then runs the same
+            # command in a new sandbox. It blames the agent only if the command succeeds there.
             inside = isinstance(failure, CommandFailed) or await came_from_inside(sandbox.runtime, failure)
             replied = self.conversation.replies > 0
             facts = Facts(stage=Stage.NEXT_STEP, end=end_of(failure), inside=inside, replied=replied)
@@ -470,7 +471,7 @@ class Rollout:
 
     async def _run_and_collect(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
         """Run the agent and collect its artifacts. Artifacts are also collected after a failure, because they may show
-        its cause.
+        the cause of the failure.
 
         Raises an error if `blame.decide` rules that the attempt has failed and the agent is not to blame.
         """
@@ -486,8 +487,8 @@ class Rollout:
             except Exception as failed:  # a plugin may raise anything
                 if error is not None:
                     log.warning("session %s: its run had already failed", self._attempt.name, exc_info=error)
-                # The agent's run has ended, so neither its program nor a clock can be the cause. Only a failure of the
-                # sandbox may still come from the agent.
+                # The agent's run has ended, so neither the agent's program nor a clock can be the cause of this error.
+                # Only a failure of the sandbox may still come from the agent.
                 end = end_of(failed) if isinstance(failed, RuntimeFailure | EvaluatorError) else End.ERROR
                 error = failed
         failure = models.failure or failure  # `_collect` ends running calls, which may fail as well
@@ -575,9 +576,9 @@ class Rollout:
         return End.RETURNED, None, outcome
 
     def _timed_out(self, stage: Stage, *others: Budget) -> Ending:
-        """Return the ending for a TimeoutError that was raised outside of the agent's run. `others` are budgets
-        besides the session's. Raises HarnessError if no budget is exhausted, because a plugin has then raised the
-        TimeoutError."""
+        """Return the ending for a TimeoutError that was raised outside of the agent's run. `others` are the budgets
+        that limited the work, besides the session's budget. If no budget is exhausted, a plugin has raised the
+        TimeoutError, and HarnessError is raised."""
         exhausted = any(budget.exhausted for budget in (self._budget, *others))
         decision = decide(Facts(stage=stage, end=End.SESSION_CLOCK if exhausted else End.TIMEOUT))
         if decision.reason is None:
@@ -586,8 +587,8 @@ class Rollout:
 
     async def _fault_of_waits(self) -> OutriderError | None:
         """Check the calls that the agent gave up. If an engine, the store or a pause of the policy was the reason,
-        return its error, else None. This is also done after a run without errors, because an agent that gave up a call
-        may still end normally."""
+        return an error that says so, else None. The calls are also checked after a run without errors, because an agent
+        that gave up a call may still end normally."""
         try:
             for pending in self._overdue.pending_checks:
                 await pending()
@@ -630,8 +631,8 @@ class Rollout:
         return _graded(ended, grade)
 
     def _check_network(self, sandbox: Sandbox, ended: AgentRun) -> None:
-        """Raise RuntimeFailure if the agent could not reach a server that the task names. The network, and not the
-        agent, may then be the cause of a bad reward."""
+        """Raise RuntimeFailure if the agent could not reach a server that the task names. If so, the network may be the
+        cause of a bad reward, and not the agent."""
         if sandbox.door is not None and (failure := sandbox.door.broken(Phase.AGENT)) is not None:
             raise RuntimeFailure(
                 f"the network failed while the agent ran, and the reward is not positive: {failure}",
@@ -724,8 +725,8 @@ class Rollout:
 
 @contextmanager
 def ungradable_here() -> Iterator[None]:
-    """Within the block, an InvalidField is raised as EvaluatorError, because the task has been accepted. This machine
-    lacks something that the evaluator needs, such as a module or the key of a grader."""
+    """Within the block, an InvalidField is raised as EvaluatorError. The service has accepted the task, so the fields
+    are valid. The cause must be that this machine lacks something, such as a module or the key of a grader."""
     try:
         yield
     except InvalidField as error:
@@ -755,7 +756,7 @@ def _frozen_conversation(
     timeline: Timeline,
 ) -> Conversation:
     """Create an attempt's conversation with a frozen model. Calls use the sampling parameters that the agent sends,
-    because those of the task are only for the policy."""
+    because the task's sampling parameters are only for the policy."""
     session, name = attempt.session, model.backend.model
     return Conversation(
         model.backend,

@@ -28,10 +28,12 @@ LAST_STORE_SECONDS = 5.0
 BATCH_BYTES = 1 << 20
 """Maximum size in bytes of the entries that are stored in one call."""
 MOST_UNSTORED = 64 << 20
-"""Maximum size in bytes of the entries that are kept while the store fails. Beyond it, the oldest are dropped."""
+"""Maximum size in bytes of the entries that are kept while the store fails. If there are more, the oldest entries are
+dropped."""
 PROCESSES_EVERY_SECONDS = 10.0
 PROCESSES_SECONDS = 2.0
-"""Time limit for listing the processes of a sandbox. If the tool server is too busy, the next listing tries again."""
+"""Time limit for listing the processes of a sandbox. A listing that takes longer, because the tool server is busy, is
+skipped."""
 
 
 class Timelines:
@@ -62,8 +64,8 @@ class Timelines:
             self._ended.append(timeline)
 
     async def store(self) -> None:
-        """Store all new entries. Raises the store's error. The next call then stores the entries, but the oldest ones
-        are dropped if they exceed `most_unstored`."""
+        """Store all new entries. If the store fails, its error is raised, and the next call stores the entries. Of
+        entries that exceed `most_unstored`, the oldest are dropped."""
         async with self._storing:
             self._take_all()
             while batch := self._next_batch():
@@ -86,8 +88,8 @@ class Timelines:
             size -= len(self._unstored.popleft().entries)
 
     def _next_batch(self) -> list[TimelinePart]:
-        """Return the oldest parts that have at most BATCH_BYTES together, or a single larger part. The size is limited
-        because a node on another machine sends all parts in one message."""
+        """Return the oldest parts that have at most BATCH_BYTES together, or a single part if it is larger. The size is
+        limited because a node on another machine sends all returned parts in one message."""
         batch: list[TimelinePart] = []
         size = 0
         for part in islice(self._unstored, MOST_PARTS):

@@ -17,8 +17,8 @@ from outrider.errors import InvalidField, RequestError
 
 URL_FILE = "url"
 TOKEN_FILE = "token"
-"""Names of two files in the job's folder. One has the service's address, the other its token. `job.sh` uses the same
-names."""
+"""Names of two files in the job's folder: one with the service's address, and one with the service's token. `job.sh`
+uses the same names."""
 START_SECONDS = 600
 """Maximum seconds until the service is ready. Before that, the service loads a tokenizer, and possibly an embedded
 model."""
@@ -26,8 +26,8 @@ END_SECONDS = 90
 """Seconds for the end of a job, in addition to the service's `stop_seconds`. In this time, the script interrupts
 sessions, ends the nodes, counts the unfinished sessions, and queues the job again."""
 LEAST_SECONDS = 30
-"""A job that was already queued again three times is not queued once more if its nodes ran for fewer seconds than this.
-Its time may be too short for any session."""
+"""A job that was already queued again three times is not queued once more if its nodes ran for fewer seconds than this,
+because the job's time may be too short for any session."""
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -66,7 +66,7 @@ class BatchJob:
 
     @property
     def warning_seconds(self) -> int:
-        """The number of seconds before its time limit at which the job begins to stop."""
+        """The job begins to stop this many seconds before its time limit."""
         return ceil(self.stop_seconds) + END_SECONDS
 
 
@@ -104,8 +104,8 @@ def _options(job: BatchJob) -> list[str]:
         "cpus-per-task": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "chdir": str(job.directory),
         "output": str(job.folder).replace("%", "%%") + "/job-%j.log",
-        # Slurm sends USR1 to this script alone, before the time limit. At the limit, it sends TERM to every process of
-        # the job.
+        # Before the time limit, Slurm sends USR1 to this script alone. At the limit, Slurm sends TERM to every process
+        # of the job.
         "signal": f"B:USR1@{job.warning_seconds}",
     }
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]

@@ -73,8 +73,8 @@ class EngineCall(Protocol):
     """One model call. The caller uses the methods in this order:
 
     1. `start` begins the generation. `share` comes from `Allowance.share(promised_tokens)`.
-    2. `take` converts a chunk of the engine's reply into steps. It is called until `ended` is True or the generation
-       ends.
+    2. `take` converts a chunk of the engine's reply into steps. `take` is called until `ended` is True or the
+       generation ends.
     3. `finish` returns the remaining steps.
     4. `commit` returns the turn of a completed call. If the call is cut off, `abort` is called instead.
     """

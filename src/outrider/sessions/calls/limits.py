@@ -1,15 +1,16 @@
 """Limits of a session's model calls: on the size of each request body, and on the tokens that the session may still
 sample.
 
-A body with too many bytes or JSON values is refused before it is parsed, so a body that cannot fit the model's context
-costs no more than the counting. The checks work for the request format of every API, because JSON's separators are
-always the same. Invariant: the bytes held for calls are limited for each session and, for bodies above LARGE, over all
-sessions. A body's bytes count from their arrival to the end of the call. The number of a session's calls is limited in
-`api/gateway.py`.
+A body with too many bytes or JSON values is refused before it is parsed. So a body that cannot fit into the model's
+context takes only the time in which its bytes and values are counted. The checks work for the request format of every
+API, because JSON's separators are always the same. Invariant: the bytes held for calls are limited for each session
+and, for bodies above LARGE, over all sessions. A body's bytes count from their arrival to the end of the call. The
+number of a session's calls is limited in `api/gateway.py`.
 
 Concurrent calls of a session share the session's tokens (`Allowance`). Before a call begins, some tokens are promised
-to it, and other calls cannot use them. If too few tokens are free, a new call waits while other calls run, because they
-may return unused tokens. Invariant: the numbers of sampled, promised and free tokens add up to the limit.
+to it, and other calls cannot use these tokens. If too few tokens are free, a new call waits while other calls run,
+because the running calls may return unused tokens. Invariant: the numbers of sampled, promised and free tokens add up
+to the limit.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from outrider.lifecycle import StopReason
 MAX_BODY = 32 << 20
 """Maximum size of one request body in bytes. Model providers allow between 20 and 50 MB."""
 MAX_TEXT_BODY = 9 << 20
-"""Maximum size in bytes of one body, without its files, on an engine that takes token ids. Two million tokens of
-ordinary text have this size."""
+"""Maximum size in bytes of one body, without its files, for an engine that takes token ids. This is the size of about
+two million tokens of ordinary text."""
 MAX_IN_SESSION = 64 << 20
 """Maximum total size in bytes of the bodies of one session's unfinished calls."""
 MAX_IN_ALL = 256 << 20
@@ -84,8 +85,8 @@ class TooSlow(RequestError):
 class Intake:
     """Counts the bytes of all sessions' bodies above LARGE. `seconds` is the time within which each body must arrive.
 
-    When the bodies exceed MAX_IN_ALL, the one that has been arriving for the longest time is given up, because a client
-    could otherwise use up the limit by sending slowly."""
+    When the bodies exceed MAX_IN_ALL, the body that has been arriving for the longest time is given up. Otherwise, a
+    client could use up the limit by sending slowly."""
 
     def __init__(self, seconds: float = BODY_SECONDS) -> None:
         self.size = 0
@@ -186,8 +187,9 @@ class Body:
 
 
 class FileBytes:
-    """Counts the bytes of an arriving body that belong to files in base64. They are counted apart, because a file that
-    the model cannot read becomes one line of text (`media.py`). `size` is up to 2 KiB too small per file."""
+    """Counts those bytes of an arriving body that belong to files in base64. The bytes of files are counted apart from
+    the text, because a file that the model cannot read becomes one line of text (`media.py`). For each file, `size` may
+    be too small by up to 2 KiB."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -205,8 +207,8 @@ class FileBytes:
 class BodyCapacity(msgspec.Struct, frozen=True):
     """The size limits of one request body. `context` is the model's context length in tokens, or None if unknown.
 
-    `takes_messages` is True for engines that take messages: the whole body may have MAX_BODY bytes. Otherwise the text
-    has a lower limit, and files count only towards MAX_BODY."""
+    `takes_messages` is True for engines that take messages. For them, MAX_BODY is the only limit of the size. For
+    engines that take token ids, the text has a lower limit, and files count only towards MAX_BODY."""
 
     context: int | None
     takes_messages: bool
@@ -227,8 +229,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         return min(MAX_VALUES, FREE_VALUES + shown)
 
     def check_size(self, size: int, files: int = 0) -> None:
-        """Raise ContextOverflow or TooLarge for a body of `size` bytes that is too large. `files` of these bytes belong
-        to files."""
+        """Raise ContextOverflow or TooLarge if a body of `size` bytes is too large. `files` is the number of these
+        bytes that belong to files."""
         if size > MAX_BODY:
             raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
         if self.takes_messages or (text := size - files) <= self.size:
@@ -238,8 +240,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         raise TooLarge(f"the request body has more than {self.size} bytes of text")
 
     def check_numbers(self, messages: int, tools: int) -> None:
-        """Raise ContextOverflow for more messages than tokens in the context, and RequestError for more than MAX_TOOLS
-        tools."""
+        """Raise ContextOverflow if there are more messages than the context has tokens, and RequestError if there are
+        more than MAX_TOOLS tools."""
         if tools > MAX_TOOLS:
             raise RequestError(f"{tools} tools are too many: at most {MAX_TOOLS} are taken", field="tools")
         if self.context is not None and messages > self.context:
@@ -296,8 +298,8 @@ def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
 
 
 class LimitReached(RequestError):
-    """A call was refused because the session has used up its turns or tokens of a model, or because running calls may
-    use up the rest. `model` is None for the policy."""
+    """A call was refused because the session has used up its turns or tokens of a model, or because the running calls
+    may use up the remaining ones. `model` is None for the policy."""
 
     code = "limit_reached"
     http_status = 429
@@ -332,8 +334,9 @@ class Allowance:
         self._free = max(0, self._limit - sampled)
 
     async def share(self, promised: int) -> TokenShare:
-        """Wait until the session has `promised` free tokens, and return them as the share of one call, for a `with`
-        block. If no other call runs, the share may have fewer tokens.
+        """Wait until the session has `promised` free tokens, and return these tokens as the share of one call. The
+        caller uses the share in a `with` block. If no other call runs, there is no wait, and the share may have fewer
+        tokens.
 
         Calls are served in order of arrival. Raises LimitReached if no token is free."""
         async with self._queue:

@@ -64,8 +64,8 @@ class MessageCall:
         keeps_ids: bool,
     ) -> None:
         self.id = os.urandom(16).hex()
-        # Promise all requested tokens to the call: the client gets text before its tokens are counted, and the text
-        # cannot be taken back.
+        # Promise all requested tokens to the call, because the client gets text before the tokens of this text are
+        # counted, and text cannot be taken back.
         self.promised_tokens = sampling.max_tokens
         self.ended = False
         self._backend = backend
@@ -215,8 +215,8 @@ class TurnPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationStart(msgspec.Struct, frozen=True):
-    """Digests of what stays the same in all calls of a conversation: the tools, the system messages at the beginning,
-    and the first message after them."""
+    """Digests of the parts of a request that are the same in all calls of a conversation: the tools, the system
+    messages at the beginning, and the first message after them."""
 
     tools: bytes = b""
     system: bytes = b""
@@ -229,8 +229,8 @@ NOTHING = ConversationStart()
 class CapturedTurns:
     """The token ids of a session's captured turns.
 
-    A prompt extends an earlier turn if it begins with all ids of the turn, and if this part has the same images. The
-    images must be compared, because different images of the same size have the same ids."""
+    A prompt extends an earlier turn if it begins with all ids of the turn, and if this part of the prompt has the same
+    images as the turn. The images must be compared, because different images of the same size have the same ids."""
 
     def __init__(self) -> None:
         self._ends: list[bytes] = []
@@ -247,7 +247,7 @@ class CapturedTurns:
 
     def restore(self, turns: Sequence[Turn]) -> None:
         """Take over the stored turns of an earlier attempt, in the order of their index. An index may be missing,
-        because its turn was not stored."""
+        because the turn with this index was not stored."""
         conversations: dict[int, tuple[Message, ...]] = {}
         for turn in turns:
             for _ in range(len(self._ends), turn.index):
@@ -289,14 +289,15 @@ class CapturedTurns:
         messages.
 
         Requests with the same `opening` belong to one conversation. If the tools or the system prompt change, another
-        conversation begins. It is a fork of the earlier one if it has the same first message and quotes a reply of the
-        earlier one."""
+        conversation begins. The new conversation is a fork of an earlier one if both have the same first message and
+        the new one quotes a reply of the earlier one."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        # `fitting` has the turns whose ids are the beginning of the prompt. `same` has those whose images also match.
+        # `fitting` has the turns whose ids are the beginning of the prompt. `same` has the turns of `fitting` whose
+        # images match, too.
         fitting = [at for at, ids in enumerate(self._ends) if ids and len(ids) < len(packed) and packed.startswith(ids)]
         same = [at for at in fitting if shown[min(self._messages[at], len(shown) - 1)] == self._images[at]]
         parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)
@@ -352,9 +353,9 @@ class CapturedTurns:
         )
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """Return the index of the newest turn that gave the last known reply in `messages`. A reply is known if a
-        recorded conversation with the first message of `opening` gave it. Returns None if no reply is known, or if the
-        conversation of `opening` itself gave the last known one."""
+        """Return the index of the newest turn whose reply is the last known reply in `messages`. A reply is known if it
+        occurred in a recorded conversation that has the same first message as `opening`. Returns None if no reply is
+        known, or if the last known reply occurred in the conversation of `opening` itself."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 givers = self._replies.get((opening.first, message_key(message).body))

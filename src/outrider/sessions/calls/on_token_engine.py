@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from outrider.engines.pool.call import PoolReply
 
 PROMISED_TOKENS = 2048
-"""At most this many of the session's tokens are promised to a call before it begins. Agents request far more tokens,
-but nearly all replies are shorter than this. If all requested tokens were promised, calls would wait for one
+"""Maximum number of the session's tokens that are promised to a call before it begins. Agents request far more tokens,
+but nearly all replies are shorter than this number. If all requested tokens were promised, calls would wait for one
 another."""
 
 

@@ -1,8 +1,8 @@
 """Determines the settings of one model call from the task's settings, the client's request, and the abilities of the
 engine.
 
-The module does not depend on the client's API. Invariant: if a setting of the client is left out, its name is recorded
-with the turn.
+The module does not depend on the client's API. Invariant: if a setting of the client is not used, the name of the
+setting is recorded with the turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def sampling_for(
     the neutral value. A parameter that no task can set, such as stop strings, has the client's value.
 
     unsampled: the number of tokens that the session has left.
-    context: the model's context length in tokens, or None. The prompt takes `prompt_tokens` of it.
+    context: the model's context length in tokens, or None. The prompt takes `prompt_tokens` tokens of the context.
     stop_ids: token ids that end every reply."""
     room = unsampled if context is None else min(unsampled, context - prompt_tokens)
     unnamed = room if context is not None else UNNAMED_TOKENS
@@ -114,8 +114,9 @@ def constrained(request: ModelRequest, assigned: ServingEngine, family: str) -> 
     """Return the request with a constraint that enforces its `tool_choice`. A request without `tool_choice` is returned
     unchanged. `family` is the renderer's model family.
 
-    Raises RequestError if the engine does not support the constraint or the tool choice, or if the request has both. If
-    the engine takes token ids, also raises RequestError for a constraint together with tools.
+    Raises RequestError if the engine does not support the constraint or the tool choice, or if the request has both a
+    constraint and a tool choice. If the engine takes token ids, also raises RequestError for a constraint together with
+    tools.
     """
     choice = request.tool_choice
     if choice is None:
@@ -202,8 +203,8 @@ def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
 
 
 def described_notes(described: Mapping[int, Sequence[str]], *, first: int) -> tuple[str, ...]:
-    """Return one note for each file in a tool result that the model read as text: RESULT followed by the file's media
-    type.
+    """Return one note for each file in a tool result that the model read as text: the text RESULT, followed by the
+    file's media type.
 
     `described` maps a message number to the media types of its files. Messages before number `first` are left out,
     because a turn lists only the files of its own messages."""
