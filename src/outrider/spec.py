@@ -1,8 +1,8 @@
 """Request bodies: the specs of groups, tasks and engines, and of all other requests.
 
 Invariant: every model refuses unknown fields, wrong types, NaN and absurd sizes, and its error names the field. Reading
-a list of objects stops at the first invalid one (`fail_fast`), so that an invalid request does not cost much more than
-a valid one. `service/admission.py` checks what depends on the machine.
+a list of objects stops at the first invalid object (`fail_fast`), so an invalid request does not take much more time
+than a valid one. `service/admission.py` checks what depends on the machine.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=4096), A
 
 PROGRAMS_MB = 4096
 """MiB of memory for programs if a task does not set memory_mb. The memory for files, disk_mb, is added to it. Agents in
-Node.js take 0.5 to 2 GiB, and a compiler or test suite takes as much again."""
+Node.js take 0.5 to 2 GiB, and a compiler or test suite takes another 0.5 to 2 GiB."""
 
 
 class Resources(Spec):
@@ -217,8 +217,8 @@ class Resources(Spec):
 
     @property
     def most_memory_mb(self) -> int:
-        """The memory limit in MiB. It exists even without memory_mb, because one agent must not use up the node's
-        memory."""
+        """The memory limit in MiB. There is a limit even if memory_mb is not set, because one agent must not use up the
+        node's memory."""
         return self.disk_mb + PROGRAMS_MB if self.memory_mb is None else self.memory_mb
 
 
@@ -248,8 +248,8 @@ class NetworkSpec(Spec):
     `prepare`, `agent` and `verifier` are the destinations during the prepare steps, the agent's run and the grading.
     `allow` applies to a phase that has no list of its own. An empty list means no network.
 
-    With `record`, the replies to plain HTTP requests are stored with the session. `replay` names such a record, a file
-    below the service's `files` folder. Requests are then answered from the record, and no server is reached.
+    With `record`, the replies to plain HTTP requests are stored with the session. `replay` is the path of such a record
+    below the service's `files` folder. With `replay`, requests are answered from the record, and no server is reached.
     """
 
     allow: Destinations = []
@@ -289,7 +289,7 @@ class NetworkSpec(Spec):
 
 
 DEFAULT_KIND = "namespace"
-"""The kind of sandbox if neither the task nor the node's settings name one."""
+"""The kind of sandbox if neither the task nor the node's settings name a kind."""
 
 
 class RuntimeSpec(Spec):
@@ -301,8 +301,8 @@ class RuntimeSpec(Spec):
 
     - `kind`: the kind of sandbox, by default the node's (`with_default_runtime`).
     - `network`: without it, the sandbox can reach only its model endpoint.
-    - `users`: the number of user and group ids inside, starting at 0. The default covers the owners of the image's
-      files.
+    - `users`: the number of user and group ids inside the sandbox, starting at 0. The default covers the owners of the
+      image's files.
     - `lifetime_seconds`: the sandbox ends by itself after this time, even if its node is gone.
     """
 
@@ -338,7 +338,7 @@ class RuntimeSpec(Spec):
 
 class ExternalSpec(Spec):
     """An agent that somebody else runs elsewhere. Outrider starts no program, and the session ends when a request
-    completes it. Without a model call for `idle_seconds`, the session ends as an error."""
+    completes it. If there is no model call for `idle_seconds`, the session ends with an error."""
 
     idle_seconds: Seconds = 1800
 
@@ -367,8 +367,9 @@ MAX_MCP_SERVER = 1 << 18
 
 
 class McpServer(Spec):
-    """An MCP server whose tools the agent gets. A `stdio` server is a `command` in the sandbox with `args` and the
-    variables `env`. A server of another transport is at `url`, and every request to it has the `headers`."""
+    """An MCP server whose tools the agent gets. A `stdio` server is a program in the sandbox: `command` with `args` and
+    the environment variables `env`. A server of another transport has a `url`, and every request to the server has the
+    `headers`."""
 
     name: ServerName
     transport: McpTransport
@@ -482,9 +483,9 @@ Pathspec = Annotated[str, StringConstraints(pattern=r"^[^:]", max_length=4096), 
 
 
 class DiffSpec(Spec):
-    """Selects the agent's changes to a git repository as the outcome to grade. `diff` is the repository's folder, which
-    may be relative to the working directory. Files that git ignores, and paths that match the pathspecs in `exclude`,
-    are left out."""
+    """Selects the agent's changes to a git repository as the outcome to grade. `diff` is the repository's folder. A
+    relative path starts at the working directory. Files that git ignores, and paths that match the pathspecs in
+    `exclude`, are left out."""
 
     diff: SandboxPath
     exclude: Annotated[list[Pathspec], Field(max_length=256)] = []
@@ -578,8 +579,8 @@ class Filter(Spec):
 class StepSpec(Spec):
     """A later step of a task. `prepare` is carried out in the sandbox as the earlier steps left it. Then the agent runs
     again, with this `instruction` and for at most `agent_seconds` (default: the task's). `needs` maps metrics to
-    minimum values, where "reward" stands for the reward. The step is taken only if the previous step reached all of
-    them."""
+    minimum values, where "reward" stands for the reward. The step begins only if the previous step reached all of these
+    values."""
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
     evaluator: EvaluatorSpec
@@ -593,12 +594,13 @@ class TaskSpec(Spec):
     """A task: everything that one session needs.
 
     - `history`: how earlier turns appear in a later prompt. "recorded": with the ids that were sampled, even if the
-      chat template would drop their reasoning. "template": as the chat template prints them. Where it drops reasoning,
-      the later prompt is a fork and adds a training row.
+      chat template would drop the reasoning in these turns. "template": as the chat template prints them. If the
+      template drops reasoning, the later prompt is a fork and adds a training row.
     - `collect`: commands that run in the sandbox when the agent has ended.
     - `artifacts`: patterns for paths in the sandbox. Matching files are kept after `collect`, even if the agent failed.
     - `then`: further steps in the same sandbox, each graded separately.
-    - `steps_reward`: whether the session's reward is the mean over the graded steps, or that of the last graded step.
+    - `steps_reward`: "mean": the session's reward is the mean over the graded steps. "final": it is the reward of the
+      last graded step.
     """
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -688,14 +690,14 @@ def fields_of_step(step: int) -> Iterator[None]:
 
 
 def step_field(step: int) -> str:
-    """Return the path of a step in a request: `task` for step 0, `task.then.0` for step 1. The paths of its fields
-    begin with it."""
+    """Return the path of a step in a request: `task` for step 0, `task.then.0` for step 1. The path of each field of
+    the step begins with this path."""
     return f"task.then.{step - 1}" if step else "task"
 
 
 def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
-    """Return the specs of a session's sandboxes with their field paths: first the agent's sandbox, then those of the
-    evaluators."""
+    """Return the specs of a session's sandboxes with their field paths: first the agent's sandbox, then the evaluators'
+    own sandboxes."""
     found = [(task.runtime, RUNTIME)]
     for number, evaluator in enumerate((task.evaluator, *(step.evaluator for step in task.then))):
         if evaluator.runtime is not None:
@@ -734,8 +736,8 @@ CallbackUrl = Annotated[HttpUrl, Field(strict=False), AfterValidator(with_host)]
 class GroupSpec(Spec):
     """`n` sessions of one task, which are submitted, prioritised, cancelled and delivered together.
 
-    - `idempotency_key`: a request with the same key and body returns the same group; with another body it is a
-      conflict.
+    - `idempotency_key`: a request with the same key and the same body returns the same group. A request with the same
+      key and another body is a conflict.
     - `min_usable`: as soon as this many sessions have a reward, the others are stopped; null stops no session.
     - `expires_seconds`: a session that has not started this long after the group was created ends as expired. Null uses
       the service's setting.
@@ -757,9 +759,9 @@ class GroupSpec(Spec):
 
 
 class TranslatedSpec(Spec):
-    """The request from which a group was made, sent by a client of another system. `system` is that system's name. The
-    group's callback is sent in its format. `request` has the parts of the request that are repeated in replies. With
-    `usable_trains`, a session counts for `min_usable` only if some of its tokens are trained on."""
+    """The request of a client of another system, from which a group was made. `system` is the name of that system. The
+    group's callback is sent in the system's format. `request` has the parts of the request that are repeated in
+    replies. With `usable_trains`, a session counts for `min_usable` only if some of its tokens are trained on."""
 
     system: Name
     request: dict[str, Any]
@@ -767,9 +769,9 @@ class TranslatedSpec(Spec):
 
 
 class StoredGroupSpec(GroupSpec):
-    """A group as stored. `regrades` is empty if the group runs agents. If it grades earlier runs again, `regrades` has
-    one session id for each sample: the session whose run is graded. `translated` is set for a group from another
-    system's client."""
+    """A group as stored. `regrades` is empty if the group runs agents. If the group grades earlier runs again,
+    `regrades` has one session id for each sample: the id of the session whose run is graded. `translated` is set if a
+    client of another system has sent the group."""
 
     regrades: list[str] = []
     translated: TranslatedSpec | None = None
@@ -780,7 +782,7 @@ class SessionSpec(Spec):
 
     `group_id` and `sample_index` select a session of an existing group whose harness is `external`. Without `group_id`,
     a new group with one session is made from the other fields, which have the same meaning as in a task. The default
-    evaluator takes the reward that is reported when the session is completed.
+    evaluator takes the reward from the request that completes the session.
     """
 
     group_id: Name | None = None
@@ -857,8 +859,8 @@ class ReportSpec(Spec):
 
 class RegradeSpec(Spec):
     """A request to grade sessions again. If `evaluator` is null, the task's is used. A new evaluator may omit `carry`,
-    because it grades the outcome that was kept. `labels` are added to the task's labels. The rest of the task stays
-    unchanged. `GroupSpec` explains the other fields."""
+    because it grades the outcome that the first grading has kept. `labels` are added to the task's labels. The rest of
+    the task stays unchanged. `GroupSpec` explains the other fields."""
 
     evaluator: EvaluatorSpec | None = None
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
@@ -923,8 +925,8 @@ Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 
 
 class PolicyPauseSpec(Spec):
-    """Pauses the policy. Running generations `finish`, or are cut off (`abort`) and continued when the policy is
-    resumed."""
+    """Pauses the policy. With `mode` "finish", running generations continue to their end. With "abort", they are cut
+    off, and continued when the policy is resumed."""
 
     mode: PolicyPause = "finish"
 
@@ -963,7 +965,7 @@ paths and are shown on terminals."""
 
 class AckSpec(Spec):
     """Acknowledges the groups up to `cursor` for a consumer. If the consumer has already acknowledged later groups, its
-    position does not change. With `rewind`, it goes back to `cursor` and gets the later groups again."""
+    position does not change. With `rewind`, the consumer goes back to `cursor` and gets the later groups again."""
 
     cursor: Annotated[int, Field(ge=0, le=MAX_CURSOR)]
     rewind: bool = False
@@ -1012,9 +1014,11 @@ class SessionsSpec(Spec):
 
 
 class PauseSpec(Spec):
-    """Pauses the queue. The service then starts no sessions of groups that have all `labels` and the `harness`. If
-    neither is given, this holds for all groups of the caller's tenant. An admin pauses all tenants, or only
-    `tenant`."""
+    """Pauses the queue. The service then starts no sessions of groups that have all `labels` and use the `harness`.
+    Without `harness`, the harness of a group does not matter. With neither labels nor `harness`, all groups are paused.
+
+    The pause applies to the groups of the caller's tenant. The pause of an admin applies to the groups of all tenants
+    or, if `tenant` is given, to those of this tenant."""
 
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
     harness: Name | None = None

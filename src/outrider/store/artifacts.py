@@ -1,5 +1,5 @@
-"""Stores artifacts: files that a task asks to keep from its sandbox. The file for an artifact is
-SESSION/ATTEMPT/SHA-256 below one folder.
+"""Stores artifacts: files that a task asks to keep from its sandbox. The path of an artifact's file is
+SESSION/ATTEMPT/SHA-256, below one folder.
 
 Each attempt has an index file, which lists the artifacts' paths in the sandbox. These paths are never used as file
 names on this machine. Functions other than coroutines block on the disk.
@@ -70,7 +70,7 @@ class ArtifactStore:
         assert listed.attempt is not None
         self._write(listed.session_id, listed.attempt, INDEX, msgspec.json.encode(listed))
         place = self._place(listed.session_id, listed.attempt)
-        # makes the folders' new entries survive a loss of power
+        # After this, the new entries of the folders survive a loss of power.
         for folder in (place, place.parent, self._folder):
             descriptor = os.open(folder, os.O_RDONLY)
             try:
@@ -98,8 +98,8 @@ class ArtifactStore:
         return await asyncio.to_thread(read)
 
     def listed(self, session_id: str, attempt: int | None = None) -> ArtifactList:
-        """Return the artifacts of an attempt; by default, of the newest attempt that has an index. Without an index,
-        the list is empty."""
+        """Return the artifacts of an attempt. The default is the newest attempt that has an index. If there is no
+        index, the list is empty."""
         attempts = [attempt] if attempt is not None else []
         if attempt is None:
             with suppress(FileNotFoundError):
@@ -142,7 +142,7 @@ class ArtifactStore:
 
     def _write(self, session_id: str, attempt: int, name: str, data: bytes) -> None:
         place = self._place(session_id, attempt)
-        for folder in (self._folder, place.parent, place):  # `mode` is not that of the parents which `mkdir` makes
+        for folder in (self._folder, place.parent, place):  # `mkdir` does not apply `mode` to parents
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = place / f"{name}.draft"
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

@@ -1,5 +1,5 @@
-"""Defines the interface between the store and its database. The store passes each transaction as a body: a coroutine
-function that gets a connection.
+"""Defines the interface between the store and its database. The store passes each transaction to the database as a
+body: a coroutine function that gets a connection.
 
 `sqlite.py` and `postgresql.py` implement the interface. Statements use `?` placeholders, and only SQL that both
 databases accept. Invariant: all changes of a transaction are committed together, before its caller gets the result. A
@@ -39,12 +39,13 @@ Body = Callable[[Connection], Coroutine[Any, Any, T]]
 class Database(Protocol):
     """Runs transactions in one database. Methods raise ServiceError if the database fails.
 
-    A body must await only its connection, because it may run on any thread. It may run again after a rollback. If a
-    body raises an error, its changes are rolled back, and the caller gets the error.
+    A body may run on any thread, so it must await nothing but its connection. A body may run again after a rollback. If
+    a body raises an error, its changes are rolled back, and the caller gets the error.
 
     types: the database's own SQL for the column types `blob` and `serial`. `serial` is an integer primary key: its
         numbers rise and are never reused.
-    commits: the seconds of each committed transaction that writes, from its begin to the end of its commit.
+    commits: the seconds of each committed transaction that writes, from the beginning of the transaction to the end of
+    its commit.
     """
 
     types: Mapping[str, str]

@@ -1,7 +1,7 @@
 """Stores the bytes of images outside the turns, once for each digest.
 
-An agent sends the same screenshot again with every call, so a copy in each turn would waste disk space. The functions
-run in the caller's transaction. Invariant: `restore` undoes `split`.
+An agent sends the same screenshot again with every call. A copy of the screenshot in each turn would waste disk space.
+The functions run in the caller's transaction. Invariant: `restore` undoes `split`.
 """
 
 from __future__ import annotations

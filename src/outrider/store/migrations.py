@@ -94,8 +94,9 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_to_end ON sessions (group_id) WHERE ending IS NOT NULL AND state <> 'done'",
         "CREATE INDEX sessions_expiring ON sessions (expires) WHERE waiting = 1 AND expires IS NOT NULL",
         # A row stands for one bucket of sessions in the queue at one priority (see queue.py). `waiting` is 1 if
-        # sessions of the bucket may be waiting at this priority. `served` rises with each start of a session, so it
-        # shows which bucket was served least recently. `since` is the creation time of the row's first group.
+        # sessions of the bucket may be waiting at this priority. Each start of a session sets `served` of its row to a
+        # new highest number, so the row with the lowest number was served least recently. `since` is the creation time
+        # of the row's first group.
         """CREATE TABLE queue_shares (
             priority INTEGER NOT NULL,
             bucket TEXT NOT NULL,
@@ -129,11 +130,11 @@ MIGRATIONS: Migrations = (
             turn {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, model, turn_index)
         )""",
-        # `digest` is the SHA-256 of `data`. It identifies an image, so each image is stored once.
+        # `digest` is the SHA-256 of `data`. The digest identifies an image, so each image is stored once.
         "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
-        # Each row records that a session uses an image. The image is removed with the last session that uses it. Here
-        # and in other tables, `tenant` is a copy of the group's tenant, so that a read for one tenant skips the rows of
-        # other tenants.
+        # Each row records that a session uses an image. The image is removed together with the last session that uses
+        # it. Here and in other tables, `tenant` is a copy of the group's tenant. With it, a query for one tenant can
+        # skip the rows of other tenants.
         """CREATE TABLE image_uses (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             digest TEXT NOT NULL REFERENCES images (digest),

@@ -43,16 +43,16 @@ class Pause(msgspec.Struct, frozen=True):
 
 class Pauses:
     """Reads and writes the pauses in the store's database. Methods raise ServiceError when the database fails. `tenant`
-    is the owner of a pause, or None for a pause of all tenants."""
+    is the owner of a pause. None stands for a pause of all tenants."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._db = database
         self._clock = clock
 
     async def pause(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None, who: str) -> int:
-        """Hold all queued sessions that match, and matching sessions that are queued later. Returns how many sessions
-        this call has held. Repeating it adds no second pause. Raises Conflict if the owner already has MAX_PAUSES
-        pauses."""
+        """Hold all queued sessions that match, and matching sessions that are queued later. Returns the number of
+        sessions that were waiting and are now held. A second call with the same arguments adds no second pause. Raises
+        Conflict if the owner already has MAX_PAUSES pauses."""
         pause = Pause(tenant or ALL_TENANTS, dict(labels), harness or "")
 
         async def body(tx: Connection) -> int:

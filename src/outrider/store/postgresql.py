@@ -6,11 +6,12 @@ visible in the order of their cursors: once a reader has seen cursor 7, no row w
 sequences nor SERIALIZABLE transactions guarantee this.
 
 Writes that arrive during a commit share the next commit and its cost. An acknowledged commit survives a loss of power,
-unless the server's setting synchronous_commit is off. Besides the store's tables, the module keeps one of its own,
+unless the server's setting synchronous_commit is off. Besides the store's tables, there is a table of this module,
 `writers`.
 
-Invariant: after a ServiceError, nothing was committed. If the reply to a COMMIT is lost, the writer looks up the
-outcome in the database before the next write, and repeats the look-up until it gets an answer or `close` is called.
+Invariant: after a ServiceError, nothing was committed. If the reply to a COMMIT is lost, the writer looks up in the
+database whether the batch was committed. It does so before the next write, and repeats the look-up until it gets an
+answer or `close` is called.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ LOCKS = 0x6F757472
 SERVICE, WRITE = 1, 2
 
 SESSION_SETTINGS = {
-    # These settings make the server close a connection if the client's process was stopped or its host was lost.
-    # Otherwise, the connection could go on holding the lock that all writers need.
+    # With these settings, the server closes a connection if the client's process was stopped or the client's host was
+    # lost. Otherwise, the connection could go on holding the lock that all writers need.
     "idle_in_transaction_session_timeout": "15s",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
@@ -74,12 +75,12 @@ CREATE_WRITERS = """CREATE TABLE IF NOT EXISTS writers
 COMMIT_WRITE = """INSERT INTO writers (writer, batch) VALUES ('{}', {})
     ON CONFLICT (writer) DO UPDATE SET batch = excluded.batch, at = excluded.at; COMMIT"""
 # With READ COMMITTED, each statement sees all earlier commits. With a stricter isolation level, the whole transaction
-# would use one snapshot, taken before the lock is granted. It would miss what others commit while this transaction
-# waits for the lock.
+# would use one snapshot, taken before the lock is granted. Such a snapshot would lack the changes that others commit
+# while this transaction waits for the lock.
 BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SELECT pg_advisory_xact_lock({LOCKS}, {WRITE})"
 BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 # A connection that this process has lost may still be open on the server and hold locks. So a writer that reconnects
-# ends its earlier connections. It finds them by their application name, which only this writer uses.
+# ends its earlier connections. It finds these connections by their application name, which only this writer uses.
 END_LOST = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"""
 HOLDER = f"""SELECT pid, application_name, client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid)
@@ -121,9 +122,9 @@ def without_password(url: str) -> str:
 class PostgresqlDatabase:
     """Implements `Database` over one PostgreSQL database.
 
-    Services set `sole`: the writer then holds a lock that only one service can have, and a second service gets a
-    ServiceError that names the process with the lock. Without `sole`, this lock is not taken. The first write has no
-    time limit, because it migrates the schema.
+    With `sole`, the writer holds a lock that only one service can have. Services set `sole`, so a second service on the
+    same database gets a ServiceError, which names the process with the lock. The first write has no time limit, because
+    it migrates the schema.
     """
 
     types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
@@ -159,8 +160,8 @@ class PostgresqlDatabase:
             await _closed(self._idle.pop())
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        # `volatile` is ignored. Volatile changes must survive the end of any process, and an asynchronous commit would
-        # be lost if the server process were killed.
+        # `volatile` is ignored. Even volatile changes must survive the end of any process. An asynchronous commit would
+        # not: it is lost if the server process is killed.
         if self._writer is None:
             raise ServiceError("the store is not open")
         return await self._writer.put(body)
@@ -218,7 +219,7 @@ class _Connection:
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         # The reply ends with the number of rows, as in `UPDATE 3` or `INSERT 0 1`. For statements that change no rows,
-        # such as `CREATE TABLE`, it has no number.
+        # such as `CREATE TABLE`, the reply has no number.
         status: str = await self._raw.execute(_numbered(sql), *values, timeout=self._limit)
         count = status.rpartition(" ")[2]
         return int(count) if count.isdigit() else 0
@@ -231,8 +232,8 @@ class _Connection:
 
 
 class _Server:
-    """Opens connections to a server. They have an application name that only this process uses, so that administrators
-    and `_Writer` recognise them."""
+    """Opens connections to a server. The connections have an application name that only this process uses.
+    Administrators and `_Writer` recognise the connections by this name."""
 
     def __init__(self, url: str, limit: float) -> None:
         self.shown = without_password(url)
@@ -240,8 +241,8 @@ class _Server:
         self._name = f"{self.id[:8]}, process {os.getpid()} on {socket.gethostname()}"
         self._url = url
         self._limit = limit
-        # The server stops waiting for a lock after 80 % of our own time limit. Otherwise it would still wait after this
-        # client has given up.
+        # The server stops waiting for a lock after 80 % of this client's time limit for a statement. Otherwise, the
+        # server would still wait after this client has given up.
         self._settings = SESSION_SETTINGS | {"lock_timeout": f"{limit * 800:.0f}ms"}
 
     async def connect(self, purpose: str) -> asyncpg.Connection:
@@ -336,8 +337,8 @@ class _Writer:
         return self._raw
 
     async def _hold(self, raw: asyncpg.Connection) -> None:
-        """Take the lock that only one service can hold, until the connection ends. Raises _Unreachable if another
-        service has it after HANDOVER_SECONDS."""
+        """Take the lock that only one service can hold. The lock is held until the connection ends. Raises _Unreachable
+        if another service still has the lock after HANDOVER_SECONDS."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + min(HANDOVER_SECONDS, self._patience)
         while not await raw.fetchval(f"SELECT pg_try_advisory_lock({LOCKS}, {SERVICE})"):
@@ -352,8 +353,8 @@ class _Writer:
 
     async def _settle(self, jobs: Sequence[_Job]) -> None:
         """Run the jobs in one transaction, and set their futures. If a job fails, each half of the jobs is run in its
-        own transaction, and so on. In the end, only the caller of the failing job gets the error. Savepoints would
-        avoid the repetition, but slow down every batch."""
+        own transaction, and so on, until the failing job runs alone. Only the caller of this job gets the error.
+        Savepoints would avoid the repetition, but slow down every batch."""
         self._batches += 1
         batch = _Batch(self._batches, [job.body for job in jobs])
         try:

@@ -1,7 +1,7 @@
 """Defines in which order queued sessions start.
 
-The sessions of a tenant are divided into buckets by the value of their label `run` or, if they have none, of their
-label `user`. Sessions with neither label share one bucket. No bucket has sessions of two kinds (`QueueKind`). These
+The sessions of a tenant are divided into buckets by the value of their label `run`. Without this label, the label
+`user` is used. Sessions with neither label share one bucket. No bucket has sessions of two kinds (`QueueKind`). These
 steps choose the next session:
 1. Take the tenant with the fewest sessions in progress. Among equals, take the tenant served least recently.
 2. Take the highest priority at which this tenant has waiting sessions.
@@ -12,8 +12,8 @@ Clients choose priorities and labels, so these must not affect other tenants. A 
 tenant. A client that names a new run for each group delays only sessions of its own tenant.
 
 The functions run in the caller's transaction. Invariant: if a session of a bucket waits at a priority, the row in
-`queue_shares` for this bucket and priority has `waiting` = 1. The reverse may not hold for a while: when a reader finds
-`waiting` = 1 but no waiting session, `close_empty_shares` corrects the row.
+`queue_shares` for this bucket and priority has `waiting` = 1. For a while, a row may have `waiting` = 1 although no
+session is waiting: when a pass finds such a row, `close_empty_shares` corrects it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from outrider.store.database import Connection, Row
 from outrider.store.rows import SessionRow
 
 BUCKET_LABELS = ("run", "user")
-"""Labels that determine a group's bucket. The first one that a group has is used."""
+"""Labels that determine a group's bucket. If a group has several of them, the first in this order is used."""
 
 COUNT_WAITING = """SELECT COUNT(*) FROM (
     SELECT 1 FROM queue_shares JOIN sessions
         ON sessions.priority = queue_shares.priority AND sessions.bucket = queue_shares.bucket
     WHERE queue_shares.{column} = ? AND queue_shares.waiting = 1 AND sessions.waiting = 1 LIMIT ?) AS counted"""
 
-# This query jumps from one tenant to the next in the index. A plain DISTINCT would read the row of every bucket.
+# This query jumps from one tenant to the next in the index. A plain SELECT DISTINCT would read the rows of all buckets.
 TENANTS = """WITH RECURSIVE found (tenant) AS (
         SELECT MIN(tenant) FROM queue_shares WHERE {which}
         UNION ALL
@@ -55,8 +55,7 @@ ABOVE_ALL = (1 << 31) - 1
 """Higher than every priority."""
 
 MOST_SKIPPED_BUCKETS = 64
-"""Limit of skipped buckets per tenant. A tenant with this many of them is left out of the pass over the queue, which
-limits the cost of the pass."""
+"""A tenant with this many skipped buckets is left out of the pass over the queue. This limits the cost of the pass."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -97,8 +96,8 @@ def bucket_of(tenant: str, labels: Mapping[str, str], *, external: bool = False)
 
 
 async def open_share(tx: Connection, priority: int, bucket: str, *, kind: QueueKind, since: float) -> None:
-    """Record that sessions of a bucket wait at a priority. `since` is the creation time of their group. It is ignored
-    if the bucket already has a row at this priority."""
+    """Record that sessions of a bucket wait at a priority. `since` is the creation time of the sessions' group. If the
+    bucket already has a row at this priority, `since` is ignored."""
     await tx.execute(
         """INSERT INTO queue_shares (priority, tenant, bucket, kind, waiting, served, since)
            VALUES (?, ?, ?, ?, 1, 0, ?) ON CONFLICT (bucket, priority) DO UPDATE SET waiting = 1""",
@@ -228,8 +227,8 @@ class _Line:
 
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
         """Return the tenant's next session at this priority, or None. `wanted` is roughly the number of sessions that
-        the caller still needs from this tenant. It determines how many rows a query reads. Buckets without waiting
-        sessions are added to `empty`."""
+        the caller still needs from this tenant. How many rows a query reads depends on this number. Buckets without
+        waiting sessions are added to `empty`."""
         queue_pass = self._pass
         while True:
             # A bucket without sessions in progress comes before all others. So read more buckets until such a bucket is

@@ -29,7 +29,8 @@ REMOVED = "removed"
 ALL_CURSORS = (1 << 63) - 1
 
 # SQL condition: every consumer has acknowledged the group. The `?` is the lowest position among the admins' consumers,
-# which see all tenants. The subquery finds consumers of the group's own tenant that have not acknowledged it.
+# which read the groups of all tenants. The subquery finds consumers of the group's own tenant that have not
+# acknowledged the group.
 ACKNOWLEDGED = """cursor <= ? AND NOT EXISTS (SELECT 1 FROM consumers
     WHERE consumers.tenant = groups.tenant AND consumers.cursor < groups.cursor)"""
 
@@ -82,11 +83,11 @@ class Removals:
         return bool(await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM images LIMIT 1")))
 
     async def image_bytes(self, group_id: str, uses: dict[str, int]) -> int:
-        """Return the size in bytes of the images that are removed with a group, if the groups of all earlier calls with
-        the same `uses` are removed, too.
+        """Return the size in bytes of the images that are removed together with a group. This assumes that the groups
+        of all earlier calls with the same `uses` are removed, too.
 
-        `uses` is empty at first. This method adds the images that sessions of other groups use, with the number of
-        these sessions."""
+        Pass an empty `uses` to the first call. The method stores in it, for each image of the group that remains in
+        use, the number of sessions that still use the image."""
         sql = """SELECT digest, own, (SELECT LENGTH(data) FROM images WHERE images.digest = used.digest) FROM
             (SELECT digest, COUNT(*) AS own FROM sessions JOIN image_uses ON image_uses.session_id = sessions.id
                 WHERE sessions.group_id = ? GROUP BY digest) AS used"""
@@ -175,7 +176,7 @@ class Removals:
         """Delete about `rows` rows of hidden groups. Returns True if more may be left.
 
         The caller must first delete the sessions' other data, such as files: once the rows are gone, nothing refers to
-        it.
+        this data.
         """
 
         async def body(tx: Connection) -> bool:
@@ -221,8 +222,8 @@ class Removals:
 
 
 def _removable(force: bool) -> str:
-    """Return the SQL condition for groups that may be removed. (A group has a `cursor` from when it is done until it is
-    hidden.)"""
+    """Return the SQL condition for groups that may be removed. A group has a `cursor` only from the time when it is
+    done until it is hidden."""
     return REMOVABLE if force else f"{ACKNOWLEDGED} AND {REMOVABLE}"
 
 

@@ -97,8 +97,8 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """The length of the queue. `sessions` includes those held back by a pause. `buckets` and `tenants` count only those
-    with waiting sessions."""
+    """The length of the queue. `sessions` includes sessions that a pause holds. `buckets` and `tenants` count only
+    buckets and tenants with waiting sessions."""
 
     sessions: int
     buckets: int
@@ -121,8 +121,8 @@ class Backlog(msgspec.Struct, frozen=True):
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
-    """The policy version that a trainer set last. `weights` says where its weights are stored, or is None if the
-    engines loaded no weights."""
+    """The policy version that a trainer set last. `weights` says where the weights of this version are stored, or is
+    None if the engines loaded no weights."""
 
     version: int
     weights: str | None = None

@@ -1,8 +1,8 @@
 """Reads the store for the index of runs (`run_index/`): the changes after an event, or all groups in pages.
 
-Invariant: every change that the index shows has an event, with two exceptions: removals, which the caller of
-`Removals.hide` reports to the index, and labels set by `Store.add_label`, which are read with the next change of their
-group.
+Invariant: every change that the index shows has an event, with two exceptions. Removals have no event: the caller of
+`Removals.hide` reports them to the index. Labels that `Store.add_label` sets have no event, either: they are read with
+the next change of their group.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class RunReader:
         self._db = database
 
     async def changes(self, after: int, limit: int) -> RunChanges:
-        """Read the next `limit` events after a cursor. Return the groups and sessions that they changed, except hidden
-        ones, and the retries among the events."""
+        """Read the next `limit` events after a cursor. Return the retries among these events, and the groups and
+        sessions that the events changed, except hidden ones."""
         sql = "SELECT cursor, at, kind, group_id, session_id, data FROM events WHERE cursor > ? ORDER BY cursor LIMIT ?"
 
         async def body(tx: Connection) -> RunChanges:
@@ -102,7 +102,7 @@ class RunReader:
         return {row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, (REMOVED,)))}
 
     async def event_at(self, cursor: int) -> float | None:
-        """Return the time of the event with this cursor, or None if it is not stored."""
+        """Return the time of the event with this cursor, or None if the event is not stored."""
         found = await self._db.read(lambda tx: tx.fetch("SELECT at FROM events WHERE cursor = ?", (cursor,)))
         return float(found[0][0]) if found else None
 

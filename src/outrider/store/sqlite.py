@@ -1,5 +1,5 @@
 """Implements `Database` over SQLite. One thread writes, and commits several writes together. Reader threads never wait
-for it.
+for the writing thread.
 
 Writes that arrive during a commit share the next commit and its cost. Another thread moves SQLite's write-ahead log
 into the database file. Every commit survives the end of the process.
@@ -42,8 +42,8 @@ CHECKPOINT_SECONDS = 1.0
 CHECKPOINTS = "checkpoints of the database"
 """Name under which failed checkpoints appear in the list of failures."""
 CHECKPOINT_PAGES = 16_384
-"""The length of the write-ahead log, in pages (64 MiB), from which the writer itself moves the log into the file. This
-limits the log."""
+"""When the write-ahead log has this many pages (64 MiB), the writer itself moves the log into the file. This limits the
+length of the log."""
 
 NORMAL, FULL = 1, 2
 """Values of SQLite's setting `synchronous`. In WAL mode, only a commit with FULL waits for the disk."""
@@ -72,17 +72,18 @@ GONE = "put the data folder back where it was, or restart the service: until the
 
 def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: KeySource | None = None) -> Store:
     """Return a store in the SQLite file at `path`, whose folder must exist. If `path` is None, the store is in memory,
-    for tests. Failed checkpoints are reported to `failures`. `key` encrypts the tasks. By default, it is in a file in
-    the same folder."""
+    for tests. Failed checkpoints are reported to `failures`. `key` encrypts the tasks. By default, the key is in a file
+    beside the store's file."""
     if key is None and path is not None:
         key = KeyFile(path.with_name(KEY_FILE))
     return Store(SqliteDatabase(path, failures), key=key)
 
 
 def make_private(path: Path) -> None:
-    """Create an empty file for SQLite that only its owner can read, if there is none. SQLite gives its -wal and -shm
-    the same mode. An error is left to SQLite, which then fails to create the file, too."""
-    # O_EXCL, because an existing file must not be opened: to close it would end the locks of SQLite in this process.
+    """If there is no file, create an empty one for SQLite that only its owner can read. SQLite gives the -wal and -shm
+    files the same mode. Errors are ignored, because SQLite then fails to open the file, too, and reports the cause."""
+    # O_EXCL, because an existing file must not be opened here: closing it would end the locks that SQLite has in this
+    # process.
     with suppress(OSError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
 
@@ -124,7 +125,7 @@ class SqliteDatabase:
         self._writes = self._reads = self._file = None
         threads, self._threads = self._threads, []
         # The threads end one after another, because only the connection that closes last removes the write-ahead log.
-        # If several close at once, each may see another one still open, and the log stays.
+        # If several connections closed at once, each might find another connection still open, and the log would stay.
         for thread in threads:
             thread.stop()
             await thread.ended()
@@ -151,7 +152,7 @@ class SqliteDatabase:
 
     def _check_file(self) -> None:
         """Raise ServiceError if the file was removed or replaced. SQLite would go on writing to the removed file, and
-        these commits would be lost when the process ends."""
+        these writes would be lost when the process ends."""
         if self._path is None:
             return
         try:
@@ -278,8 +279,8 @@ class _Jobs:
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
         """Run a batch of jobs in one transaction. If a job fails, each half of the batch is run in its own transaction,
-        and so on. In the end, only the caller of the failing job gets the error. Savepoints would avoid the repetition,
-        but slow down every batch."""
+        and so on, until the failing job runs alone. Only the caller of this job gets the error. Savepoints would avoid
+        the repetition, but slow down every batch."""
         began = time.perf_counter()
         try:
             self._check_file()
@@ -306,8 +307,8 @@ class _Jobs:
 class _Thread:
     """A thread that opens a connection and passes it to `serve`. `stop` makes `serve` return.
 
-    The future `opened` is done once the connection is open. It fails with ServiceError if the connection cannot be
-    opened.
+    The future `opened` is done once the connection is open. If the connection cannot be opened, the future fails with
+    ServiceError.
     """
 
     def __init__(
@@ -327,7 +328,7 @@ class _Thread:
         self._thread.start()
 
     async def ended(self) -> None:
-        """Wait until `serve` has returned and its connection is closed."""
+        """Wait until `serve` has returned and the connection is closed."""
         await asyncio.shield(self._closed)
         self._thread.join()  # does not block, because the thread has nothing left to do
 

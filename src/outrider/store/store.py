@@ -123,13 +123,14 @@ class Store:
     Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write for an
     `attempt` raise Conflict if the session is done or has a newer attempt.
 
-    With a `tenant`, a method sees only this tenant's rows, so ids of other tenants' rows are unknown to it. If `tenant`
-    is None, it sees all rows.
+    With a `tenant`, a method reads only this tenant's rows, and ids of other tenants' rows count as unknown. If
+    `tenant` is None, the method reads all rows.
 
     A session that was cancelled, has expired or is not needed any more has `ending` set:
     - It leaves the queue at once: `queued` skips it, and `start_attempt` refuses it.
     - It becomes done when the caller passes the reason in `ending` to `finish`.
-    - If `requeue` or `recover` ends its attempt before the call of `finish`, its state is QUEUED until that call.
+    - If `requeue` or `recover` ends the session's attempt before the call of `finish`, the session's state is QUEUED
+      until that call.
     - `to_end` lists the sessions that the caller must still finish, for instance after a crash.
     """
 
@@ -142,7 +143,7 @@ class Store:
         migrations: Migrations = MIGRATIONS,
     ) -> None:
         """`key` loads the stored key that encrypts tasks, or makes and stores a new one. If `key` is None, the store
-        uses a new key that is not stored, so nobody can decrypt its tasks after it is closed."""
+        uses a new key that is not stored, so nobody can decrypt the tasks after the store is closed."""
         self._db = database
         self._key_source = key or TaskKey.new()
         self._clock = clock
@@ -177,8 +178,8 @@ class Store:
         await self._db.close()
 
     async def probe(self) -> None:
-        """Update a row to check that the database accepts writes. Raises ServiceError if it does not, possibly after
-        retries."""
+        """Update a row to check that the database accepts writes. Raises ServiceError, possibly after retries, if the
+        database does not accept them."""
         now = self._clock()
         await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
 
@@ -678,8 +679,8 @@ class Store:
 
     async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None:
         """Store the id of the session's run at an external agent service. `name` is the run's name in Outrider, and
-        `run` the id that the service chose. It replaces the id of an earlier run. Raises Conflict if the attempt has
-        ended."""
+        `run` is the id that the service chose. The name and the id replace those of an earlier run. Raises Conflict if
+        the attempt has ended."""
         sql = """INSERT INTO remote_runs (session_id, name, run) VALUES (?, ?, ?)
             ON CONFLICT (session_id) DO UPDATE SET name = excluded.name, run = excluded.run"""
 
@@ -697,8 +698,8 @@ class Store:
 
     async def add_report(self, session_id: str, report: bytes, *, tenant: str | None = None) -> None:
         """Store the report (JSON) with which a client completes a session. An equal report may be sent again. Raises
-        Conflict if the session already has another report, or if it has none and is over (done, or with `ending`
-        set)."""
+        Conflict if the session already has another report. Also raises Conflict if the session has no report but is
+        over: it is done, or has `ending` set."""
 
         async def body(tx: Connection) -> None:
             session = await _find_session(tx, session_id, tenant)
@@ -725,13 +726,13 @@ class Store:
         return bytes(found[0][0]) if found else None
 
     def digest_of(self, text: str) -> str:
-        """Return a digest of a text: 16 hexadecimal digits. Without the store's key, nobody can test a guess of the
-        text."""
+        """Return a digest of a text: 16 hexadecimal digits. Without the store's key, nobody can guess a text and
+        compare its digest."""
         return hashlib.sha256(self._key.keyed_digest(f"the text {text}").encode()).hexdigest()[:16]
 
     def credential_of(self, session_id: str) -> str:
-        """Return the credential of a session whose agent runs outside Outrider. It is derived from the store's key, so
-        it need not be stored, and is still valid after a restart."""
+        """Return the credential of a session whose agent runs outside Outrider. The credential is derived from the
+        store's key. So it is not stored, and is still valid after a restart."""
         return f"{EXTERNAL_KEY}{session_id}_{self._key.keyed_digest(_key_of(session_id))}"
 
     def session_of_credential(self, credential: str) -> str | None:
@@ -832,13 +833,13 @@ class Store:
             await insert_images(tx, session_id, taken.images)
 
         # The write is volatile, because the agent waits for it. A loss of power that undoes the write also ends the
-        # attempt. The session then starts again from its task, or, if its agent runs outside Outrider, may go on
-        # without the turn. Once the end of an attempt is stored, so are all its turns.
+        # attempt. The session then starts again from its task. If its agent runs outside Outrider, the session may go
+        # on without the turn. When the end of an attempt is stored, all its turns are stored, too.
         await self._db.write(body, volatile=True)
         self.turns_added.publish(AddedTurn(session_id, attempt, turn, model))
 
     async def add_timeline(self, parts: Sequence[TimelinePart]) -> None:
-        """Store parts of timelines. They are encrypted, because a task's commands may contain secrets. A part is
+        """Store parts of timelines. The parts are encrypted, because a task's commands may contain secrets. A part is
         skipped if it is already stored, if its session is unknown or removed, or if its attempt has not begun. Parts
         may arrive after the session is done."""
         sealed = [self._key.seal(part.entries, _part_of(part.session_id, part.attempt, part.part)) for part in parts]
@@ -895,7 +896,7 @@ class Store:
 
     async def packed_results(self, group_ids: Sequence[str], first: int, count: int) -> list[PackedResult]:
         """Return the encoded results of these groups' done sessions with sample indexes from `first` to `first + count
-        - 1`. They are not decoded here, because this may take long: the caller does it (`rows.result_from`)."""
+        - 1`. The caller decodes the results (`rows.result_from`), because decoding may take long."""
         if not group_ids:
             return []
         sql = f"""SELECT group_id, result FROM sessions WHERE group_id IN ({", ".join("?" * len(group_ids))})
@@ -946,14 +947,15 @@ class Store:
     ) -> bool:
         """Store the result of a session. The session is then done. Returns True if its group is now done, too.
 
-        A group is done when all its sessions are. It then gets a cursor, an event and, if it has a callback URL, an
-        outbox row. If enough sessions are usable before that (`min_usable`), `ending` is set for the others. A queued
-        session may be finished, too, for example after a cancellation; `attempt` is then its last attempt.
+        A group is done when all its sessions are done. It then gets a cursor, an event and, if it has a callback URL,
+        an outbox row. If enough sessions are usable before that (`min_usable`), `ending` is set for the other sessions.
+        A queued session may be finished, too, for example after a cancellation. In this case, `attempt` is the
+        session's newest attempt.
 
-        under_way: set by an attempt that ends its own session. Raises Conflict if the attempt has already ended, for
-            example with its lease.
+        under_way: set if the attempt itself ends the session. Conflict is then raised if the attempt is no longer in
+            progress, for example because its lease has ended.
         of_all_turns: set if `result` was computed while the attempt could still add turns. Raises MoreTurns if a turn
-            was added since.
+            was added after that.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
@@ -1059,7 +1061,7 @@ class Store:
         return await self._db.write(body)
 
     async def recover(self, *, now: float, held: Container[str] = (), due: float = 0.0) -> list[SessionRow]:
-        """Queue the sessions again whose leases ended before `now`: their attempts were lost with their nodes, and
+        """Queue again all sessions whose leases ended before `now`. Their attempts were lost with their nodes, and
         count as recovered. The next attempt does not start before `due`.
 
         Sessions in `held` are skipped. Returns the sessions that were queued again, including those with `ending` set.
@@ -1116,7 +1118,7 @@ class Store:
 
     async def add_token(self, token: TokenRow, *, joins: bool = True) -> None:
         """Store a token. Raises Conflict if its name was ever used, because groups and the audit log refer to tokens by
-        name. Without `joins`, also raises Conflict if another token has the same tenant."""
+        name. Without `joins`, also raises Conflict if another token belongs to the same tenant."""
         sql = f"INSERT INTO tokens ({rows.TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 
         async def body(tx: Connection) -> None:
@@ -1325,7 +1327,7 @@ async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[Sessi
 
 
 async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:
-    """Return the session. Raises Conflict if it is done or `attempt` is not its newest attempt."""
+    """Return the session. Raises Conflict if the session is done, or if `attempt` is not its newest attempt."""
     session = await _find_session(tx, session_id)
     if session.attempt != attempt:
         raise Conflict(f"session {session_id} is at attempt {session.attempt}, not {attempt}")

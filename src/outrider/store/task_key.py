@@ -26,8 +26,8 @@ KEY_BYTES, ID_BYTES, NONCE_BYTES = 32, 8, 12
 DIGEST_BYTES, DIGEST_LENGTH = 24, 32
 """Length of a keyed digest (see `TaskKey.keyed_digest`), in bytes and in base64 characters."""
 SEALED = b"\0sealed1"
-"""Prefix of sealed (encrypted) bytes. No JSON begins like this. The key's id, the nonce and the output of AES-256-GCM
-follow."""
+"""Prefix of sealed (encrypted) bytes. No JSON text begins with this prefix. The key's id, the nonce and the output of
+AES-256-GCM follow."""
 SEALED_URL = "sealed1:"
 """Prefix of a sealed URL. The receiver (host and port), a space, and the sealed bytes in base64 follow."""
 HINT = (
@@ -91,8 +91,8 @@ class TaskKey:
         return b"".join((SEALED, self._id, nonce, self._cipher.encrypt(nonce, data, place.encode())))
 
     def open(self, sealed: bytes, place: str) -> bytes:
-        """Decrypt data that was sealed for `place`. Raises UnreadableTask if it is damaged, or was sealed with another
-        key or for another place."""
+        """Decrypt data that was sealed for `place`. Raises UnreadableTask if the data is damaged, or was sealed with
+        another key or for another place."""
         head, body = len(SEALED) + ID_BYTES, len(SEALED) + ID_BYTES + NONCE_BYTES
         if not sealed.startswith(SEALED) or sealed[len(SEALED) : head] != self._id:
             raise UnreadableTask(f"{place} is encrypted with another key than this service has", hint=HINT)

@@ -1,8 +1,8 @@
 """Limits reads to the rows of one tenant, and keeps totals for each tenant. A tenant is an owner of groups.
 
 Each token belongs to a tenant, and a tenant may have several tokens (see docs/security.md). A group belongs to the
-tenant of the token that submitted it. Methods that read for a client have a parameter `tenant`. None means all tenants;
-only admins and the service itself may use it.
+tenant of the token that submitted it. Methods that read for a client have a parameter `tenant`. The value None means
+all tenants. Only admins and the service itself may read all tenants.
 
 The functions run in the caller's transaction. Invariant: what a tenant reads does not depend on rows of other tenants.
 """

@@ -23,7 +23,8 @@ class TrainingTimings:
         self._most_timings = most_timings
 
     async def keep(self, tenant: str, epoch: int, step: int, record: bytes) -> None:
-        """Store the record of a step. It replaces an earlier record of the same step, and keeps that record's age."""
+        """Store the record of a step. The record replaces an earlier record of the same step, and keeps the age of the
+        earlier one."""
         put = """INSERT INTO training_timings (tenant, epoch, step, record, stored) VALUES (?, ?, ?, ?, ?)
             ON CONFLICT (tenant, epoch, step) DO UPDATE SET record = excluded.record"""
         drop = "DELETE FROM training_timings WHERE tenant = ? AND epoch = ? AND step = ?"

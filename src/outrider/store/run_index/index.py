@@ -1,10 +1,10 @@
 """Keeps the index of runs up to date with the store, and reads it for lists.
 
-The index file stores the cursor of the newest event that it includes. Later events show what has changed since. A new
-file has no cursor, and is filled from all groups. Removals have no event, so `forget` reports them.
+The index file stores the cursor of the newest event that the index includes. Later events show what has changed since
+then. A new file has no cursor, and is filled from all groups. Removals have no event, so `forget` reports them.
 
-Invariants: after `catch_up`, the index includes all events stored before the call, and no groups passed to `forget`
-before it; only one thread writes to the file.
+Invariants: after `catch_up`, the index includes all events that were stored before the call, and no group that was
+passed to `forget` before the call; only one thread writes to the file.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from outrider.store.store import Store
 T = TypeVar("T")
 
 CHORE_SECONDS = 5.0
-"""Seconds between two background updates of the index. Frequent updates leave only few changes for a reader to wait
-for."""
+"""Seconds between two background updates of the index. With frequent updates, a reader waits only until a few changes
+are copied."""
 EVENTS_AT_ONCE = 1000
 GROUPS_AT_ONCE = 50
 SESSIONS_AT_ONCE = 16
@@ -49,8 +49,9 @@ CURSOR, CURSOR_AT, FILLED = "cursor", "cursor_at", "filled"
 
 
 class RunIndex:
-    """The index of one store's runs, in the file `path`: `async with RunIndex(store, path) as index`. If the file is
-    damaged, or was made for another store or with other tables, it is replaced by a new one.
+    """The index of one store's runs, in the file `path`: `async with RunIndex(store, path) as index`. A file that is
+    damaged when it is opened, or has other tables, is replaced by a new one. A file that was made for another store is
+    emptied.
 
     Methods raise ServiceError if the file cannot be used, and Busy if the index cannot be brought up to date in time.
     """
@@ -233,7 +234,7 @@ class RunIndex:
         self._cursor, self._cursor_at, self._filled = 0, 0.0, False
 
     async def _step_of_turns(self, last: int | None) -> bool:
-        """Copy the turns of the next sessions in the table `unread_turns`, up to the row `last` (None: no limit).
+        """Copy the turns of the next sessions in the table `unread_turns`, up to the row `last`. None means no limit.
         Returns True if more sessions may be left."""
         async with self._one_at_a_time:
             found = await self._on_writer(lambda db: _unread(db, last))
@@ -317,8 +318,8 @@ def _open_writer(path: Path) -> sqlite3.Connection:
         db = _connect(path)
         try:
             db.execute("PRAGMA journal_mode=WAL").fetchall()
-            # A loss of power may undo the newest commits. It undoes their cursors, too, so these changes are copied
-            # again.
+            # A loss of power may undo the newest commits. The cursors in these commits are undone, too, so their
+            # changes are copied again.
             db.execute("PRAGMA synchronous=NORMAL")
             db.execute("PRAGMA cache_size=-16384")
             found = db.execute("PRAGMA user_version").fetchone()[0]
@@ -389,8 +390,8 @@ def _last_unread(db: sqlite3.Connection) -> int:
 
 
 def _unread(db: sqlite3.Connection, last: int | None) -> list[tuple[int, int, str, int]]:
-    """Return the next sessions whose turns must still be copied: the place in `unread_turns`, and the session's number,
-    id and attempt."""
+    """Return the next sessions whose turns must still be copied. For each session, return its place in `unread_turns`,
+    its number, its id and its attempt."""
     return db.execute(
         """SELECT place, s.no, s.id, s.attempt FROM unread_turns JOIN kept_sessions AS s ON s.no = session_no
             WHERE ? IS NULL OR place <= ? ORDER BY place LIMIT ?""",

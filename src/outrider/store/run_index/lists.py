@@ -1,8 +1,8 @@
 """Finds sessions and groups in the index of runs, and divides long lists into pages.
 
 The functions run in the index's reader thread. Lists begin with the newest group; a group's sessions are in sample
-order. A page's cursor is the id of its last session or group. The next page continues there, even if groups were added
-meanwhile. Invariant: with a `tenant`, only the rows of this tenant are found.
+order. A page's cursor is the id of the page's last session or group. The next page continues after this session or
+group, even if groups were added meanwhile. Invariant: with a `tenant`, only the rows of this tenant are found.
 """
 
 from __future__ import annotations

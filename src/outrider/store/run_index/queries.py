@@ -1,5 +1,5 @@
-"""Runs SQL queries of users over the index of runs. Each query runs in its own process (`query_program.py`), so that it
-cannot slow down the service or read another tenant's rows."""
+"""Runs SQL queries of users over the index of runs. Each query runs in its own process (`query_program.py`), so that
+the query cannot slow down the service or read another tenant's rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class QueryLimits(msgspec.Struct, frozen=True, kw_only=True):
     - `rows`: maximum number of rows in a reply. Further rows are left out.
     - `bytes`: maximum size of a reply's rows, in bytes. Further rows are left out.
     - `seconds`: maximum duration of the query.
-    - `start_seconds`: how many seconds the query's process has, besides `seconds`, to start and to write its reply.
+    - `start_seconds`: seconds for the start of the query's process and for writing the reply, in addition to `seconds`.
     - `memory`: maximum address space of the query's process, in bytes.
     - `heap`: maximum memory of SQLite in the query's process, in bytes.
     """

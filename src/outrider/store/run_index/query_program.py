@@ -8,12 +8,12 @@ A query may come from an attacker. These measures confine it:
 - The file is opened read-only. SQLite asks an authoriser about each action, and the authoriser allows only SELECT,
   recursion, the functions in FUNCTIONS, and reads of the views.
 - The views show only the rows of the caller's tenant. Each view reads a hidden view, and only hidden views may read
-  tables. For a read of a table, the authoriser is told only the name of the innermost view or common table expression
-  around it. So hidden views have random names. Otherwise, a query could pose as a view: `WITH sessions AS (SELECT *
-  FROM kept_sessions) ...`.
+  tables. For a read of a table, SQLite gives the authoriser only the name of the innermost view or common table
+  expression that contains the read. So hidden views have random names. Otherwise, a query could use the name of a view:
+  `WITH sessions AS (SELECT * FROM kept_sessions) ...`.
 - SQLite's memory, the process's address space and processor time, and the number and size of rows are limited.
 
-Before the query, the program tries such attacks itself. If one of them works, it refuses the query.
+Before the query, the program tries such attacks itself. If one of them works, the program refuses the query.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def answer(job: dict[str, Any]) -> str:
     for name, sql in job["views"].items():
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
-    # Use each allowed table function once before the authoriser is set. SQLite creates a table function at its first
-    # use, and the authoriser would refuse some of the actions that create it.
+    # Use each allowed table function once before the authoriser is set. SQLite creates a table function when the
+    # function is first used, and the authoriser would refuse some of the actions of the creation.
     for name in TABLE_FUNCTIONS:
         db.execute(f"SELECT * FROM {name}('[]')").fetchall()
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT)

@@ -71,7 +71,7 @@ def write_group(db: sqlite3.Connection, group: GroupRow, task: str | None) -> No
 
 
 def write_session(db: sqlite3.Connection, session: SessionRow) -> bool:
-    """Insert or update a session. Returns False if the index does not have its group; then nothing is written."""
+    """Insert or update a session. If the index does not have the session's group, write nothing and return False."""
     found = db.execute("SELECT no, tenant, harness FROM kept_groups WHERE id = ?", (session.group_id,)).fetchone()
     if found is None:
         return False
@@ -131,7 +131,7 @@ def write_session(db: sqlite3.Connection, session: SessionRow) -> bool:
 
 
 def searched_text(result: SessionResult) -> str:
-    """Return the text of a session in which a text search looks, in lower case."""
+    """Return the text of a session that a text search covers, in lower case."""
     texts = [(result.answer or "")[-SEARCHED_ANSWER:]]
     for log_tail in (result.harness_exit and result.harness_exit.log_tail, result.error and result.error.log_tail):
         texts.append((log_tail or "")[-SEARCHED_OUTPUT:])
@@ -147,7 +147,8 @@ def write_retries(db: sqlite3.Connection, retries: Iterable[Retry]) -> None:
 
 
 def write_turns(db: sqlite3.Connection, session_no: int, packed: Sequence[tuple[str, bytes]]) -> None:
-    """Replace a session's turns. Each item of `packed` is a model (empty for the policy) and an encoded turn."""
+    """Replace a session's turns. Each item of `packed` is a pair: the name of the model (empty for the policy) and an
+    encoded turn."""
     db.execute("DELETE FROM kept_turns WHERE session_no = ?", (session_no,))
     found = [(model, rows.turn_from(turn)) for model, turn in packed]
     own = [turn for model, turn in found if not model]

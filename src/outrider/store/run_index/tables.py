@@ -61,7 +61,7 @@ READ_TABLES = tuple(sql.split()[2] for sql in TABLES if sql.startswith("CREATE T
 """The tables from which the views select."""
 
 VERSION = int(hashlib.sha256("".join(TABLES).encode()).hexdigest()[:7], 16)
-"""Digest of TABLES. The file stores it in its header (`PRAGMA user_version`)."""
+"""Digest of TABLES. It is stored in the header of the file (`PRAGMA user_version`)."""
 
 
 class ViewColumn(NamedTuple):
@@ -99,8 +99,8 @@ _OF_SESSION = (
     ViewColumn("session_id", "s.id", "the session"),
     ViewColumn("group_id", "s.group_id", "its group"),
 )
-# Each view compares a column of each of its tables besides the row number, such as `tenant` here. Otherwise, if a query
-# used only a table's row number, SQLite would report the table as read outside of any view.
+# For each of its tables, a view compares a column other than the row number, such as `tenant` here. Without this,
+# SQLite would report the table as read outside of any view if a query used only the row number of the table.
 _WITH_GROUP = "kept_sessions AS s JOIN kept_groups AS g ON g.no = s.group_no AND g.tenant = s.tenant"
 
 VIEWS = (
