@@ -31,7 +31,7 @@ MAX_PACKED = 256 << 20
 
 def verl(columns: Columns, given: Additions) -> Draft:
     """The adapter of rows for verl's trainers. The column `prompt` is a text or a list of messages, and
-    `reward_model.ground_truth` has the right answer or test cases. A row's id is its number."""
+    `reward_model.ground_truth` has the right answer or test cases. The id of a task is the number of the row."""
     instruction = question(columns, "prompt")
     number = str(columns.number)
     truth = columns.get("reward_model.ground_truth")

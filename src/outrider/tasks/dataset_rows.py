@@ -27,7 +27,7 @@ class Additions(msgspec.Struct, frozen=True, kw_only=True):
     image: a template for the names of the tasks' images (`swebench.image_name`).
     test_command: the command that runs the tests.
     folder: the folder of the file with the rows.
-    own: a part of a task. Its fields override those of every task."""
+    own: a part of a task. Its fields override the same fields of all tasks."""
 
     image: str | None = None
     test_command: str | None = None

@@ -39,8 +39,8 @@ FORMAT = 1
 """Part of the hash in a Parquet file's name. Increase this number if the code makes other rows from the same source
 than before."""
 ANY_ROWS, ROWS_RATIO = 64 << 20, 200
-"""A compressed file of rows may unpack to at most ANY_ROWS bytes plus ROWS_RATIO times its size. Text usually shrinks
-to a fifth, so a file that shrinks to a two-hundredth only repeats the same text."""
+"""A compressed file of rows may unpack to at most ANY_ROWS bytes plus ROWS_RATIO times its size. Text is usually
+compressed to a fifth of its size. A file that is compressed to a two-hundredth only repeats the same text."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 WHOLE_ROW = "{row}"
 JSON_TYPES = (list, dict, bool)
@@ -64,7 +64,7 @@ HUMAN_EVAL: dict[str, Any] = {
 """Template of the task for a row of HumanEval."""
 ANSWER_FORMAT = "Give your final answer, and nothing else, between <answer> and </answer>."
 SPARE_ENTRIES = 2
-"""Number of entries that reasoning-gym generates for each one requested. Spare entries replace unusable ones."""
+"""Number of entries that reasoning-gym generates for each requested entry. Spare entries replace unusable ones."""
 
 
 class Written(NamedTuple):
@@ -158,8 +158,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON Lines file (also `.jsonl.gz`), a JSON file with a list, a Parquet file, or a Hugging
     Face dataset written by `save_to_disk`.
 
-    Raises InvalidField, with the file and the line, for what cannot be read, and for a Parquet file or a saved dataset
-    if pyarrow is not installed.
+    Raises InvalidField, with the file and the line, for a part that cannot be read. Also raises InvalidField for a
+    Parquet file or a saved dataset if pyarrow is not installed.
     """
     _check_there(path)
     if path.is_dir() or path.suffix == ".parquet":
@@ -382,7 +382,7 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
 
     def text(match: re.Match[str]) -> str:
         found = without_messages(column(match), f"{match[1]} of {where}")
-        # `default` is for values that only Parquet has within a list, such as dates.
+        # `default` converts values that a list can have in Parquet but not in JSON, such as dates.
         return json.dumps(found, ensure_ascii=False, default=str) if isinstance(found, JSON_TYPES) else str(found)
 
     return PLACEHOLDER.sub(text, value)

@@ -3,8 +3,8 @@ the older release. Tests of the newer release grade the result.
 
 The first call downloads the source distributions of both releases, makes the tasks and caches them. The older release
 is the repository. The test patch is the difference between the releases' tests, and the known solution is the
-difference between their sources. Runs of the tests in sandboxes show which of them fail without the solution and pass
-with it. Invariant: Outrider contains no code of these packages.
+difference between their sources. The tests are run in sandboxes, to find out which of them fail without the solution
+and pass with it. Invariant: Outrider contains no code of these packages.
 """
 
 from __future__ import annotations

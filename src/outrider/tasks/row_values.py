@@ -13,8 +13,8 @@ from outrider.text_files import check_depth
 def value_at(row: Mapping[str, Any], path: str) -> Any:
     """Return the value of a column, or of a field within a column, such as `reward_model.ground_truth` or
     `prompt.0.content`. In a list, a number is the position of an item, from 0; negative numbers count from the end. A
-    string within the path is parsed as JSON. Returns None if there is no such field. A column whose own name has dots
-    takes precedence."""
+    string within the path is parsed as JSON. Returns None if there is no such field. If a column's own name is the
+    whole path, with its dots, this column takes precedence."""
     if row.get(path) is not None:
         return row[path]
     value: Any = row

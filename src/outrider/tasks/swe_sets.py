@@ -67,8 +67,8 @@ rm {BUG}
 rm -rf .git
 git init -q . && git add -A && git -c user.name=x -c user.email=x@localhost commit -q -m base
 """
-"""Shell script that applies the bug to the repository, and makes the result the only commit. Otherwise, a diff or an
-older commit would show the solution. SWE-smith's own copies of repositories also have a single commit."""
+"""Shell script that applies the bug to the repository, and makes the result the only commit. With more commits, a diff
+or an older commit would show the solution. SWE-smith's own copies of repositories also have a single commit."""
 NAMED = 20
 """Maximum number of failing tests that an instruction lists."""
 R2E_PLACE = "/root/r2e"
@@ -216,14 +216,14 @@ def script_of(columns: Columns, path: Path) -> str:
 
 
 def quoted(test: str) -> str:
-    """Return a test's name with its whitespace escaped, as PRO_REPORT prints it. Otherwise the log parser would cut the
+    """Return a test's name with its whitespace escaped, as PRO_REPORT prints it. The log parser would cut an unescaped
     name at a space."""
     return re.sub(r"[%\s]", lambda blank: f"%{ord(blank.group()):02X}", test)
 
 
 def r2e_gym(columns: Columns, given: Additions) -> Draft:
     """R2E-Gym: instead of a test patch and lists of tests, a row has the expected status of each test in the image. The
-    known solution is the commit's version of the Python files that it changed, except test files."""
+    commit's new versions of the Python files that it changed, except test files, are the known solution."""
     repo, commit = columns.text("repo_name"), columns.text("commit_hash")
     name = f"{repo}__{commit}"
     expected = expected_of(columns)

@@ -76,7 +76,7 @@ OLDER = {
     ("astropy/astropy", "0."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
     ("astropy/astropy", "1."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
 }
-"""Test commands for older versions of some repositories. A key is a repository and the beginning of a version
+"""Test commands for older versions of some repositories. A key is a pair: a repository and the beginning of a version
 number."""
 HIDDEN_PYTEST = ("tox ",)
 """Prefixes of test commands that hide environment variables from pytest. Without the variables, pytest cannot load the
@@ -97,7 +97,7 @@ def swebench_examples(
     Raises InvalidField.
 
     image: template for the names of all images (see `image_name`). The default is the row's column `image`.
-    template: parts of a task, such as prepare steps or carried paths. They override the same parts of every task.
+    template: parts of a task, such as prepare steps or carried paths. These parts override the same parts of all tasks.
     test_command: the test command for rows of 4.x, which do not have one. The default is the command for the row's
         repository. `{tests}` in the command becomes the test files of the test patch. `{modules}` becomes the same
         files in the form of Django's test runner.
@@ -139,8 +139,8 @@ def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -
     command = given.test_command or columns.optional_text("test_command")
     if columns.optional_text("eval_script") is not None and command is None:
         options["eval_script"] = columns.text("eval_script")
-        # A test patch that `files_of` cannot parse is left out and not a fault: the row's script applies the patch
-        # itself, and may accept more diffs.
+        # If `files_of` cannot parse the test patch, the patch is left out. This is no fault of the row, because the
+        # row's script applies the patch itself, and may accept more kinds of diffs.
         with suppress(ValueError):
             options |= {"test_patch": columns.text("test_patch")} if files_of(columns.text("test_patch")) else {}
     else:
@@ -247,7 +247,7 @@ def swe_draft(
 
 
 def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a task repository, sorted by task. Raises InvalidField if one cannot be read."""
+    """Yield the rows of a task repository, sorted by task. Raises InvalidField if a row cannot be read."""
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A table that tells how Outrider uses each field of Harbor's `task.toml`. docs/datasets.md shows it.
+"""A table of how Outrider uses each field of Harbor's `task.toml`. docs/datasets.md shows this table.
 
 The module is pure data. Invariant: each field of the schema is in exactly one row, so no setting of a task is ignored
 silently.

@@ -83,8 +83,8 @@ WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
 """Outrider's time limits in seconds, for a task that sets none."""
 PREPARING_SECONDS = 1800.0
-"""Time to prepare a sandbox, in seconds. It is the time limit of a step's setup.sh. If the agent's limits of all steps
-add up to more than AGENT_SECONDS, the session's limit is their sum plus this time."""
+"""Time to prepare a sandbox, in seconds. It is also the time limit of a step's setup.sh. If the time limits of the
+agent in all steps add up to more than AGENT_SECONDS, the session's limit is this sum plus PREPARING_SECONDS."""
 
 
 def harbor_examples(
@@ -265,7 +265,8 @@ class HarborFolder:
         return notes
 
     def _later(self, step: HarborStep, runtime: dict[str, Any], *, after: HarborStep) -> dict[str, Any]:
-        """Return the element of `task.then` for a step. As in Harbor, it first empties folders of the previous step."""
+        """Return the element of `task.then` for a step. As in Harbor, the step first empties folders that the previous
+        step has used."""
         needs = after.min_reward
         left = OF_AGENTS if mode(self._config, after) == "separate" else (*OF_AGENTS, *OF_VERIFIERS)
         return {
@@ -338,8 +339,8 @@ class HarborFolder:
         return runtime
 
     def _sandbox_of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
-        """Return the spec of a separate verifier's sandbox, without the network. As in Harbor, it gets no health check
-        and no files of steps."""
+        """Return the spec of a separate verifier's sandbox, without the network. As in Harbor, this sandbox gets no
+        health check and no files of steps."""
         environment, field = verifier.environment, verifier.field
         if verifier.context is None:
             return self._sandbox(environment, field, self._image_of_agents()[0], self._loose_files())
@@ -366,8 +367,8 @@ class HarborFolder:
         return None, None
 
     def _loose_files(self) -> list[dict[str, Any]]:
-        """Return prepare steps for the files of a task with a named image and no Dockerfile. As in Harbor, they go to
-        the working directory."""
+        """Return prepare steps for the files of a task with a named image and no Dockerfile. As in Harbor, the files go
+        to the working directory."""
         folder = self._folder / "environment"
         named = self._config.environment.docker_image or self._image
         if not named or (folder / DOCKERFILE).exists() or not folder.is_dir():
@@ -517,7 +518,7 @@ def read_config(file: Path) -> TaskToml:
 
 def placed(file: Path, field: str) -> str:
     """Return the place of a field for an error message, such as `task.toml, line 3,`: the line that sets the field, or
-    that begins its table. If there is none, return only the file's path."""
+    else the line that begins the field's table. If there is no such line, return only the file's path."""
     line = toml_line(read_text_file(file, field="source", limit=MAX_TOML), field)
     return str(file) if line is None else f"{file}, line {line},"
 

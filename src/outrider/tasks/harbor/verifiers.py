@@ -1,8 +1,8 @@
-"""Finds the sandbox in which the verifier of a Harbor task or step runs the tests, by Harbor's rules.
+"""Finds, by Harbor's rules, the sandbox in which the verifier of a Harbor task or step runs the tests.
 
 The module checks whether files exist, but reads none. For a separate verifier's sandbox, Harbor chooses the settings
 and the image independently: if the verifier of a step sets only `cpus`, the image is still that of the task's verifier.
-A verifier's own image contains the tests and all that they need.
+A verifier's own image contains the tests and everything that the tests need.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
     environment: all settings except the image.
     field: the path of the table with these settings.
     context: None if the sandbox has the same image as the agent's. Otherwise, the folder with the tests.
-    image: the name of the image with the tests. None means that it is built from `context`, if that is given."""
+    image: the name of the image with the tests. If it is None and `context` is given, the image is built from
+        `context`."""
 
     environment: Environment
     field: str

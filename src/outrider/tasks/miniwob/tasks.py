@@ -1,5 +1,5 @@
-"""Makes tasks of MiniWoB: the screen of a sandbox shows a web page of the package miniwob, which tells the agent what
-to do.
+"""Makes tasks of MiniWoB: the screen of a sandbox shows a web page of the package miniwob. The text of the page
+contains the agent's instruction.
 
 This module runs and downloads nothing, and does not import the package. Nodes do not need the package, because a task
 contains its page. Invariants: the same page and random seed make the same task; only the reward that the page computes
@@ -57,8 +57,8 @@ mouse and keyboard. The page says when the task has ended. Then reply without ca
 REFERENCE = re.compile(r"\.\./((?:core|common)/[\w./-]+)")
 PAGE_FOLDER = "miniwob"
 
-# xdotool fails if any window disappears during the search, as some windows of a starting browser do. So the search is
-# repeated.
+# xdotool fails if any window disappears during the search. Some windows of a starting browser do disappear, so the
+# search is repeated.
 TITLE = """\
 titled() {
     for try in $(seq "$2"); do
@@ -210,8 +210,8 @@ def _with_script(html: str, script: str) -> str:
 def _archive(page: Path, html: str) -> str:
     """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text.
 
-    If a page computes the names of files, its text has only their folder, so all files in this folder are packed. If a
-    page uses a stylesheet, the files in the folder `images` beside it are packed, too."""
+    If a page computes the names of files, its text contains only the folder of these files. Therefore all files in this
+    folder are packed. If a page uses a stylesheet, the files in the folder `images` beside it are packed, too."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]
