@@ -147,7 +147,7 @@ class FailedCalls:
         self._failed = ()
 
     def resume(self, failed: Sequence[FailedCall]) -> None:
-        """Take over the failed calls of an earlier attempt. Every call of this attempt begins after them."""
+        """Take over the failed calls of an earlier attempt. Every call of this attempt begins after these failures."""
         self._failed = tuple(_Failed(error_from(one.error), 0, one.tools) for one in failed)
 
     @property
@@ -554,8 +554,8 @@ class Conversation:
         return self.backend.images
 
     def _readable_by_tokens(self, request: ModelRequest, form: ImageForm | None) -> ReadableMessages:
-        """Return the request's messages for an engine that takes token ids. `form` is the form in which it accepts
-        images, or None."""
+        """Return the request's messages for an engine that takes token ids. `form` is the form in which the engine
+        accepts images, or None."""
         reads_images = form is not None and self._images is not None
         grids = self._grids if reads_images else None
         pages = self._pages(pictures=reads_images)

@@ -56,8 +56,8 @@ class HeldSlot:
 
     @asynccontextmanager
     async def off_the_clock(self) -> AsyncIterator[None]:
-        """Release the slot while the block runs, and take it again afterwards. The session is then first in line,
-        because it has already waited once. If the block raises, the slot is not taken again."""
+        """Release the slot while the block runs, and take a slot again afterwards. For this, the session is first in
+        line, because it has already waited once. If the block raises, no slot is taken again."""
         self._release()
         yield
         slot = await self._lane.take(URGENT, self._tenant)

@@ -79,8 +79,8 @@ class LocalNode:
         failures: Failures | None = None,
     ) -> None:
         """Failures of background work are recorded in `failures`. For `service_silence`, see `NodeServices`.
-        `service_url` is the URL of a service on another machine, which sandboxes must not reach through their
-        network."""
+        If the service runs on another machine, `service_url` is its URL. Sandboxes must not reach the service through
+        their network."""
         self.name = self.machine = name
         self._config = config
         self.backend = backend

@@ -66,7 +66,7 @@ class Database(Protocol):
         ...
 
     async def read(self, body: Body[T]) -> T:
-        """Run a body that only reads. It sees one consistent snapshot, which contains every write that has returned."""
+        """Run a body that only reads. The body sees one consistent snapshot with every write that has returned."""
         ...
 
     async def shrink(self) -> bool:

@@ -34,8 +34,8 @@ def split(turn: Turn) -> Split:
 async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]) -> None:
     """Record that the session uses the images, and store the images that are new."""
     for image in images:
-        # Usually the session already uses the image, because an agent sends the same screenshot with every call. Then
-        # this is the only query.
+        # Usually the session already uses the image, because an agent sends the same screenshot with every call. In
+        # this case, no other query is needed.
         use = (session_id, image.digest)
         if await tx.fetch("SELECT 1 FROM image_uses WHERE session_id = ? AND digest = ?", use):
             continue

@@ -168,7 +168,8 @@ class SqliteDatabase:
         loop, failures = asyncio.get_running_loop(), self._failures
 
         def serve(raw: sqlite3.Connection) -> None:
-            """Move the write-ahead log into the database file every second, so that commits need not wait for this."""
+            """Move the write-ahead log into the database file every second, so that no commit has to wait for this
+            work."""
             while not stopping.wait(CHECKPOINT_SECONDS):
                 try:
                     raw.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()

@@ -444,8 +444,8 @@ class Store:
         return self._db.commits.read()
 
     async def waiting(self, tenant: str, labels: Mapping[str, str] | None = None, *, most: int) -> int:
-        """Count the tenant's waiting sessions, up to `most`. With `labels`, count only those in the bucket of groups
-        with these labels."""
+        """Count the tenant's waiting sessions, up to `most`. With `labels`, count only the sessions in the bucket to
+        which groups with these labels belong."""
         column, value = ("tenant", tenant) if labels is None else ("bucket", queue.bucket_of(tenant, labels))
         sql = queue.COUNT_WAITING.format(column=column)
         found: int = (await self._db.read(lambda tx: tx.fetch(sql, (value, most))))[0][0]

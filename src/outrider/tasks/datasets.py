@@ -76,9 +76,9 @@ class Written(NamedTuple):
 
 
 def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any) -> list[Example]:
-    """Return `size` tasks, each from an entry of a data set of reasoning-gym and graded by its scorer. `config` has
-    settings of the data set. The right answer is in the example's `row` and in the evaluator's options, which no agent
-    sees.
+    """Return `size` tasks, each from an entry of a data set of reasoning-gym. The scorer of the data set grades them.
+    `config` has settings of the data set. The right answer is in the example's `row` and in the evaluator's options,
+    which no agent sees.
 
     If the evaluator would refuse an entry, such as an integral that reasoning-gym itself could not solve, the next
     entry replaces it. Raises InvalidField for an unusable data set, and if reasoning-gym is not installed.
