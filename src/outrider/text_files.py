@@ -37,7 +37,7 @@ TOML_KEY = re.compile(r"[ \t]*([\w\"'.-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*)[ \t]*=")
 
 def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str:
     """Read a text file. Raises InvalidField if the file cannot be read, is not UTF-8, or has more than `limit` bytes.
-    The error calls the file `what`, such as "config file"."""
+    `what` is the name of the file in the error message, such as "config file"."""
     named = f"{what} {path}".strip()
     try:
         with path.open("rb") as file:
@@ -53,7 +53,8 @@ def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str
 
 
 def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str = "") -> dict[str, Any]:
-    """Read a TOML file. Raises InvalidField like `read_text_file`, and if the TOML is invalid or nested too deeply."""
+    """Read a TOML file. Raises InvalidField for the reasons that `read_text_file` gives, and for TOML that is invalid
+    or nested too deeply."""
     try:
         return parse_toml(read_text_file(path, field=field, limit=limit, what=what))
     except ValueError as error:
@@ -61,9 +62,10 @@ def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str =
 
 
 def toml_line(text: str, field: str) -> int | None:
-    """Return the number of the line, from 1, that sets `field` in valid TOML, possibly within an inline table. If no
-    line sets the field, returns the line of its table's header, or None if there is no header. `field` is a dotted
-    path. In it, the tables of a list are numbered from 0, as in `models.0.name`."""
+    """Return the number of the line that sets `field` in valid TOML, directly or within an inline table. Lines are
+    numbered from 1. If no line sets the field, returns the line of the header of the field's table, or None if there is
+    no such header. `field` is a dotted path. In the path, the tables of a list are numbered from 0, as in
+    `models.0.name`."""
     counts: dict[str, int] = {}
     table, found = "", None
     for number, line in enumerate(text.split("\n"), 1):

@@ -1,10 +1,10 @@
 """The timeline of an attempt: what happened, and when. Model calls that became turns are left out, because a turn
 already has its own times.
 
-An attempt adds entries to a `Timeline`, and its node stores new entries from time to time. All times are seconds since
-the epoch by the node's wall clock, like those of turns. Invariants: a timeline has a bounded number of entries of each
-kind, and counts the entries that it leaves out; the text of an entry has at most MOST_CHARACTERS characters, and none
-of the task's secrets.
+An attempt adds entries to a `Timeline`, and the attempt's node stores new entries from time to time. All times are
+seconds since the epoch by the node's wall clock, like those of turns. Invariants: a timeline has a bounded number of
+entries of each kind, and counts the entries that it leaves out; the text of an entry has at most MOST_CHARACTERS
+characters, and contains none of the task's secrets.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ processes."""
 MOST_CHARACTERS = 200
 """Maximum number of characters of an entry's name."""
 MOST_BYTES = 8 << 20
-"""Maximum bytes of a `TimelinePart`. They are enough for the maximum number of entries of every kind, each with the
-longest text."""
+"""Maximum bytes of a `TimelinePart`. A part of this size has room for the maximum number of entries of every kind, each
+with the longest text."""
 MOST_PARTS = 500
 """Maximum number of `TimelinePart`s that are stored in one call."""
 
@@ -35,7 +35,7 @@ MOST_PARTS = 500
 class EntryKind(StrEnum):
     STAGE = "stage"  # one stage of the attempt, as in `StageSeconds`
     SANDBOX = "sandbox"  # from the request for a sandbox until it is ready, its prepare steps included
-    COMMAND = "command"  # a command, or the input of a live shell, that the tool server ran
+    COMMAND = "command"  # a command or the input of a live shell, run by the tool server
     PROCESS = "process"  # a process in the sandbox
     FAILED_CALL = "failed_call"  # a model call whose client got an error
     NETWORK = "network"  # the requests of a sandbox to one server in one phase
@@ -67,7 +67,7 @@ class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
 
 class Timeline:
     """Collects the timeline entries of one attempt. `secrets` are texts that no entry may contain. The numbers of
-    entries and of parts start at `first`. If an attempt has two timelines, their numbers must not overlap."""
+    entries and of parts start at `first`. If an attempt has two timelines, the numbers of the two must not overlap."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Timeline:
         self._left_out_changed = False
 
     def begin(self, kind: EntryKind, name: str, **data: Any) -> int:
-        """Add an entry for an activity that begins now. Returns the entry's number, which `end` takes."""
+        """Add an entry for an activity that begins now. Returns the entry's number, to be passed to `end`."""
         return self.add(kind, name, self._clock(), None, **data)
 
     def end(self, number: int, *, at: float | None = None, **data: Any) -> None:
@@ -115,8 +115,8 @@ class Timeline:
             self._changed[number] = self._open[number] = msgspec.structs.replace(entry, name=self._clean(name))
 
     def add(self, kind: EntryKind, name: str, start: float, end: float | None, **data: Any) -> int:
-        """Add an entry. Returns the entry's number, or -1 if it is left out because there are too many entries of its
-        kind."""
+        """Add an entry. Returns the entry's number, or -1 if the entry is left out because there are too many entries
+        of its kind."""
         self._counts[kind] += 1
         if self._counts[kind] > MOST_ENTRIES:
             self._left_out[kind] += 1
@@ -137,7 +137,8 @@ class Timeline:
         self.add(EntryKind.FAILED_CALL, error.code, began, self._clock(), **about)
 
     def note_stored(self, index: int, model: str | None) -> None:
-        """Record that a turn was stored now. `model` is the frozen model that sampled it, None for the policy."""
+        """Record that a turn was stored now. `model` is the frozen model that sampled the turn, or None for the
+        policy."""
         self._stored[f"{model or ''}/{index}"] = self._clock()
 
     def take(self) -> TimelinePart | None:

@@ -1,8 +1,8 @@
 """Builds training rows that contain conversations, for trainers that apply a chat template themselves.
 
 The rows are a pure function of the stored turns and their samples. They contain the messages that the agent sent and
-received, but not the text of the model's prompt. So a trainer's template may format the messages differently from that
-prompt.
+received, but not the text of the model's prompt. The format of the messages under a trainer's template may therefore
+differ from their format in the model's prompt.
 """
 
 from __future__ import annotations

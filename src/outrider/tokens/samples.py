@@ -5,13 +5,14 @@ The rules, in order:
 
 1. Each turn has a kind, such as main or sub-agent (`branches/classify.py`). Each kind has a policy: train, mask or
    drop.
-2. A branch is a path of turns from a root to a leaf. A leaf is a turn with sampled tokens that no turn of the same kind
-   and label continues. For example, if only a call for a summary follows a history, the history ends in a leaf. A turn
-   that was cut off or sampled nothing does not count as a continuation, unless a later turn continues it.
+2. A branch is a path of turns from a root to a leaf. A leaf is a turn that has sampled tokens and is not continued by a
+   turn of the same kind and label. For example, if only a call for a summary follows a history, the last turn of the
+   history is a leaf. A turn that was cut off or sampled nothing does not count as a continuation, unless a later turn
+   continues it.
 3. Branches are sorted by kind (main first), then by their first turn, then by their leaf (newest first). So if several
-   branches share tokens, these are trained in the branch in which the session continued.
+   branches share tokens, the shared tokens are trained in the branch in which the session continued.
 4. Each branch becomes a row unless its kind is dropped. A branch of a trained kind is also left out if it is the
-   beginning of an earlier row of this kind, because it adds no tokens to train.
+   beginning of an earlier row of this kind, because such a branch adds no tokens to train.
 5. In a row of a trained kind, the sampled tokens of a turn have mask 1 if the turn is of this kind and no earlier row
    has trained it. All other tokens are context (mask 0). So each trained token has mask 1 in exactly one row.
 6. Only rows of a trained kind have a reward, because the reward does not measure the other kinds. A row's reward is
@@ -66,7 +67,7 @@ def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
 POLICY: Policy = policy_of(Branches())
 """The default policy for each kind of turn. Side calls, for example for a title, are dropped, because the task's reward
 does not measure them. Calls that may be either work or side calls are trained. Replies that the agent did not use are
-dropped, because they cannot have caused a reward: it never received them, or used another reply to the same
+dropped, because they cannot have caused a reward: the agent never received them, or used another reply to the same
 request."""
 
 
@@ -197,8 +198,8 @@ def _row_leaves(turns: Sequence[AnyTurn], lines: Sequence[Lineage], policy: Poli
 
 def _add_path(indexes: set[int], leaf: AnyTurn, turns: Sequence[AnyTurn]) -> list[int]:
     """Add the indexes of the turns on the path to `leaf` to `indexes`, and return those that are new. The walk starts
-    at the leaf and stops at the first index that is already there, so many branches with a common beginning take linear
-    time."""
+    at the leaf and stops at the first index that is already in `indexes`, so the time for many branches with a common
+    beginning is linear."""
     added = []
     index: int | None = leaf.index
     while index is not None and index not in indexes:

@@ -52,11 +52,11 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""Words that mark side calls: requests apart from the agent's task, such as for a title. Each pair is the beginning of
-a word (or of several), and the label for prompts that contain it. The system prompt is searched first, then the last
-user message. A text may contain several of the words: prompts for titles mention topics, and vice versa. Then the first
-one in the text decides. Words such as "router" or "loop" are left out, because many agents' own prompts contain
-them."""
+"""Words that mark side calls: requests apart from the agent's task, such as for a title. Each pair consists of the
+beginning of one or more words, and the label of the prompts that contain this beginning. The system prompt is searched
+first, then the last user message. If a text contains several of the words, the first one in the text decides. For
+example, prompts for titles mention topics, and prompts for topics mention titles. Words such as "router" or "loop" are
+left out, because many agents' own prompts contain them."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -74,7 +74,7 @@ PURPOSES: dict[str, BranchKind] = {
 """The kind of a model call, by the purpose that the client declares. Other purposes are ignored."""
 
 TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
-"""Names of tool arguments that contain the type of the sub-agent that the tool starts."""
+"""Names of the tool arguments whose value is the type of the sub-agent that the tool starts."""
 
 MAX_TOOL_TEXTS = 1000
 """Maximum number of tool arguments (the newest ones) that are compared with the first user messages of a
@@ -82,13 +82,13 @@ conversation."""
 
 LOOK_BACK = 100
 """Maximum number of earlier turns, and of earlier segments, that are searched for the history that a segment shortens.
-A client that asks for a summary continues from it immediately, so more are not needed."""
+A client that asks for a summary continues from the summary immediately, so no earlier turns are needed."""
 
 
 class Continuation(msgspec.Struct, frozen=True):
     """The earlier history that a segment (a request and its continuations) shortens. `old` is the last turn of that
-    history. `source` is the turn that wrote its summary, or None if the segment keeps the end of the history
-    instead."""
+    history. `source` is the turn that wrote the history's summary, or None if the segment keeps the end of the history
+    instead of a summary."""
 
     old: Turn
     source: Turn | None
@@ -131,8 +131,9 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Find the earlier history that the first request of `segment` shortens, either to a summary or to its last part.
-    Summaries are searched first, from the newest to the oldest. Returns None if there is no such history."""
+    """Find the earlier history that the first request of `segment` shortens. The request replaces the history with a
+    summary, or keeps only the history's last part. Summaries are searched first, from the newest to the oldest. Returns
+    None if there is no such history."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
     related = []
@@ -195,9 +196,9 @@ def _is_quoted(
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
-        # Test whether this assistant message replaces the history. A client that only sends the reply back puts it
-        # directly after its question, or after an earlier reply. A client that replaces the history does neither, and
-        # no turn continues the reply.
+        # Test whether this assistant message replaces the history. A client that only sends the reply back puts the
+        # message directly after the question that the reply answers, or after an earlier reply. A client that replaces
+        # the history does neither, and no turn continues the reply.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -224,9 +225,9 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
     must contain the segment's history, as messages or as text. If several segments qualify, the one with the most
     replies in the request wins.
 
-    Some programs show the summariser not the history but only the kinds of its events, so that no segment qualifies.
-    Then, if `source` is a single question directly before the request `first`, its reply counts as a summary of the
-    history that `first` has cut off."""
+    Some programs send the summariser only the kinds of the history's events, and not the history itself. No segment
+    qualifies then. In that case, if `source` is a single question directly before the request `first`, the reply of
+    `source` counts as a summary of the history that `first` has cut off."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -248,8 +249,9 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
 
 
 def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
-    """Return True if the request text `asked` contains the segment's history. Its first user messages are enough, or,
-    because clients may leave those out, part of one of its newest LOOK_BACK replies before `source`."""
+    """Return True if the request text `asked` contains the segment's history. The segment's first user messages are
+    enough. Clients may leave those messages out, so part of one of the segment's newest LOOK_BACK replies before
+    `source` is also enough."""
     opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
     if opening and opening in asked:
         return True
@@ -263,14 +265,14 @@ def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
 
 
 def _is_elsewhere(source: Turn, candidates: Sequence[Segment]) -> bool:
-    """Return True if the turn belongs to a different conversation from all candidates."""
+    """Return True if none of the candidates belongs to the conversation of the turn."""
     return all(other.first.conversation != source.conversation for other in candidates)
 
 
 def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
     """Return the earlier tool call that started each segment (a request and its continuations), by segment number. Only
-    segments that start a conversation are examined. If their first user messages contain arguments of several tool
-    calls, the longest argument decides."""
+    segments that start a conversation are examined. If the first user messages of a segment contain arguments of
+    several tool calls, the longest argument decides."""
     found: dict[int, Spawn] = {}
     given: dict[str, _ToolText] = {}
     starters = {segment.first.index: segment for segment in session.segments if segment.starts_conversation}
@@ -331,7 +333,7 @@ def find_label(segment: Segment) -> str:
 def find_handovers(session: SegmentedSession, summaries: set[int], label: Callable[[Segment], str]) -> set[int]:
     """Return the numbers of the segments that continue an earlier conversation with other tools or another system
     prompt. For example, the agent is resumed with one tool fewer, or hands over to another agent. The request of a side
-    call about the history may look the same; then later turns tell the two apart.
+    call about the history may look the same. Later turns then show whether it was a side call.
 
     `summaries` are the turns that wrote a summary. `label` returns the label of a side call.
     """
@@ -361,15 +363,15 @@ class _Handovers:
                 self._own_next.setdefault(turn.parent, []).append(turn)
 
     def next_segment(self, source: int) -> Segment | None:
-        """Return the segment that continues the conversation of the turn `source`, out of the segments that take over
-        this turn's history. Returns None if none of them continues it.
+        """Return the segment that continues the conversation of the turn `source`. Only segments that take over the
+        history of `source` are candidates. Returns None if no candidate continues the conversation.
 
-        If later turns continue some of these segments, the last such segment is chosen. Everything else that continues
-        `source` must have ended before it began, because an agent that calls a sub-agent waits until the sub-agent
-        ends.
+        If later turns continue some of the candidates, the last candidate with later turns is chosen. All other turns
+        and segments that continue `source` must have ended before the chosen segment began, because an agent that calls
+        a sub-agent waits until the sub-agent ends.
 
-        If later turns continue none of them, the last segment is chosen, but only if no turn continues `source` with
-        its own tools and system prompt.
+        If later turns continue none of the candidates, the last candidate is chosen, but only if no turn continues
+        `source` with the same tools and system prompt as `source`.
         """
         turn = self._session.turns[source]
         candidates = [segment for segment in self._session.taken_over[source] if self._may_go_on(segment, turn)]
@@ -396,7 +398,7 @@ class _Handovers:
         if self._is_replied_to(segment):
             return True
         # A request with the words of a side call counts as a side call only if the model cannot do the agent's work in
-        # it: it has no tools, or both its tools and its system prompt differ from the agent's.
+        # this request: the request has no tools, or both its tools and its system prompt differ from the agent's.
         can_act = first.tools and first.cause is not ForkCause.TOOLS_AND_SYSTEM_CHANGED
         if first.messages[-1].role is not Role.TOOL and not can_act and self._label(segment):
             return False

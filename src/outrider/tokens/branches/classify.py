@@ -8,25 +8,26 @@ first of these rules that applies decides (`RULES`):
    compare segments with the main conversation.
 2. `continued`: the segment continues an earlier history that was replaced by a summary or cut to its end. This rule is
    before `forked` because such a request also looks like a rewritten history, and before `spawned` because a summary
-   may quote a tool's argument. But if a tool's argument is most of the segment's opening, this rule is skipped.
+   may quote a tool's argument. The rule is skipped if a tool's argument makes up most of the segment's opening.
 3. `forked`: a later segment of a conversation, or a handover to another agent, has the kind of the segment that it
    continues.
 4. `purpose`: the client names the call's purpose. This rule is before the rules that only infer the kind.
 5. `no tools`: the segment is one question to a model without tools. It has the words of a side call and no follow-up,
    and nothing quotes the answer. This rule is before `own agent` and `spawned` because sub-agents also make side calls.
-6. `own agent`: the client names a parent of the agent, or the segment is the work of an agent other than the main one.
+6. `own agent`: the client names a parent of the segment's agent, or the segment is the work of an agent other than the
+   main agent.
 7. `spawned`: the beginning of the segment contains a text from an earlier tool call.
 8. `other tools`: like `no tools`, but the segment has different tools from the main conversation. This rule is after
    `spawned` because a sub-agent that replies at once looks the same.
 9. `unused`: the segment is one question without tools, or with different tools from the main conversation. It has no
-   follow-up, and nothing quotes the answer. It may be a side call or work.
+   follow-up, and nothing quotes the answer. The question may be a side call or part of the agent's work.
 10. `other`: any other segment is a separate conversation of a sub-agent.
 
 These rules can give a single turn a different kind from its segment (`TURN_RULES`):
 
 - `cut off`: the agent never received the reply.
 - `asked again`: the agent sent the request again and used another reply.
-- `declared otherwise`: the client declares a different kind than for the segment's first turn.
+- `declared otherwise`: the client declares a kind for the turn that differs from the segment's kind.
 - `summary`: a later history begins with the reply.
 
 Replies that the agent used must stay in the training data. So a side call (`auxiliary`) is inferred only from two signs
@@ -68,9 +69,10 @@ UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     """The purpose of a turn.
 
-    parent: the earlier turn that the turn's segment comes from: the segment forked from this turn, begins with a
-        summary that it wrote, or was called by it. If the turn has a different kind from its segment, `parent` is the
-        previous turn. For a reply that the agent did not use, `parent` is the turn whose reply it used instead.
+    parent: the earlier turn from which the turn's segment comes. The segment forked from the earlier turn, begins with
+        a summary that the earlier turn wrote, or was started by the earlier turn. If the turn has a different kind from
+        its segment, `parent` is the previous turn. For a reply that the agent did not use, `parent` is the turn whose
+        reply the agent used instead.
     depth: 0 in the main conversation.
     rule: the name of the rule that decided.
     main_line: True in the main conversation, and in segments that continue it from a summary or from the end of its
@@ -149,7 +151,7 @@ class Signals:
 
     def _joins_answers(self, segment: Segment) -> bool:
         """Return True if the segment is the session's last call and its request quotes the last replies of several
-        conversations. A request with the words of a side call never qualifies, unless they ask for a summary."""
+        conversations. A request with the words of a side call never qualifies, unless these words ask for a summary."""
         if self.label(segment) not in ("", SUMMARY):
             return False
         last = self.session.turns[-1]
@@ -261,8 +263,9 @@ class Signals:
         return next((turn.index for turn in newest if turn is not None), None)
 
     def agent_name(self, segment: Segment) -> str:
-        """Return a name for the agent. It is the first of these that is known: the agent type that the starting tool
-        call asks for, the client's name for the agent, and the name of the tool. Otherwise it is ""."""
+        """Return a name for the agent. The name is the first of these that is known: the agent type that the starting
+        tool call asks for, the client's name for the agent, and the name of the tool. If none is known, the name is
+        ""."""
         spawned = self.spawned.get(segment.number)
         agent_type, tool = (spawned.agent_type, spawned.tool) if spawned else ("", "")
         return agent_type or segment.first.agent_id or tool
@@ -286,8 +289,8 @@ class Signals:
 
     def decide(self, segment: Segment, decision: Decision) -> None:
         """Store the decision for a segment as its lineage."""
-        # The depth is counted from the segment that this one forked from or replaces, or, if there is none, from the
-        # parent's segment.
+        # The depth is counted from the segment that this segment forked from or replaces. If there is no such segment,
+        # it is counted from the parent's segment.
         before_at = decision.parent
         continued = self.continued[segment.number]
         if decision.rule == "forked":
@@ -379,9 +382,9 @@ def used_turns(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def is_one_conversation(turns: Sequence[Turn | TurnOutline]) -> bool:
-    """Return True if every turn continues the one before it, the client declares no kinds, and the agent received all
-    replies. The rules would then give each turn the lineage `MAIN`. Most sessions are like this. This check is fifty
-    times faster than the rules, which compare all texts."""
+    """Return True if every turn continues the previous turn, no later request adds assistant messages, the client
+    declares no kinds, and the agent received all replies. The rules would then give each turn the lineage `MAIN`. Most
+    sessions are like this. This check is fifty times faster than the rules, which compare all texts."""
     return all(
         turn.parent == (turn.index - 1 if turn.index else None)
         and turn.declared is None
@@ -431,8 +434,9 @@ def lineages_by_rules(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
-    """Decide the kind of a segment. It is the kind that the client declares, or else that of the first rule of RULES
-    that applies. The rules also decide the parent, and the label if the client declares none."""
+    """Decide the kind of a segment: the kind that the client declares or, if the client declares none, the kind of the
+    first rule of RULES that applies. The rules also decide the parent, and the label if the client declares no
+    label."""
     guess = _guess(signals, segment)
     declared = segment.first.declared
     if declared is None:
@@ -464,7 +468,7 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
         if not may_be_side_call:
             return Decision("forked", before.kind, origin, before.label)
         # A fork of a side call is usually the same side call, repeated. But if a later request quotes the segment, the
-        # agent may have asked the question again and used the new answer, so the rules below decide.
+        # agent may have asked the question again and used the new answer. In that case, the rules below decide.
         if not signals.is_quoted(segment):
             # the parent of a side call is its caller, even if the call is repeated
             label = signals.label(segment) or before.label
@@ -493,8 +497,8 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
 
 
 def _mark_summaries(signals: Signals) -> None:
-    """Set the kind COMPACTION for separate calls that ask for a summary. They are recognised by the later history that
-    continues from the summary, so this function runs after all segments are decided."""
+    """Set the kind COMPACTION for separate calls that ask for a summary. A call of this kind is recognised by the later
+    history that continues from its summary, so this function runs after all segments are decided."""
     for continued in signals.continued.values():
         if continued is None or continued.source is None:
             continue

@@ -25,8 +25,9 @@ MAX_WAITING = 100
 """Maximum number of replies (the newest ones) that are searched for in each request. Without this limit, a session with
 many unquoted replies would take quadratic time."""
 MAX_COMPARED = 10**9
-"""Maximum number of characters that the search reads in a session, about one second of work. After that, replies that
-were not found count as quoted, because no reply that the agent used may be lost from the training data."""
+"""Maximum number of characters that the search reads in a session, about one second of work. After that, the search
+ends, and replies that were not found count as quoted. Otherwise a reply that the agent used might be lost from the
+training data."""
 
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n")
 
@@ -40,8 +41,8 @@ class _Answer:
         self._text = turn.reply.content.strip().lower()
         asked = "\n".join(message.content for message in turn.messages).lower()
         parts = {part.lower() for part in parts_of_reply(turn.reply)}
-        # A part that also appears in the reply's own request may have come from there, so it does not prove that the
-        # reply was used.
+        # A part that also appears in the reply's own request may have been copied from that request, so the part does
+        # not prove that the reply was used.
         longest = heapq.nlargest(MAX_COMPARED_PARTS, parts, key=lambda part: (len(part), part))
         new = [part for part in longest if part not in asked][:MAX_PARTS]
         self.parts = list(dict.fromkeys(form for part in new for form in (part, json.dumps(part)[1:-1])))

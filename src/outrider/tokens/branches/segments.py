@@ -40,8 +40,8 @@ STEPS_PER_TURN = 100
 a session with many long histories would take quadratic time."""
 
 MAX_ENDS = 20
-"""Maximum number of earlier conversations that are compared with the opening of a new one. Those with the newest last
-replies are compared."""
+"""Maximum number of earlier conversations that are compared with the opening of a new one. The conversations with the
+newest last replies are compared."""
 
 _SUMMARY = ("<summary>", "</summary>")
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
@@ -137,10 +137,10 @@ class SegmentedSession:
     def _find_source(self, segment: Segment, sampled: Mapping[bytes, int]) -> int | None:
         """Return the turn whose history the segment takes over, or None.
 
-        If the segment continues a history with other tools or another system prompt, this is its `history_source`. If
-        the segment starts a conversation for another reason, the client may have rewritten the beginning of a history.
-        The result is then the turn that sampled the last of the replies in the segment's first request, leaving out
-        replies that are not in `sampled`. `sampled` maps the digests of earlier replies to their turns."""
+        `sampled` maps the digests of earlier replies to their turns. If the segment continues a history with other
+        tools or another system prompt, the result is the segment's `history_source`. If the segment starts a
+        conversation for another reason, the client may have rewritten the beginning of a history. The result is then
+        the turn in `sampled` that sampled the last known reply of the segment's first request."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
@@ -151,9 +151,10 @@ class SegmentedSession:
         messages (`handed_over`). No turn continues the last reply of the earlier conversation, and one of these
         conditions holds:
 
-        - The last reply calls a tool, and the new conversation's first request contains the opening of the earlier one.
-        - Both have the same tools and system prompt, and the new conversation's first request contains the last two
-          replies."""
+        - The last reply calls a tool, and the new conversation's first request contains the opening of the earlier
+          conversation.
+        - Both conversations have the same tools and system prompt, and the new conversation's first request contains
+          the last two replies of the earlier conversation."""
         continued = self._continued_turns()
         openings: dict[int, str] = {}
         ends: dict[int, Turn] = {}
@@ -244,8 +245,8 @@ class SegmentedSession:
         )
 
     def reply_given_by(self, turn: Turn, digest: bytes) -> bool:
-        """Return True if the turn's request contains the reply with the digest `digest`, or the turn itself sampled
-        it."""
+        """Return True if the turn's request contains the reply with the digest `digest`, or if the turn itself sampled
+        this reply."""
         return self._ancestry.reply_given_by(turn.index, digest)
 
     def lacks_replies(self, turn: Turn, old: Turn) -> bool:
@@ -263,9 +264,9 @@ class SegmentedSession:
 
     def lacks_beginning(self, turn: Turn, old: Turn) -> bool:
         """Return True if the turn's request contains only the end of the history that ends with turn `old`. The request
-        must lack the first reply of that history, and also its first message or its second reply. If only later replies
-        or a single reply are missing, the history was edited and not cut. Returns False if the session's limit of
-        visited turns is reached (STEPS_PER_TURN)."""
+        must lack the first reply of that history, and also the history's second reply or first message. If only later
+        replies or a single reply are missing, the history was edited and not cut. Returns False if the session's limit
+        of visited turns is reached (STEPS_PER_TURN)."""
         path = [old]
         while path[-1].parent is not None:
             self._steps_left -= 1
@@ -387,15 +388,16 @@ def reached_agent(turn: Turn | TurnOutline) -> bool:
 
 
 def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
-    """For each request with several replies, return the index of the turn whose reply the agent used. It is the first
-    of these:
+    """For each request with several replies, return the index of the turn whose reply the agent used. This is the first
+    of these turns that exists:
 
     1. the first reply that a later turn continues
     2. the last reply that another request contains
     3. the last reply
 
-    Replies that were cut off are ignored. If the agent sent the request again before it had a reply, it may have used
-    all replies. Case 3 then does not apply, and the request may be left out."""
+    Replies that were cut off are ignored. If the agent sent the request again before it had received a reply, it may
+    have used all replies. Case 3 then does not apply, and a request to which neither case 1 nor case 2 applies is left
+    out."""
     answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:
@@ -416,8 +418,8 @@ def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
 class _Ancestry:
     """Answers queries about the ancestors of turns, and about the replies on the path to a turn, in logarithmic time.
 
-    A depth-first walk numbers the turns. A turn's own number is in `_entered`. The turn and its descendants have the
-    numbers from there to `_left` (exclusive).
+    A depth-first walk numbers the turns. `_entered` has the turn's own number. The turn and its descendants have the
+    numbers from `_entered` to `_left` (exclusive).
     """
 
     def __init__(self, turns: Sequence[Turn], replies: Sequence[set[bytes]]) -> None:
@@ -451,8 +453,8 @@ class _Ancestry:
         return self._entered[one] <= self._entered[other] < self._left[one]
 
     def reply_given_by(self, index: int, digest: bytes) -> bool:
-        """Return True if the turn `index`, or a turn on the path to it, has the reply with the digest `digest` as a
-        message or as its own reply.
+        """Return True if the turn `index`, or a turn on the path to this turn, sampled the reply with the digest
+        `digest` or has the reply among its messages.
 
         For each reply, `_first_replies` lists the largest subtrees whose turns all have the reply on their paths. Each
         subtree is a range of turn numbers. The subtrees do not overlap, so only the last one that begins at or before

@@ -131,7 +131,7 @@ def call_constraint(family: str, tools: Sequence[ToolSpec], choice: ToolChoice) 
     else:
         grammar = {
             "type": "triggered_tags",
-            # The model may write any text until it writes the marker that opens a tool call. After the marker, it can
+            # The model may write any text before the marker that opens a tool call. After the marker, the model can
             # only write a call of a chosen tool.
             "triggers": [MARKUP[family].call_open],
             "tags": [{"type": "tag", "begin": form.before, "content": calls, "end": form.after}]
@@ -195,8 +195,9 @@ def _tag(form: CallForm, name: str, function: Mapping[str, Any], field: str) -> 
 
 
 def _arguments_schema(name: str, parameters: Any, field: str) -> dict[str, Any]:
-    """Return the schema of a tool's arguments without annotations. For a tool without parameters, this is the schema of
-    an empty object. Arguments are always an object, so a schema that may allow other values raises RequestError."""
+    """Return the schema of a tool's arguments, with the schema's annotations removed. For a tool without parameters,
+    return the schema of an empty object. Arguments are always an object, so a schema that may allow other values raises
+    RequestError."""
     schema = parameters or {"type": "object", "properties": {}}
     if isinstance(schema, dict) and "type" not in schema and not _NOT_OBJECTS & schema.keys():
         schema = {"type": "object", **schema}

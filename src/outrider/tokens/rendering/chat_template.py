@@ -91,8 +91,8 @@ def _object_or_text(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
         if isinstance(value, dict):
-            # Some JSON escapes are unpaired surrogates, which no template can print. For them, this line raises
-            # UnicodeEncodeError, which is a ValueError, and the arguments stay text.
+            # Some JSON escapes are unpaired surrogates, which no template can print. For such an escape, the next line
+            # raises UnicodeEncodeError, which is a ValueError, and the arguments stay text.
             json.dumps(value, ensure_ascii=False).encode()
             return value
     except (ValueError, RecursionError):
@@ -101,13 +101,13 @@ def _object_or_text(arguments: str) -> Any:
 
 
 class ChatTemplate:
-    """A model's own chat template, rendered as it was for the model's training. It renders only whole conversations;
-    later messages are appended by the rules of the model family. `render` raises jinja2.TemplateError if the template
-    rejects the conversation."""
+    """A model's own chat template, rendered as it was for the model's training. The template renders only whole
+    conversations. Messages that follow a rendered conversation are appended by the rules of the model family. `render`
+    raises jinja2.TemplateError if the template rejects the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
         # Published templates are written for `transformers`, so these settings, `tojson` and `raise_exception` are the
-        # same as there.
+        # same as in `transformers`.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -149,7 +149,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """The template filter `tojson`, with the same arguments and defaults as in `transformers`. Published templates use
-    some of them."""
+    some of these arguments."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

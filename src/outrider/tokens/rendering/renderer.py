@@ -1,8 +1,8 @@
 """Renders messages to token ids, and parses sampled ids back to a message, by the rules of one model family.
 
 Only this module calls the `renderers` package (pinned, 0.1.x). Invariant: existing ids never change. `bridge` and
-`bridge_rewritten` return ids that can be appended to them. If these methods cannot prove that the result represents the
-new messages, they return None, and the caller must render the whole conversation (a fork).
+`bridge_rewritten` return ids that can be appended to the existing ids. If a method cannot prove that its result
+represents the new messages, it returns None, and the caller must render the whole conversation (a fork).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 from outrider.trajectory import Ids, ImageSpan
 
 History = Literal["recorded", "template"]
-"""How earlier turns appear in a prompt. With "recorded", they keep their recorded ids. With "template", they have no
-reasoning if the chat template drops it."""
+"""How earlier turns appear in a prompt. With "recorded", they keep their recorded ids. With "template", their reasoning
+is left out if the chat template drops reasoning."""
 
 
 class Markup(msgspec.Struct, frozen=True):
@@ -88,8 +88,8 @@ which replies with an error."""
 
 
 class ThinkingSwitch(msgspec.Struct, frozen=True):
-    """The change to the end of a prompt that turns thinking on (`thinking` is True) or off (False). The ids
-    `usual_end`, the family's default, are replaced by `switched_end`."""
+    """The change to the end of a prompt that turns thinking on (`thinking` is True) or off (False). The ids `usual_end`
+    are the family's default end. They are replaced by the ids `switched_end`."""
 
     thinking: bool
     usual_end: list[int]
@@ -131,7 +131,7 @@ class Renderer:
     such a message into a user message. Rendering also joins several system messages at the beginning into one.
 
     If `images` is set, messages may contain images whose size in patches (`grid`) is known. Each image becomes as many
-    placeholder tokens as the model reads for it. If `images` is None, an image raises RequestError.
+    placeholder tokens as the model reads for the image. If `images` is None, an image raises RequestError.
     """
 
     def __init__(
@@ -179,8 +179,9 @@ class Renderer:
 
     def _fill(self, *parts: tuple[Sequence[int], Sequence[Message]]) -> list[list[int]]:
         """Replace the placeholder of each long text with the text's ids, and repeat the placeholder of each image once
-        for each of the image's tokens. Each part of the prompt is passed with its messages. Raises RequestError if the
-        number of image placeholders in a part differs from the number of images in its messages."""
+        for each of the image's tokens. Each part of the prompt is passed with the messages of the part. Raises
+        RequestError if the number of image placeholders in a part differs from the number of images in the part's
+        messages."""
         ids = [part for part, _ in parts]
         filled = [list(part) for part in ids] if self._placeholders is None else self._placeholders.fill(ids)
         if self._image_id is None:
@@ -310,11 +311,12 @@ class Renderer:
         """Like `bridge`, for new messages that include assistant messages. `prompt` + `output` are the ids of
         `messages[:covered]`. The method returns the ids of `messages[covered:]`.
 
-        The library cannot bridge assistant messages. So it bridges only the messages before the first assistant
-        message, and the ids of the rest are copied from a rendering of the whole conversation. Returns None in these
-        cases:
+        The library cannot bridge assistant messages. So only the messages before the first assistant message are
+        bridged. The ids of the other messages are copied from a rendering of the whole conversation. Returns None in
+        these cases:
 
-        - The messages cannot be bridged, or the bridge and the whole rendering have different ids for them.
+        - The messages before the first assistant message cannot be bridged, or the bridge and the whole rendering have
+          different ids for these messages.
         - A template renders whole prompts.
         - `history` is "template", and there are new user or system messages.
         """
@@ -366,8 +368,8 @@ class Renderer:
 
     @cached_property
     def _opener_length(self) -> int:
-        """How many of a prompt's last ids `opens_reasoning` decodes to find the marker: as many as the marker has, and
-        8 more for white space after it."""
+        """How many of a prompt's last ids `opens_reasoning` decodes to find the marker: the number of the marker's ids,
+        and 8 more for white space after the marker."""
         return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
 
     @property
@@ -384,7 +386,7 @@ class Renderer:
     @cached_property
     def _switches(self) -> dict[bool | None, ThinkingSwitch]:
         # A model's own template may turn thinking on or off in another part of the prompt, so there are no switches for
-        # it.
+        # a template.
         if self.family not in WINDOW_FAMILIES or self._template is not None:
             return {}
         usual = _turn_opening(self._parser)
@@ -396,7 +398,7 @@ class Renderer:
         }
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
-        """Parse the output of a turn. If the output cannot be parsed, it is returned as one malformed call."""
+        """Parse the output of a turn. An output that cannot be parsed is returned as one malformed call."""
         try:
             parsed = self._parser.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
         # The library raises these errors for a number of 5,000 digits or 2,000 nested "[", for example.
@@ -448,8 +450,8 @@ class PlaceholderTokenizer:
     """The tokenizer that the library uses for WINDOW_FAMILIES. It encodes a long text as one placeholder, a negative
     id. After the library has rendered the prompt, `fill` replaces the placeholders with ids.
 
-    This is faster: the library processes the ids of a prompt one by one, several times, and most of them come from a
-    few long texts.
+    Placeholders save time: the library processes the ids of a prompt one by one, several times, and most ids of a
+    prompt come from a few long texts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -489,7 +491,7 @@ class PlaceholderTokenizer:
 def make_renderer(tokenizer: Tokenizer, name: str | None, *, image_tokens: int = 0) -> Renderer:
     """Make a renderer. `name` is a model family, or `template:FAMILY`. With `template:`, the chat template in the
     tokenizer's folder renders whole prompts, and the rules of the family append later messages. If `name` is None, the
-    family is looked up by the model's name, in a table of the `renderers` package.
+    family is the one that a table of the `renderers` package lists for the model's name.
 
     An image may have at most `image_tokens` tokens. If this is 0, or if the folder has no image processor, images are
     refused.
@@ -518,8 +520,8 @@ def make_renderer(tokenizer: Tokenizer, name: str | None, *, image_tokens: int =
 
 @cache
 def _settings_of_families() -> TypeAdapter[Any]:
-    """Return the validator for the families' settings. It is cached, because every renderer needs it, and building it
-    takes 5 ms."""
+    """Return the validator for the families' settings. The validator is cached, because every renderer needs it, and
+    because building a validator takes 5 ms."""
     return TypeAdapter(renderers.RendererConfig)
 
 

@@ -2,8 +2,8 @@
 message is returned at the end.
 
 Text is held back only while it may be part of a tool call, a stop string or a marker. Invariant: the streamed pieces,
-joined, equal the reply's text and reasoning. So the reply is recognised when a client assembles it from the stream and
-sends it back.
+joined, equal the reply's text and reasoning. A client may assemble the reply from the stream and send the reply back;
+the reply is then recognised.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class _Ends:
         self._openers = tuple({marker[:1] for marker in states})
 
     def may_begin_in(self, text: str) -> bool:
-        """Return True if the text may contain a marker or the beginning of one. False is certain, True is not."""
+        """Return True if the text may contain a marker or the beginning of a marker. If the result is False, the text
+        certainly contains neither."""
         return any(map(text.__contains__, self._openers))
 
 
@@ -59,9 +60,9 @@ class ReplyStream:
     once.
 
     The reply ends before the first stop id or the first `stop` string, whichever is earlier. The stop ids are the model
-    family's own and those in `stop_ids`. If the request has no tools, all markup of tool calls is text. Otherwise only
-    malformed calls become text. A call without an id gets one that is made from `call_id`. Set `held_to_calls` if a
-    grammar forced the model to write only tool calls (`call_grammar.py`).
+    family's own and those in `stop_ids`. If the request has no tools, all markup of tool calls is text. If the request
+    has tools, only malformed calls become text. A call without an id gets an id that is made from `call_id`. Set
+    `held_to_calls` if a grammar forced the model to write only tool calls (`call_grammar.py`).
     """
 
     def __init__(
@@ -160,8 +161,8 @@ class ReplyStream:
     def _split(self, held: str, parsed: ParsedCalls, spoken: Sequence[int]) -> tuple[tuple[ToolCall, ...], str]:
         """Split the held-back text into tool calls and the text around them. `spoken` are the ids that the parser got.
 
-        The parser finds markers by their ids, but this class finds them by their text. So the beginning of a call may
-        already have been sent as text; such a call remains text."""
+        The parser finds markers by their ids, but this class finds markers by their text. The beginning of a call may
+        therefore already have been sent as text. Such a call remains text."""
         decode = self._renderer.tokenizer.decode
         pieces: list[tuple[str, ToolCall | None]] = []
         at = 0
@@ -222,7 +223,7 @@ class ReplyStream:
                 elif final or (stripped and not self._think_open.startswith(stripped)):
                     self._state = self._first
             case _State.HELD if self._held_from is _State.REASONING:
-                # The marker that closes reasoning shows that the apparent tool call was part of the reasoning.
+                # If the marker that closes reasoning follows, the apparent tool call was part of the reasoning.
                 shown, close, behind = self._pending.partition(self._think_close)
                 if close:
                     self._state, self._pending = _State.CONTENT, behind

@@ -6,8 +6,8 @@ single tokens.
 
 `fastokens` encodes byte-level BPE twenty times faster than `tokenizers`. With `tokenizers`, encoding new text would be
 the largest part of a turn's cost. But `fastokens` is a young library, so it is tested whenever a tokenizer is loaded.
-It is used only if it agrees with `tokenizers` on a few thousand texts, and only for ASCII, because the two libraries
-may contain different versions of the Unicode tables.
+`fastokens` is used only if it returns the same ids as `tokenizers` for a few thousand texts. Even then it is used only
+for ASCII, because the two libraries may contain different versions of the Unicode tables.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ MAX_REMEMBERED = 4096
 """Maximum number of texts whose ids are cached."""
 
 MAX_SLOW_TEXT = 2 << 20
-"""Maximum number of characters that `tokenizers` encodes at once. It needs 400 MB of memory for a text of this
-length."""
+"""Maximum number of characters that `tokenizers` encodes at once. For a text of this length, `tokenizers` needs 400 MB
+of memory."""
 MAX_FAST_TEXT = 5 << 20
-"""Maximum number of characters that `fastokens` encodes at once. This is about a million tokens of ordinary text. The
-worst text of this length takes 4 s and 150 MB. For a text three times as long, the library panics."""
+"""Maximum number of characters that `fastokens` encodes at once. An ordinary text of this length has about a million
+tokens. The worst text of this length takes 4 s and 150 MB. `fastokens` panics on a text that is three times as long."""
 
 PROBES = 200
 PROBE_PARTS = 12
@@ -302,5 +302,5 @@ def _probes(settings: dict[str, Any]) -> list[str]:
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
-"""Byte-level BPE vocabularies represent each byte by a printable character. This maps the characters to the bytes, and
-is the inverse of GPT-2's `bytes_to_unicode`."""
+"""Byte-level BPE vocabularies represent each byte by a printable character. This dictionary maps the characters to the
+bytes. It is the inverse of GPT-2's `bytes_to_unicode`."""

@@ -2,12 +2,12 @@
 to digests.
 
 Two messages are equal if the recorded ids of one can be used for the other. `DIFFERENCES` lists the changes that
-clients make to a history when they send it back. For each change, it states whether the recorded ids are still used or
-the request gets a new prompt (a fork). For changes of call ids, names or outer white space, this depends on the model
-family's template (`PRINTED_FIELDS`).
+clients make to a history when they send it back. For each change, `DIFFERENCES` states whether the recorded ids are
+still used or the request gets a new prompt (a fork). After a change of call ids, names or outer white space, the effect
+depends on the model family's template (`PRINTED_FIELDS`).
 
-Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a digest of its own: when a client drops
-or repeats it, the recorded ids are still used.
+Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a digest of its own, because the recorded
+ids are still used when a client drops or repeats the reasoning.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
     call_ids: bytes | None = None
 
     def may_echo_reasoning(self, recorded: bytes | None) -> bool:
-        """Return True if this message's reasoning may be a copy of the recorded reasoning: it is missing, or is the
-        recorded text once or twice."""
+        """Return True if this message's reasoning is missing, or is the recorded text once or twice. The message may
+        then be a copy of the recorded message."""
         return (
             self.reasoning is None
             or self.reasoning == recorded
@@ -149,8 +149,8 @@ def extend(prefix: bytes, body: bytes) -> bytes:
 
 
 def tools_key(tools: Any) -> bytes:
-    """Return the digest of a request's tools. It depends on the order of the tools and of their keys, because templates
-    print them in this order."""
+    """Return the digest of a request's tools. The digest depends on the order of the tools and of the keys in each
+    tool, because templates print tools and keys in this order."""
     return digest(msgspec.json.encode(tools))
 
 
@@ -162,7 +162,7 @@ def message_key(message: Message, printed: PrintedFields = ALL_PRINTED) -> Messa
         for call in message.tool_calls
     ]
     answered = message.tool_call_id if printed.call_ids else None
-    # Ignore the name of an assistant message. Recorded replies have no names, so a client must have added it.
+    # Ignore the name of an assistant message. Recorded replies have no names, so a client must have added the name.
     name = message.name if printed.names and not is_assistant else None
     body = _pack([message.role.value, text, calls, answered, name])
     for part in message.parts:

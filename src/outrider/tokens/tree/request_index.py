@@ -1,13 +1,14 @@
 """Defines the nodes of the token tree, and computes the digests by which a new request is compared with recorded
 requests.
 
-A node is a prompt for an engine, or a turn that was sampled from a prompt. It has a link to its parent, and stores only
-the ids that follow the parent's ids, packed. So its ids are stored once, even if many prompts continue it. Invariant: a
-node's ids never change, and a prompt with a parent begins with all of the parent's ids.
+A node is a prompt for an engine, or a turn that was sampled from a prompt. A node has a link to its parent, and stores
+only the ids that follow the parent's ids, packed. So the ids of a node are stored once, even if many prompts continue
+the node. Invariant: a node's ids never change, and a prompt with a parent begins with all of the parent's ids.
 
 To index a request means to compute the digest of each message and of each prefix of the conversation. Each message is
-parsed only once, because its digests are then stored by its bytes. For a few long requests, all digests of their first
-messages are also stored together. If a new request begins with the same bytes, only its other messages are indexed.
+parsed only once, because the digests of a parsed message are stored under the bytes of the message. For a few long
+requests, all digests of their first messages are also stored together. If a new request begins with the same bytes,
+only its other messages are indexed.
 
 Invariant: the digests of a request do not depend on earlier requests.
 """
@@ -37,8 +38,8 @@ every request would take longer than indexing these few messages again."""
 MAX_REMEMBERED = 4
 """Maximum number of stored prefixes. Each concurrent agent needs one."""
 MAX_MESSAGE_KEYS = 1 << 14
-"""Maximum number of messages whose digests are stored. At this number, all digests are dropped, and messages are parsed
-again when they are needed."""
+"""Maximum number of messages whose digests are stored. At this number, all digests are dropped. A message is then
+parsed again when its digests are needed."""
 MAX_TOOL_VALUES = 1 << 17
 """Maximum number of lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one
 call, which blocks all threads. For this number, it takes 25 ms."""
@@ -57,11 +58,12 @@ class PromptNode:
     matched: the turn whose conversation the request extends, even if the prompt does not use this turn's ids.
     rendered_replies: the assistant messages whose ids were rendered and not sampled. Each is a pair of its position and
         the digest of its reasoning (None if it has no reasoning).
-    splice: set if the prompt uses ids of its history that were recorded after other tools or system messages.
+    splice: set if the prompt's history was recorded after other tools or system messages, and the prompt uses the
+        recorded ids.
     thinking: True or False if the end of the prompt turns the model's reasoning on or off; None for the family's
         default.
-    conversation: the number of the conversation. 0 is the session's first. The others began independently, or with
-        other tools or another system prompt.
+    conversation: the number of the conversation. 0 is the session's first conversation. Each other conversation began
+        independently, or with other tools or another system prompt.
     fork: the cause and the source turn of a fork, if the tools or the system prompt changed; otherwise None.
     first_turn: the index of the first turn sampled from the prompt, or None.
     images: the positions of the images in this node's own ids.
@@ -151,8 +153,8 @@ class PromptNode:
         return [span for spans in reversed(nodes) for span in spans]
 
     def tail(self, tail_start: Callable[[Sequence[int]], int]) -> list[int]:
-        """Return the end of the prompt, which `Renderer.bridge` and `Renderer.parse` need. `tail_start` is the method
-        `Renderer.tail_start`."""
+        """Return the part at the end of the prompt that `Renderer.bridge` and `Renderer.parse` need. `tail_start` is
+        the method `Renderer.tail_start`."""
         own: list[int] = unpack_ids(self.delta).tolist()
         start = tail_start(own)
         # If `start` is 0, the tail may begin before this node's own ids, so search the whole prompt.
@@ -188,8 +190,8 @@ class TurnNode:
 
 class Splice(msgspec.Struct, frozen=True):
     """Describes a prompt whose history was recorded after other tools or system messages. The prompt's first `head` ids
-    were rendered, and the recorded ids of the history follow. `origin` is the first prompt of the history's recording,
-    which was rendered as a whole."""
+    were rendered, and the recorded ids of the history follow. `origin` is the prompt with which the recording of the
+    history began. That prompt was rendered as a whole."""
 
     head: int
     origin: PromptNode
@@ -209,7 +211,8 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked_to: PromptNode | None) -> bool:
     """Return True if the request repeats or drops the recorded reasoning (`may_echo_reasoning`) of every reply on the
-    path to `turn`. The replies in the prompt `checked_to` are skipped: an earlier comparison found that they agree."""
+    path to `turn`. The replies in the prompt `checked_to` are skipped, because an earlier comparison has already found
+    that their reasoning agrees."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
@@ -391,7 +394,8 @@ class _RememberedPrefix(msgspec.Struct, frozen=True):
         count = len(self.keys)
         return (
             count <= len(messages)
-            # The last message is compared first, because this is fast and rules out most requests of other agents.
+            # The last message is compared first, because this comparison is fast and rules out most requests of other
+            # agents.
             and self.last == digest(messages.raw(count - 1))
             and self.head == digest(messages.head(count))
         )
@@ -448,8 +452,8 @@ class RequestIndexer:
                 key = self._keys[raw_digest] = message_key(parsed[index], self._printed)
             keys.append(key)
             prefix = extend(prefixes[-1], key.body)
-            # The tree keeps every digest object. So if the previous request has an equal digest at this position, reuse
-            # its object, which saves 120 bytes per call.
+            # The tree keeps every digest object. If the previous request has an equal digest at this position, reuse
+            # the previous request's object. This saves 120 bytes per call.
             if len(prefixes) < len(self._newest) and self._newest[len(prefixes)] == prefix:
                 prefix = self._newest[len(prefixes)]
             prefixes.append(prefix)

@@ -7,15 +7,16 @@ messages at its beginning. The first of these rules that applies decides:
 
 1. A repeated request (same tools, messages and thinking) gets the same prompt again (`retry`). So all replies to the
    request are sampled from the same ids.
-2. More of the history is recorded after another head than after the request's own head, and the recorded part includes
-   a reply. The new head is rendered, and the recorded ids of the history follow it (`fork`: `tools_changed`,
-   `system_changed` or both). So the model continues from its own sampled ids, and not from other ids for the same text.
-   The renderer must prove that the history has the same ids after both heads. If it cannot, the ids come from rule 3 or
-   4, but the join is still this `fork`, because the request continues the recorded history.
-3. Part of the conversation is recorded. The parent is the turn that ends the longest recorded part, if the renderer can
-   append the other messages without changing any of the turn's ids. The join is an `append`, unless the turn already
-   has another continuation (`fork`: `sibling`), or the other messages contain unrecorded replies (`fork`:
-   `history_rewritten`).
+2. This rule applies if more of the history is recorded after another head than after the request's own head, and the
+   recorded part includes a reply. The new head is rendered, and the recorded ids of the history follow it (`fork`:
+   `tools_changed`, `system_changed` or both). So the model continues from its own sampled ids, and not from other ids
+   for the same text. The renderer must prove that the history has the same ids after both heads. If the renderer cannot
+   prove this, the ids come from rule 3 or 4. The join is still this `fork`, because the request continues the recorded
+   history.
+3. This rule applies if part of the conversation is recorded. The parent is the turn that ends the longest recorded
+   part, if the renderer can append the other messages without changing any of the turn's ids. The join is an `append`,
+   unless the turn already has another continuation (`fork`: `sibling`), or the other messages contain unrecorded
+   replies (`fork`: `history_rewritten`).
 4. Every other request is rendered as a whole. It is a `root` if it shares nothing with earlier requests except tools
    and system messages, which many agents have in common. Otherwise it is a `fork`, and its cause says why the recorded
    ids cannot be used.
@@ -52,30 +53,32 @@ from outrider.trajectory import HEAD_CHANGES, ForkCause, Ids, JoinKind, Turn, pa
 
 LONG_TEXT = 256 << 10
 """Texts longer than this number of characters are first encoded in parts of this size, to count their tokens. So a text
-of many megabytes that is too long for the context is refused early. Encoding it at once would take seconds and a
-hundred times the text's memory."""
+of many megabytes that is too long for the context is refused early. Encoding such a text at once would take seconds and
+a hundred times the text's memory."""
 SEAM_TOKENS = 16
 """Maximum number of tokens that are added if two adjacent parts of a text are encoded separately."""
 BYTES_OF_A_KEY = 100
-"""How many bytes of work each message of a turn's conversation counts as when the turn is restored. The number is
+"""When a turn is restored, each message of the turn's conversation counts as this many bytes of work. The number is
 small, because the digests of most messages are already known."""
 MAX_SEEN_PREFIXES = 1 << 16
-"""Maximum number of stored prefixes of requests (10 MB). Above this number, all prefixes are dropped. After that,
-earlier requests are not found as the origin of a fork, but the recorded ids of their turns are still used."""
+"""Maximum number of stored prefixes of requests (10 MB). Above this number, all prefixes are dropped. After that, the
+requests recorded so far are no longer found as the origin of a fork, but the recorded ids of their turns are still
+used."""
 
 
 class Joined(msgspec.Struct, frozen=True):
     """The result of `TokenTree.join`. `added` contains the request's messages that follow the parent's conversation, or
     all messages if the prompt has no parent.
 
-    `forked_from` is the index of a turn, or None. It depends on the kind of join:
+    `forked_from` is the index of a turn, or None. The value depends on the kind of join:
 
     - retry: the first turn of the prompt
     - fork because the tools or the system prompt changed: the turn whose history the request continues
     - other forks: the turn whose request shares the longest history with this request
     - root or append: None
 
-    It is also None if the earlier model call failed and has no turn."""
+    `forked_from` is also None if the model call of that earlier prompt or request failed, because a failed call has no
+    turn."""
 
     kind: JoinKind
     cause: ForkCause | None
@@ -432,9 +435,9 @@ class _HistoryIndex:
         covers more messages than are recorded after the request's own head (`request.covered`)."""
         if not request.is_rewritten:
             return None
-        # Turns are indexed only now, when a request needs it. In most sessions no request does, because the tools and
-        # system messages do not change. Take the turns one at a time, because the event loop may add a turn while this
-        # method runs in the worker thread.
+        # Turns are indexed only now, when a request needs the index. In most sessions, no request needs it, because the
+        # tools and system messages do not change. Take the turns one at a time, because the event loop may add a turn
+        # while this method runs in the worker thread.
         while self._unindexed:
             turn = self._unindexed.popleft()
             assert turn.reply_digest is not None
@@ -460,8 +463,8 @@ def _newest_agreeing(
     turns: Sequence[TurnNode], request: IndexedRequest, checked_to: PromptNode | None
 ) -> TurnNode | None:
     """Return one of several turns with equal conversations, or None. The request must repeat or drop the turn's
-    recorded reasoning (`reasoning_agrees`). Among such turns, the newest whose call ids are in the request wins. If no
-    turn's call ids are, because the client replaced them, the newest turn wins."""
+    recorded reasoning (`reasoning_agrees`). Among such turns, the newest whose call ids are in the request wins. If the
+    client replaced the call ids of all these turns, the newest turn wins."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
