@@ -51,26 +51,26 @@ class AttachedEngines:
         """The error of the newest call of `attach` that failed."""
 
     async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False) -> bool:
-        """Attach those engines that the service does not have, for example because it has restarted. Unless `renamed`
-        is True, the service is asked for its engines at most once in `look_seconds`.
+        """Attach those of the engines that the service does not have, for example because the service has restarted.
+        Unless `renamed` is True, the service is asked for its engines at most once in `look_seconds`.
 
         Each item of `engines` has `url`, `model` and any other fields of `spec.EngineSpec` except the name. The name is
-        made from the item's position, which must therefore be the same in every call. The first call also removes an
-        earlier training run's engines that failed or have no sessions. With `renamed`, an engine is replaced if its
-        model now has another name.
+        made from the item's position, so an item must have the same position in every call. The first call also removes
+        engines of an earlier training run, if these engines failed or have no sessions. With `renamed`, an engine is
+        replaced if its model now has another name.
 
         Returns True if this call attached an engine. A new engine has policy version 0, unless its server reports a
-        version. Waits while the service restarts. Raises the service's error, for example while a server still loads
-        its model. Raises Conflict if another training run still has engines with this prefix, or if the service has
-        other engines for the policy, at addresses that are not in `engines`.
+        version. Waits while the service restarts. Raises the error that the service returns, for example while an
+        inference server still loads its model. Raises Conflict if another training run still has engines with this
+        prefix, or if the service has other engines for the policy, at addresses that are not in `engines`.
         """
         if not engines:
             return False
         failed_before = self._not_attached
         async with self._looking:
             if self._not_attached is not None and self._not_attached is not failed_before:
-                # Another call failed while this call waited for the lock. Raise its error, because a new attempt would
-                # only wait for the service again.
+                # Another call failed while this call waited for the lock. Raise the error of the other call, because a
+                # new attempt would only wait for the service again.
                 raise self._not_attached
             clock = asyncio.get_running_loop().time
             if self._looked is not None and clock() - self._looked < self._limits.look_seconds and not renamed:
@@ -104,7 +104,7 @@ class AttachedEngines:
                 await _remove(client, name)
         for (name, url), engine in zip(wanted.items(), engines, strict=True):
             if (old := attached.get(name)) is not None and old.url in wanted.values():
-                # on the first call, a failed engine may be an earlier training run's, with another model
+                # on the first call, a failed engine may belong to an earlier training run and have another model
                 usable = old.ok or not first
                 if old.url == url and usable and not (renamed and old.model != engine["model"]):
                     continue
@@ -128,8 +128,8 @@ def _of_another(engine: EngineStatus) -> Conflict:
 
 async def _add(client: AsyncClient, engine: Mapping[str, Any]) -> bool:
     """Add an engine to the service. Returns False if another process of the training run has added it. While the other
-    process is still adding the engine, its name is taken, but the service does not list it yet. So this function tries
-    again."""
+    process is still adding the engine, the engine's name is taken, but the service does not list the engine yet. So
+    this function tries again."""
     clock = asyncio.get_running_loop().time
     end = clock() + PATIENCE
     while True:

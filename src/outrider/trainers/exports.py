@@ -4,7 +4,7 @@ training samples, verifiers' traces, and the datums of Tinker-style clients.
 The results are plain dicts and lists, so no trainer has to be installed. Invariants:
 
 - The ids, mask and log-probabilities are exactly those of the sample.
-- A sample without a reward is refused, because it must not be trained on.
+- A sample without a reward is refused, because such a sample must not be trained on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def nemo_gym_reply(
 
     An item's prompt is all ids before the item. So each prompt begins with the previous item's prompt, as NeMo RL
     requires. Without `decode`, the items have no text. With `longest`, only the first `longest` ids of the row are
-    kept. The usage counts each of them once. Raises InvalidField for a sample without a reward.
+    kept. The usage in the reply counts each kept id once. Raises InvalidField for a sample without a reward.
     """
     reward = _reward(sample)
     ids, mask, logprobs = (column[:longest].tolist() for column in (sample.ids, sample.loss_mask, sample.logprobs))
@@ -145,8 +145,8 @@ def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[
     tinker's own class, call
     `Datum(model_input=ModelInput.from_ints(datum["model_input"]), loss_fn_inputs=datum["loss_fn_inputs"])`.
 
-    Raises InvalidField for a sample without a reward, and for one whose first id is trained, because the model cannot
-    predict an id without a prompt.
+    Raises InvalidField for a sample without a reward, and for a sample whose first id is trained, because the model
+    cannot predict an id without a prompt.
     """
     _reward(sample)
     if sample.trained[:1] and sample.trained[0][0] == 0:

@@ -13,7 +13,8 @@ this module does not import NeMo Gym. Invariants:
 
 - A reply has exactly one training row, with the sampled tokens and a reward.
 - A rollout that cannot be trained on becomes an HTTP error. The status shows whether another attempt may help.
-- If the connection breaks before the reply and the request is repeated within RETRY_SECONDS, it gets the same rollout.
+- If the connection breaks before the reply and the request is repeated within RETRY_SECONDS, the repeated request gets
+  the same rollout.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ T = TypeVar("T")
 
 VARIABLE = "OUTRIDER_NEMO_GYM"
 RETRY_SECONDS = 30.0
-"""How many seconds a rollout continues after its client has disconnected, so that a repeated request can take it over.
-NeMo Gym's client repeats a request half a second after the connection broke."""
+"""How many seconds a rollout continues after its client has disconnected. In this time, a repeated request can take the
+rollout over. NeMo Gym's client repeats a request half a second after the connection broke."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}
-"""Fields of `responses_create_params` that do not become sampling parameters. Some of them, such as `input`, are read
-by other code. The rest do not change the tokens that an agent samples."""
+"""Fields of `responses_create_params` that do not become sampling parameters. Some of these fields, such as `input`,
+are read by other code. The other fields do not change the tokens that an agent samples."""
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
 """Fields of `responses_create_params` for which only the listed values are accepted. These values have no effect."""
 TEMPLATE = "chat_template_kwargs"
@@ -81,8 +82,8 @@ def _listed(urls: Any) -> Any:
 class NemoGymSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
-    rows: "all" refuses a session with several training rows, because a reply has room for one row. "main" replies with
-        the main conversation's row and counts the other rows.
+    rows: with "all", a session with several training rows is an error, because a reply has room for one row. With
+        "main", the reply has the main conversation's row, and the other rows are counted.
     engines: the URLs of NeMo RL's inference servers. The bridge attaches them to the service as engines.
     model: the name of the model that these servers serve."""
 
@@ -114,7 +115,7 @@ class GymRollouts:
 
     async def __aenter__(self) -> GymRollouts:
         async with AsyncExitStack() as held:
-            # Keep the client open between rollouts. With a new client, a rollout would wait only FIRST_PATIENCE seconds
+            # Keep the client open between rollouts. A rollout with a new client would wait only FIRST_PATIENCE seconds
             # for a restarting service.
             self._shared = await held.enter_async_context(shared_client(self._settings.url, self._settings.token))
             self._tasks = await held.enter_async_context(asyncio.TaskGroup())
@@ -129,8 +130,9 @@ class GymRollouts:
         """Run the row in `body`, the JSON of a request to `/run`, and return NeMo Gym's reply.
 
         `left()` returns when the client has disconnected. `run` then returns None, and the rollout continues for
-        `retry_seconds`. If an equal request arrives in this time, it takes over the rollout. But while the first client
-        is still connected, an equal request starts its own rollout, because a dataset may have a row twice.
+        `retry_seconds`. If an equal request arrives in this time, the new request takes over the rollout. But while the
+        first client is still connected, an equal request starts its own rollout, because a dataset may have a row
+        twice.
 
         Raises InvalidField for a row that cannot be converted to a task. Raises the error of a failed session.
         """
@@ -199,7 +201,7 @@ class GymRollouts:
             done = await self._shared.run(group)
             [trajectory] = trajectories_of(done, self._settings, logprobs=True)
             return reply_of(trajectory, row, self._settings, rows_left_out=len(left_out_of(done, trajectory)))
-        # Return the error, for `run` to raise. If it were raised here, the task group would cancel all rollouts.
+        # Return the error, so that `run` raises it. An error raised here would make the task group cancel all rollouts.
         except Exception as error:
             return error
 
@@ -317,8 +319,8 @@ async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read a request's body. Raises TooLarge, but only after the whole body has arrived. An earlier reply would break
-    the connection, and NeMo Gym's client would send the request again and again."""
+    """Read a request's body. Raises TooLarge if the body is too large, but only after the whole body has arrived. A
+    reply before that would break the connection, and NeMo Gym's client would send the request again and again."""
     size, pieces = 0, []
     async for piece in request.stream():
         size += len(piece)
@@ -366,8 +368,8 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
     found |= _object(metadata.get("extra_body"), f"{PARAMS}.metadata.extra_body")
     template = _object(found.pop(TEMPLATE, None), f"{PARAMS}.metadata.extra_body.{TEMPLATE}")
     template |= _object(metadata.get(TEMPLATE), f"{PARAMS}.metadata.{TEMPLATE}")
-    # Rename `enable_thinking`. Other variables of the chat template keep their names. `task_for` refuses them later,
-    # because `task.sampling` has no such fields.
+    # Rename `enable_thinking`. Other variables of the chat template keep their names. `task_for` later refuses these
+    # variables, because `task.sampling` has no such fields.
     found |= {"thinking" if name == "enable_thinking" else name: value for name, value in template.items()}
     if not isinstance(found.get("thinking"), bool | None):
         raise InvalidField(f"enable_thinking is {found['thinking']!r}; it must be true or false", field=PARAMS)

@@ -44,18 +44,18 @@ FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fin
 
 class OpenRLHFSettings(BridgeSettings):
     """The settings that all bridges share, and `relay`: the name of the service's relay engine. OpenRLHF's own vLLM
-    engines answer the calls to this engine. `relay` is None if the service has its own engines.
+    engines answer the calls to the relay engine. `relay` is None if the service has its own engines.
 
     A call of `execute` returns a single row. So with `rows="all"`, the default, a session with several training rows is
-    an error. With `rows="main"`, all rows but the main conversation's are left out and counted.
+    an error. With `rows="main"`, only the main conversation's row is returned. The other rows are left out and counted.
     """
 
     relay: Name | None = None
 
 
 class Executor:
-    """The agent executor, without its base class `openrlhf.utils.agent.AgentExecutorBase`: this module must not import
-    OpenRLHF, so `agent_executor` adds the base class."""
+    """The agent executor, without its base class `openrlhf.utils.agent.AgentExecutorBase`. This module must not import
+    OpenRLHF, so the function `agent_executor` adds the base class."""
 
     def __init__(self, settings: OpenRLHFSettings) -> None:
         self._settings = settings

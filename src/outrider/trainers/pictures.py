@@ -54,11 +54,12 @@ def image_in_grid(data: bytes, grid: Grid | None, image_processor: Any, *, train
 
 
 def readable_end(row: TrainingRow, end: int, media_ids: frozenset[int]) -> int:
-    """Return where to cut a row so that the model can read it: at the first placeholder token before `end` that does
-    not belong to a whole image, or at `end` if there is none.
+    """Return the position at which to cut a row so that the model can read the row. This is the position of the first
+    placeholder token before `end` that does not belong to a whole image, or `end` if there is no such token.
 
-    The model would raise an error for such a placeholder. A row has one if the model itself sampled it, or if `end` is
-    inside an image. Raises InvalidField if the engine did not report an image's position or grid."""
+    The model would raise an error for such a placeholder. A row has such a placeholder if the model itself sampled the
+    token, or if `end` is inside an image. Raises InvalidField if the engine did not report an image's position or
+    grid."""
     images = row.sample.images
     if any(image.span is None or image.grid is None for image in images):
         raise InvalidField(

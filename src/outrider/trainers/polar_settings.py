@@ -1,8 +1,8 @@
 """Refuses the settings of Polar's bridge for slime, because Outrider's own bridge does not read them. The error says
 what to set instead.
 
-Polar's bridge itself works unchanged with `outrider serve --compat polar`. Invariant: Outrider's bridge silently
-ignores none of Polar's settings, unless they are false, zero or empty.
+Polar's bridge itself works unchanged with `outrider serve --compat polar`. Invariant: a setting of Polar's bridge is
+silently ignored only if it is false, zero or empty.
 """
 
 from __future__ import annotations

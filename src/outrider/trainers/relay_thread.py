@@ -16,17 +16,17 @@ log = logging.getLogger("outrider.relay")
 
 
 class RelayThread:
-    """A relay worker in a thread. `make` creates the worker. `attach` creates another one if the last worker has
-    ended, for example because its engine was removed from the service. The methods block, and can be called from any
-    thread."""
+    """A relay worker in a thread. `make` creates the worker. `attach` creates another worker if the last worker has
+    ended, for example because the worker's engine was removed from the service. The methods block, and can be called
+    from any thread."""
 
     def __init__(self, make: Callable[[], Worker]) -> None:
         self.worker: Worker | None = None
         """The newest worker that the service has accepted."""
         self._make = make
         self._held = ExitStack()
-        # If an asynchronous caller is cancelled, its thread still runs `attach`. Without the lock, the next call could
-        # run at the same time.
+        # If an asynchronous caller is cancelled, the caller's thread still runs `attach`. Without the lock, the next
+        # call of `attach` could run at the same time.
         self._lock = threading.RLock()
 
     def attach(self) -> None:

@@ -31,8 +31,8 @@ from outrider.trainers.trajectories import Trajectory, trajectories_of
 T = TypeVar("T")
 
 FIRST_PATIENCE = 10.0
-"""How many seconds requests are repeated before a service has replied for the first time. The time is short, because
-the address may be wrong."""
+"""Until a service has replied for the first time, failed requests are repeated for this number of seconds. The time is
+short, because the address may be wrong."""
 
 
 class SharedClientLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +58,8 @@ class SharedClient:
     _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], SharedClient]]] = (
         WeakKeyDictionary()
     )
-    """The open clients of each event loop, by URL and token. They are in a class attribute, because no object of the
-    trainer lives long enough to hold a client."""
+    """The open clients of each event loop, by URL and token. The clients are in a class attribute, because no object of
+    the trainer lives long enough to hold a client."""
 
     def __init__(self, url: str, token: str | None, limits: SharedClientLimits) -> None:
         self._limits = limits
@@ -76,16 +76,16 @@ class SharedClient:
         self, group: Mapping[str, Any], *, submitted: Callable[[GroupView], object] | None = None
     ) -> GroupView:
         """Submit a group, wait until it is done, and return it with its samples. `group` needs an idempotency key,
-        because the submission is repeated if no reply arrives. `submitted` is called with the reply to the
-        submission."""
+        because the submission is repeated if no reply arrives. `submitted` is a function that is called with the reply
+        to the submission."""
         failed_before = self._no_answer
         async with self._first:
             if self._no_answer is not None and self._no_answer is not failed_before:
-                # Another rollout's request failed while this rollout waited for the lock. Raise its error, because a
-                # new attempt would only wait for the service again.
+                # Another rollout's request failed while this rollout waited for the lock. Raise the error of the other
+                # rollout, because a new attempt would only wait for the service again.
                 raise self._no_answer
-            # Read the cursor, a position in the service's results, before the submission, so that the group's result
-            # comes after it.
+            # Read the cursor before the submission. The cursor is a position in the service's results, and the group's
+            # result must come after this position.
             if self._cursor is None:
                 try:
                     self._cursor = (await patiently(self.client.status, self._limits.first_patience)).cursor
@@ -101,8 +101,8 @@ class SharedClient:
                 submitted(view)
 
         try:
-            # Shielded, so that a cancellation does not lose the reply: without the group's id in it, the group cannot
-            # be cancelled.
+            # The submission is shielded, so that the reply is not lost if this task is cancelled. The reply has the
+            # group's id, which is needed to cancel the group.
             await shielded(submit)
             return await self._result(ids[0])
         except asyncio.CancelledError:
@@ -156,7 +156,7 @@ class SharedClient:
                     waiting.set_exception(error)
         finally:
             self._following = False
-            # Wake the other rollouts. One of them must request the next page if this rollout has its result.
+            # Wake the other rollouts. If this rollout has its result, another rollout must request the next page.
             self._changed.send()
 
 

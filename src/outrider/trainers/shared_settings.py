@@ -41,8 +41,8 @@ WITHOUT_EFFECT_ON_IDS = frozenset(
         "detokenize",
     }
 )
-"""Sampling parameters that change only what an engine reports, or how it makes text from the sampled ids. The bridges
-drop them, because the gateway itself makes the text from the ids."""
+"""Sampling parameters that change only what an engine reports, or how the engine makes text from the sampled ids. The
+bridges drop these parameters, because the gateway itself makes the text from the ids."""
 NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n": (1,), "ignore_eos": (False,)}
 """Sampling parameters that a task cannot have, each with the values that have no effect. These values are accepted and
 ignored; any other value is refused."""
@@ -56,8 +56,9 @@ PLAIN_SAMPLING = {
     "repetition_penalty": 1.0,
 }
 """Values of sampling parameters that leave the model's distribution unchanged. NeMo RL computes importance weights from
-the temperature and top_p only, prime-rl from the temperature only. So each task for them gets these values unless it
-has its own, and the agent cannot change them. NeMo RL's servers also refuse a top_k."""
+the temperature and top_p only, prime-rl from the temperature only. A task for NeMo RL or prime-rl therefore gets each
+of these values, unless the task itself sets the parameter. The agent cannot change the values. NeMo RL's servers also
+refuse a top_k."""
 
 
 class BridgeSettings(Spec):
@@ -70,7 +71,7 @@ class BridgeSettings(Spec):
     max_row_tokens: the length in tokens to which longer rows are cut; None for no limit.
     metrics: names of the evaluator's metrics to pass to the trainer. Each verdict must have all of them.
     priority, evaluation_priority: the priorities of groups for training and of groups for evaluation.
-    min_usable, expires_seconds: these fields of groups for training (`spec.GroupSpec`).
+    min_usable, expires_seconds: the fields of the same names in groups for training (`spec.GroupSpec`).
     """
 
     url: Name = DEFAULT_URL
@@ -91,7 +92,7 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
 
     The variable holds a JSON object, or @FILE for a JSON or TOML file. $OUTRIDER_URL and $OUTRIDER_TOKEN override the
     address and the token. `source` is the name of the place where `given` comes from, for error messages. Raises
-    InvalidField, which names the wrong setting and its source.
+    InvalidField for a wrong setting; the error names the setting and its source.
     """
     if given is not None and not isinstance(given, Mapping):
         raise InvalidField(f"{source} is {given!r}; it must be an object", field=source)
@@ -181,7 +182,7 @@ def task_for(
         instruction.
     sampling: the trainer's sampling parameters. They override the task's, because the trainer computes importance
         weights with them.
-    labels: labels to add. If the task has a label of the same name, the task's value is used.
+    labels: labels to add. If the task has a label with the same name, the task's value is used.
 
     Raises InvalidField for a row that cannot be converted.
     """
@@ -199,8 +200,8 @@ def task_for(
             f"column {settings.task_column!r} is a {type(own).__name__}; it must be an object or JSON",
             field=settings.task_column,
         )
-    # Leave out fields that are None: a row of an Arrow table has the fields of all rows, with None for those that it
-    # lacks.
+    # Leave out fields that are None. A row of an Arrow table has the fields of all rows. A field that the row itself
+    # lacks is None.
     task = merged(plain(filled(settings.task, plain(row), "the dataset row")), plain(own or {}, without_none=True))
     if "instruction" not in task:
         task["instruction"] = _text_of(plain(prompt))
@@ -216,8 +217,8 @@ def task_for(
 def group_of(
     settings: BridgeSettings, task: Mapping[str, Any], *, n: int = 1, evaluating: bool = False
 ) -> dict[str, Any]:
-    """Return a new group of `n` sessions of a task, ready to submit. It has the priority that is set for training or
-    for evaluation. Each call makes a new idempotency key."""
+    """Return a new group of `n` sessions of a task, ready to submit. The group has the priority that the settings give
+    for training or for evaluation. Each call makes a new idempotency key."""
     group = {"task": task, "n": n, "idempotency_key": secrets.token_hex(16)}
     if evaluating:
         return group | {"priority": settings.evaluation_priority}
@@ -226,8 +227,8 @@ def group_of(
 
 
 def refuse_images(images: Any, owner: str, *, field: str) -> None:
-    """Raise InvalidField if `images` is not empty. The message says that `owner` has images, and `field` is the error's
-    field."""
+    """Raise InvalidField, with the field `field`, if `images` is not empty. The error message says that `owner` has
+    images."""
     if images:
         message = f"{owner} has images, which this bridge does not hand over"
         raise InvalidField(message, field=field, hint="use tasks without images")

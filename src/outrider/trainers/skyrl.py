@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
-"""How many instances (prompts) in a row must fail, each with all its trajectories, before `generate` raises an error
-for a training input of a single instance. After that many, the cause probably affects all instances."""
+"""An instance (prompt) has failed if all its trajectories have failed. For training inputs with a single instance,
+`generate` raises an error only after this number of consecutive failed instances. The cause then probably affects all
+instances."""
 
 
 class SkyRLSettings(BridgeSettings):
@@ -48,7 +49,7 @@ class SkyRLSettings(BridgeSettings):
     versions: "engine" if the engines report the policy version. With "step", the bridge sets the policy version to the
         number of finished training steps, before the first batch of each step.
     rewards: "row" for one number per row. "token" for one number per response token, with a turn's reward at the end of
-        the turn. SkyRL joins batches, so all of them must have rewards of the same form.
+        the turn. SkyRL joins batches, so all batches must have rewards of the same form.
     """
 
     versions: Literal["engine", "step"] = "engine"
@@ -91,9 +92,10 @@ class OutriderGenerator:
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Run the trajectories of the input, and return SkyRL's GeneratorOutput.
 
-        Raises the first error if all of them failed. But if a training input has a single instance, that happens only
-        after FAILED_IN_A_ROW failed instances in a row. Raises InvalidField for an input without trajectory ids or with
-        a row that cannot be converted to a task. Raises ServiceError if the service cannot be reached."""
+        If all trajectories failed, raises the first error. A training input with a single instance is an exception: it
+        raises the error only after FAILED_IN_A_ROW consecutive failed instances. Raises InvalidField for an input
+        without trajectory ids or with a row that cannot be converted to a task. Raises ServiceError if the service
+        cannot be reached."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
@@ -135,8 +137,8 @@ class OutriderGenerator:
             )
         errors = [each.error for each in found.values() if each.error is not None]
         self._failed_in_a_row = self._failed_in_a_row + len(places) if len(errors) == len(ids) else 0
-        # SkyRL's asynchronous trainer requests one instance at a time, and any error ends its process. So replace a
-        # failed instance by placeholders, unless too many instances in a row have failed.
+        # SkyRL's asynchronous trainer requests one instance at a time, and any error ends the trainer's process. So
+        # replace a failed instance by placeholders, unless too many consecutive instances have failed.
         bearable = len(places) == 1 and not evaluating and self._failed_in_a_row < FAILED_IN_A_ROW
         if len(errors) == len(ids) and not bearable:
             raise errors[0]
@@ -194,8 +196,8 @@ class OutriderGenerator:
 
     def _rows(self, trajectory: Trajectory, trajectory_id: Any) -> list[dict[str, Any]]:
         """Return the values of SkyRL's columns for each row of a trajectory. The main conversation's row is last."""
-        # SkyRL's stop reason is "stop" if the agent ended by itself, and "length" if a token limit was reached. For
-        # other limits, it is Outrider's stop reason.
+        # SkyRL's stop reason is "stop" if the agent ended by itself, and "length" if a token limit was reached. If
+        # another limit was reached, the stop reason is Outrider's.
         ended = trajectory.result.stop_reason
         reason = ended.value if trajectory.truncated else "stop"
         if ended in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):
@@ -245,8 +247,8 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
         "outrider/cut_tokens": sum(row.cut for row in rows),
     }
     if rows:
-        # SkyRL combines these metrics over the parts of a batch, with the function that the end of the name gives:
-        # "mean", "min" or "max".
+        # SkyRL combines each of these metrics over the parts of a batch. The end of the metric's name gives the
+        # function: "mean", "min" or "max".
         found |= {
             "outrider/turns_mean": sum(each.result.turns for each in trained) / len(trained),
             "outrider/version_min": min(row.sample.min_version for row in rows),
@@ -266,8 +268,8 @@ def _usual_metrics(
     columns: Mapping[str, Sequence[Any]], splits: Sequence[Mapping[str, float]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return SkyRL's own metrics of the rows in `columns`, and the columns that only SkyRL 0.4 has. For SkyRL 0.3 there
-    are no such columns, because it fails on a column that is a dictionary. The times of a trajectory count once, even
-    if it has several rows."""
+    are no such columns, because SkyRL 0.3 fails on a column that is a dictionary. The times of a trajectory count once,
+    even if the trajectory has several rows."""
     metrics_of = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics
     last = [row for row, is_last in enumerate(columns["is_last_step"]) if is_last]
     options: dict[str, Any] = {
@@ -303,8 +305,8 @@ class LossPerRollout:
     tokens in the mini-batch. T_r is the number of trained tokens t in all rows of rollout r. SkyRL's own reductions
     weigh rows or tokens, so a rollout with seven rows would have seven times the weight.
 
-    The mixin multiplies the advantages of each row by a positive number, which PPO's clipping does not change. Raises
-    InvalidField for a configuration that would change these weights.
+    The mixin multiplies the advantages of each row by a positive number, so PPO clips the same tokens as without the
+    mixin. Raises InvalidField for a configuration that would change these weights.
     """
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -335,16 +337,16 @@ class LossPerRollout:
 
 
 def row_weights(loss_mask: Tensor, last: Sequence[bool], boundaries: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the factor for each row's advantages with which a mean over a mini-batch's tokens gives each rollout the
-    same weight.
+    """Return a factor for each row's advantages. With these factors, a mean over a mini-batch's tokens gives each
+    rollout the same weight.
 
     loss_mask: [rows, tokens].
     last: whether a row is the last of its rollout. The rows of a rollout are adjacent.
     boundaries: the range [start, end) of each mini-batch.
 
     The rows of a rollout with T trained tokens have the factor N / (R * T): N is the number of trained tokens in the
-    mini-batch, and R is the number of rollouts that they belong to. Rows outside all mini-batches, and rows of rollouts
-    without a trained token, have the factor 0.
+    mini-batch, and R is the number of rollouts to which these tokens belong. Rows outside all mini-batches, and rows of
+    rollouts without a trained token, have the factor 0.
     """
     import torch
 

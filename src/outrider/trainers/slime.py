@@ -56,7 +56,7 @@ LEAVE_SECONDS = 10.0
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
 """The entries of a sample's `multimodal_train_inputs`. slime passes them to the model's forward method."""
 NUMBER = "slime.prompt"
-"""The label in which a task carries the number of its prompt in `_Prompts`."""
+"""The name of the task label whose value is the number of the task's prompt in `_Prompts`."""
 NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
 """The advantage estimators for which slime normalises rewards."""
 SCALED = frozenset({"grpo", "gspo", "cispo"})
@@ -80,17 +80,17 @@ SlimeSample = Any
 
 
 class SlimeSettings(BridgeSettings):
-    """The settings that all bridges share, and those below. They are read from the mapping `outrider` in the file of
-    slime's `--custom-config-path`. The JSON in $OUTRIDER_SLIME overrides them.
+    """The settings that all bridges share, and those below. The settings are read from the mapping `outrider` in the
+    file of slime's `--custom-config-path`. The JSON in $OUTRIDER_SLIME overrides them.
 
     logprobs: whether samples have `rollout_log_probs`.
     complete: with "all", a group is used only if all its samples were graded. With "any", two graded samples are
-        enough, and ungraded ones get `remove_sample`.
-    max_age: how many policy versions older than the engines' a trained token may be, for `generate_rollout_async`. None
-        takes miles' `--max-weight-staleness`.
+        enough, and ungraded samples get `remove_sample`.
+    max_age: the maximum age of a trained token, for `generate_rollout_async`: the number of policy versions by which
+        the token may be older than the engines' version. With None, miles' `--max-weight-staleness` is used.
     on_failure: what `custom_generate` does with a session that cannot be trained on. "raise" raises the error. "abort"
-        returns the sample as ABORTED, and slime's fully asynchronous rollout then repeats it. "remove" returns the
-        sample as FAILED with `remove_sample`.
+        returns the sample as ABORTED, and slime's fully asynchronous rollout then repeats the sample. "remove" returns
+        the sample as FAILED with `remove_sample`.
     """
 
     logprobs: bool = True
@@ -107,8 +107,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     full, the running groups are cancelled, and the prompts of all groups outside the batch go back to the data source.
     This biases the batches against slow rollouts. `generate_rollout_async` has no such bias.
 
-    With `--partial-rollout`, the running groups are paused instead, and continue in the next rollout with the new
-    weights. A paused group keeps its tokens, and the pause does not count against its agents' time limits.
+    With `--partial-rollout`, the running groups are paused instead of cancelled. They continue in the next rollout with
+    the new weights. A paused group keeps its tokens, and the pause does not count against its agents' time limits.
 
     With `evaluation`, run the evaluation sets instead of training groups.
     """
@@ -130,10 +130,11 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Return groups like `generate_rollout`, but let unfinished groups continue while slime trains. A later rollout
-    returns them.
+    returns these groups.
 
-    With `max_age`, no more groups run than slime can train on before they are too old. If a running group would be too
-    old for a later batch, a full batch also waits for it."""
+    With `max_age`, the number of running groups is limited to what slime can train on before the groups are too old. A
+    full batch is returned only when each running group can still be used in a later batch. Until then, the batch waits
+    for the groups that would be too old."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
@@ -200,8 +201,8 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     prompt.) The standard deviation divides by the number of rollouts minus 1, as in torch.
 
     If only one rollout of a group counts, the group's normalised rewards are 0. If the estimator divides by the
-    standard deviation, they are also 0 when all rollouts of the group have the same reward. This matters for a row
-    whose reward differs from its rollout's: otherwise, the difference would be divided by 1e-6.
+    standard deviation, they are also 0 when all rollouts of the group have the same reward. This rule matters for a row
+    whose reward differs from its rollout's reward. Without the rule, the difference would be divided by 1e-6.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
@@ -291,8 +292,8 @@ class _Bridge:
 
 
 class _Prompts:
-    """The prompts of a sampler, by number. A prompt is a group of slime's samples. It is taken from slime's data source
-    when its task is first requested."""
+    """The prompts of a sampler, by number. A prompt is a group of slime's samples. A prompt is taken from slime's data
+    source when the prompt's task is first requested."""
 
     def __init__(self, args: Any, settings: SlimeSettings, data_source: Any) -> None:
         self.groups: dict[int, list[SlimeSample]] = {}
@@ -329,8 +330,8 @@ class _Prompts:
         return _task_of(self._settings, group[0], sampling, {NUMBER: number})
 
     def is_informative(self, group: GroupView) -> Choice:
-        """Return True if slime's filter keeps the group, and False if it drops the group. Returns "again", which
-        repeats the prompt, if too few of the group's samples were graded."""
+        """Return True if slime's filter keeps the group, and False if it drops the group. Returns "again" if too few of
+        the group's samples were graded. The prompt is then repeated."""
         args = self._args
         if self._settings.complete == "all" and len(rewards_of(group)) < group.n:
             self.dropped["incomplete"] += 1
@@ -347,8 +348,8 @@ class _Prompts:
                 shown.append(seen)
         verdict = self._filter(args, shown)
         keep = bool(getattr(verdict, "keep", verdict))
-        # As in slime, keep a group with `keep_when_insufficient` once the dropped groups are as many as the spare ones,
-        # which run beyond the batch size.
+        # The groups that run beyond the batch size are spare. As in slime, a group with `keep_when_insufficient` is
+        # kept once the number of dropped groups has reached the number of spare groups.
         if getattr(verdict, "keep_when_insufficient", False):
             keep = keep or sum(self.dropped.values()) >= _inflight(args) - args.rollout_batch_size
         if not keep:
@@ -406,8 +407,8 @@ def _train_output(args: Any, bridge: _Bridge, prompts: _Prompts, batch: Batch | 
                 of_group.append(_filled(args, settings, sample, trajectory, pixels))
                 versions += [version for row in trajectory.rows for version in row.trained_versions()]
             else:
-                # The session was not graded, or has no row to train on. Sessions without a row pass the filter: it runs
-                # before the rows are fetched.
+                # The session was not graded, or has no row to train on. Sessions without a row pass the filter, because
+                # the filter runs before the rows are fetched.
                 log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
                 errors.append(trajectory.error)
                 of_group.append([_removed(args, settings, sample, trajectory)])
@@ -461,8 +462,8 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
                     filled += _filled(args, main, sample, trajectory, {}, evaluation=True)
                 else:
                     errors.append(trajectory.error)
-            # For pass rates, slime assumes that each n consecutive samples belong to one prompt. So a group with a
-            # failed session is left out.
+            # For pass rates, slime assumes that each n consecutive samples belong to one prompt. So the whole group of
+            # a failed session is left out.
             samples += filled if len(filled) == group.n or not getattr(args, "log_passrate", False) else []
         if not samples:
             raise errors[0]
@@ -662,11 +663,12 @@ def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, *, evaluation: bool = False
 ) -> float | dict[str, float]:
     """Return the reward for slime. If slime has a reward key, return a dictionary of the reward and all metrics
-    instead. slime looks the key up in it. Raises InvalidField if the dictionary does not have the key, and
-    EvaluatorError if the verdict lacks a metric of the setting `metrics`."""
+    instead. slime looks up the reward key in this dictionary. Raises InvalidField if the dictionary does not have the
+    key, and EvaluatorError if the verdict lacks a metric of the setting `metrics`."""
     if not (key := _reward_key(args, evaluation=evaluation)):
-        # No metric is used. The check is for training only: the verdict that an agent gets for breaking its sandbox has
-        # no metrics of the evaluator, and an evaluation set may have another evaluator.
+        # No metric is used, but in training the setting `metrics` is checked. The check leaves out evaluations, because
+        # an evaluation set may have another evaluator. It also leaves out the verdict that an agent gets for breaking
+        # its sandbox, because this verdict has no metrics of the evaluator.
         if not evaluation and trajectory.result.stop_reason is not StopReason.AGENT_EXCESS:
             chosen_metrics(trajectory, settings)
         return reward
@@ -694,8 +696,8 @@ def _status(sample: SlimeSample, trajectory: Trajectory) -> Any:
 
 
 def _rollout_id(sample: SlimeSample) -> Any:
-    """Return the id that all samples of a rollout have in common. This is the sample's index in older versions of
-    slime, which do not set `rollout_id`."""
+    """Return the id that all samples of a rollout have in common. In older versions of slime, which do not set
+    `rollout_id`, the id is the sample's index."""
     given = getattr(sample, "rollout_id", None)
     return sample.index if given is None else given
 
@@ -725,8 +727,8 @@ def max_age_of(args: Any, settings: SlimeSettings) -> int | None:
 
 
 def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
-    """Raise InvalidField if slime might normalise the rewards of a whole batch as one group. slime does this unless the
-    batch has exactly n samples for each prompt."""
+    """Raise InvalidField if slime might normalise the rewards of a whole batch as one group. slime normalises the whole
+    batch unless the batch has exactly n samples for each prompt."""
     exact = settings.rows == "main" and settings.complete == "all"
     own = getattr(args, "custom_reward_post_process_path", None) or getattr(
         args, "custom_convert_samples_to_train_data_path", None
@@ -740,8 +742,8 @@ def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
 
 
 def _trainer() -> str:
-    """Return the name of the trainer's package, "slime" or "miles". miles is recognised by its own `base_types`, which
-    it imports before it calls a rollout function."""
+    """Return the name of the trainer's package, "slime" or "miles". miles is recognised by its own module `base_types`,
+    because miles imports this module before it calls a rollout function."""
     return "miles" if "miles.rollout.base_types" in sys.modules else "slime"
 
 

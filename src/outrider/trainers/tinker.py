@@ -66,8 +66,8 @@ log = logging.getLogger("outrider.tinker")
 
 VARIABLE = "OUTRIDER_TINKER"
 FAILED_IN_A_ROW = 16
-"""After this many consecutive training groups with too few usable sessions, a session's error is raised. Its cause
-probably affects all groups."""
+"""After this many consecutive training groups with too few usable sessions, the error of a session is raised, because
+the cause probably affects all groups."""
 STOPS: Mapping[StopReason, CookbookStop] = {
     StopReason.COMPLETED: CookbookStop.COMPLETED,
     StopReason.MAX_TURNS: CookbookStop.MAX_TURNS,
@@ -75,14 +75,14 @@ STOPS: Mapping[StopReason, CookbookStop] = {
     StopReason.CONTEXT_OVERFLOW: CookbookStop.CONTEXT_OVERFLOW,
     StopReason.AGENT_TIMEOUT: CookbookStop.ROLLOUT_TIMEOUT,
 }
-"""The cookbook's names for Outrider's stop reasons. A stop reason that is not listed keeps its own name."""
+"""The cookbook's names for Outrider's stop reasons. A stop reason that is not in this table keeps Outrider's name."""
 
 
 class TinkerSettings(BridgeSettings):
     """The settings that all bridges share, and these:
 
-    relay: the name of the service's relay engine, whose calls the cookbook's sampling clients answer. None if the
-        service has its own engines.
+    relay: the name of the service's relay engine. The cookbook's sampling clients answer the calls to this engine. None
+        if the service has its own engines.
     complete: with "all", a group is used only if all its sessions can be trained on. With "any", two such sessions are
         enough, or one in an evaluation.
     """
@@ -166,9 +166,9 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not c
         """Run a group and return its trajectories.
 
         If fewer sessions can be trained on than the setting `complete` requires, raises AllTrajectoriesFailedError, and
-        the cookbook skips the group. After FAILED_IN_A_ROW such training groups in a row, raises a session's error
-        instead. Raises InvalidField for a row that cannot be converted to a task, and ServiceError if the service
-        cannot be reached."""
+        the cookbook skips the group. After FAILED_IN_A_ROW consecutive training groups of this kind, raises the error
+        of a session instead. Raises InvalidField for a row that cannot be converted to a task, and ServiceError if the
+        service cannot be reached."""
         builder = env_group_builder
         if not isinstance(builder, TaskGroup):
             raise InvalidField(
@@ -276,8 +276,8 @@ def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) ->
 
 
 def _transitions_of(row: TrainingRow, sequences: SampledSequences | None) -> list[Transition]:
-    """Return a transition for each sampled sequence of a row. Its observation is all ids of the row before the
-    sequence, so the cookbook combines the transitions of a row into one datum."""
+    """Return a transition for each sampled sequence of a row. The observation of a transition is all ids of the row
+    before the sequence, so the cookbook combines the transitions of a row into one datum."""
     sample = row.sample
     turns = [
         (end, reward)

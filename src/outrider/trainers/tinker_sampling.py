@@ -1,9 +1,9 @@
 """Answers a service's model calls with Tinker's sampling clients, and keeps Tinker's id of each sampled sequence.
 
 A relay worker in a thread of the trainer's process receives the model calls. The trainer gives a sampling client for
-each group. All calls of the group are sampled with it, even after the trainer has made newer clients. Each new client
-is a new policy version. The module needs `tinker` (0.38), not tinker-cookbook. Invariant: sampled tokens have the
-version of the client that sampled them.
+each group. All calls of the group are sampled with this client, even after the trainer has made newer clients. Each new
+client is a new policy version. The module needs `tinker` (0.38), not tinker-cookbook. Invariant: sampled tokens have
+the version of the client that sampled them.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class SampledSequences:
         self._by_prompt.setdefault(_digest(prompt), []).append(sequence)
 
     def find(self, ids: Sequence[int], start: int, end: int) -> tuple[SampledSequence, int] | None:
-        """Find the sequence that the row `ids` contains at `start`: it was sampled for the prompt `ids[:start]`, and
-        its tokens up to `end` are the next ids of the row. Returns the longest such sequence and the position where it
-        ends in the row, or None."""
+        """Find the sequence that the row `ids` contains at `start`. Such a sequence was sampled for the prompt
+        `ids[:start]`, and its tokens up to `end` are the next ids of the row. Returns the longest such sequence and the
+        position where it ends in the row, or None."""
         best: tuple[SampledSequence, int] | None = None
         for sequence in self._by_prompt.get(_digest(ids[:start]), ()):
             stop = min(end, start + len(sequence.ids))
@@ -81,7 +81,7 @@ class SampledSequences:
 
 class SampledGroup:
     """A running group: its client, the client's policy version, and the sampled sequences by session id. `announced` is
-    done once the ids of the group's sessions are known, or when the group ends without them."""
+    done once the ids of the group's sessions are known, or when the group ends before they are known."""
 
     def __init__(self, client: SamplingClient, version: int, by_session: dict[str, SampledGroup]) -> None:
         self.client = client
@@ -107,8 +107,8 @@ class TinkerSampler:
     """A relay worker in the trainer's process, for the relay engine `relay` of the service at `url`. `version` is the
     newest policy version; the first client gets the next version.
 
-    `open` makes at most one sampler for an engine: an engine divides its calls among its workers, so a second sampler
-    would get calls of groups that only the first one knows.
+    `open` makes at most one sampler for an engine. An engine divides its calls among its workers, so a second sampler
+    would also get calls of groups that belong to the first sampler.
     """
 
     _open: ClassVar[dict[tuple[str, str], TinkerSampler]] = {}
@@ -132,7 +132,7 @@ class TinkerSampler:
         self._groups: set[SampledGroup] = set()
         self._by_session: dict[str, SampledGroup] = {}
         # SkyRL's implementation of the Tinker API reports log-probabilities from before the temperature. With the
-        # cookbook's default temperature of 1, they are also those of the sampling distribution.
+        # cookbook's default temperature of 1, these are also the log-probabilities of the sampling distribution.
         self._engine = FunctionEngine(self._generate, logprob_kind=LogprobKind.RAW, version=version)
         self._thread = RelayThread(lambda: Worker(url, self._engine, engine=relay, token=token, name="tinker"))
         atexit.register(self._detach)
@@ -160,8 +160,8 @@ class TinkerSampler:
         not used before gets a new version."""
         with self._lock:
             if client not in self._versions:
-                # Begin above the engine's version, which an operator may have raised: a worker with a lower version
-                # gets no calls.
+                # Begin above the engine's version, because a worker with a lower version gets no calls. An operator may
+                # have raised the engine's version.
                 self.version = max(self.version, self._engine.version) + 1
                 self._newest = client
                 self._versions[client] = self.version
@@ -212,8 +212,8 @@ class TinkerSampler:
         """Return a session's group and sequences, or None for both if the session belongs to another client of the
         service.
 
-        If the session is unknown, first waits for missing replies to submissions: a session's first call may arrive
-        before the reply that names the session."""
+        If the session is unknown, first waits for missing replies to submissions, because a session's first call may
+        arrive before the reply that names the session."""
         waiting = {asyncio.wrap_future(group.announced) for group in self._groups.copy() if not group.announced.done()}
         while True:
             session = session_key

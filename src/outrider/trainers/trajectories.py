@@ -56,7 +56,7 @@ class TrainingRow:
 @dataclass(frozen=True)
 class Trajectory:
     """A finished session. It has `rows` to train on, with the main conversation's row first, or an `error` if there are
-    none."""
+    no such rows."""
 
     session: SessionView
     rows: list[TrainingRow]
@@ -86,8 +86,8 @@ def trajectories_of(
     group: GroupView, settings: BridgeSettings, *, logprobs: bool, images: bool = False
 ) -> list[Trajectory]:
     """Return the sessions of a group in order. The group must have been requested with its samples. With `logprobs`, a
-    session gets an error if one of its rows has no log-probabilities. Without `images`, it gets an error if one of its
-    rows has images."""
+    session gets an error if one of its rows has no log-probabilities. Without `images`, a session gets an error if one
+    of its rows has images."""
     found = []
     for session in group.sessions:
         samples = [sample for sample in group.samples or () if sample.session_id == session.id]
@@ -113,8 +113,8 @@ def left_out_of(group: GroupView, trajectory: Trajectory) -> list[Sample]:
 
 
 def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str, float]:
-    """Return the metrics of the verdict that the setting `metrics` names. Raises EvaluatorError if the verdict lacks
-    one of them. Trainers put metrics in columns, so every row must have all of them."""
+    """Return those of the verdict's metrics that the setting `metrics` names. Raises EvaluatorError if the verdict
+    lacks a named metric. Trainers put metrics in columns, so every row must have all named metrics."""
     verdict = trajectory.result.verdict
     assert verdict is not None
     for name in settings.metrics:

@@ -10,8 +10,8 @@ A session has a row for each branch of its conversation. A sampled token is trai
 has no reward, and is left out of all means. The two trainers differ:
 
 - GRPOTrainer takes exactly one row of each session: the first row with trained tokens, usually the main branch's. Other
-  rows are an error. With `rows="main"`, they are left out and counted. A failed session gets a row of one token with
-  mask 0.
+  rows with trained tokens are an error. With `rows="main"`, they are left out and counted instead. A failed session
+  gets a row of one token with mask 0.
 - AsyncGRPOTrainer takes all rows with trained tokens, each with the advantage of its session. With
   `AsyncLossPerRollout`, each session has the same weight in the loss, no matter how many rows it has.
 
@@ -108,8 +108,8 @@ class StepStats(msgspec.Struct, kw_only=True):
     reward: mean reward of all groups that were graded since the previous batch, including dropped groups.
     spread: mean standard deviation of the rewards within each of these groups.
     kept_reward: mean reward of the groups in the batch.
-    staleness_mean, staleness_max: the mean and maximum age of the trained tokens: the number of versions by which they
-        are older than the policy in training.
+    staleness_mean, staleness_max: the mean and maximum age of the trained tokens. The age of a token is the number of
+        versions by which it is older than the policy in training.
     waited: how long the trainer waited for the batch, in seconds.
     held: how much of `waited` a full batch spent waiting for slow groups (`sampling.Batch`).
     left_out_rows: number of rows that were left out because the batch has one row for each session.
@@ -162,9 +162,9 @@ class StepStats(msgspec.Struct, kw_only=True):
 
 
 def steps_dataset(groups: int) -> Any:
-    """Return a dataset for GRPOTrainer with `groups` rows. Only the number of rows matters: it must be at least the
-    number of groups in a batch. The tasks come from `Rollouts`, because a group that the filter drops is replaced by a
-    group of another task."""
+    """Return a dataset for GRPOTrainer with `groups` rows. The contents of the rows have no effect. The number of rows
+    must be at least the number of groups in a batch. The tasks come from `Rollouts` and not from the dataset, because a
+    group that the filter drops is replaced by a group of another task."""
     from datasets import Dataset
 
     return Dataset.from_dict({PROMPT_COLUMN: [f"group {number}" for number in range(groups)]})
@@ -182,10 +182,11 @@ class Rollouts:
     The first call of each step publishes the trainer's weights. Each call returns the next batch of a `DynamicSampler`,
     whose documentation describes the arguments that are not listed here:
 
-    max_age: how many versions older than the current version a token may be. The groups that run while the trainer
-        trains are at least one version old when they are used.
+    max_age: the maximum age of a token: the number of versions by which it may be older than the current version. The
+        groups that run while the trainer trains are at least one version old when they are used.
     eval_tasks: the tasks of the trainer's evaluations, which have no filter. Each evaluation begins with the first
-        task, and each of its batches takes the next tasks. Their priority is `priority` + 1, but at most 1000.
+        task, and each batch of an evaluation takes the next tasks. The groups of an evaluation have the priority
+        `priority` + 1, but at most 1000.
     measure: compare the recorded log-probabilities with the trainer's own, computed with the weights that sampled each
         token (`StepStats.logprob_gap`). This costs one more forward pass for each version in a batch. To have the
         weights of all these versions, set `weights.keep` to at least `max_age` + 1.
@@ -195,8 +196,8 @@ class Rollouts:
     state: the result of `sampler_state(checkpoint)`, for a trainer that loads a checkpoint in its own way.
         `train(resume_from_checkpoint=...)` loads the state itself.
 
-    If the block ends without an error, running groups are cancelled. After an error they continue, so that a restarted
-    trainer can use them.
+    If the block ends without an error, running groups are cancelled. After an error, the groups continue, so that a
+    restarted trainer can use them.
     """
 
     def __init__(
@@ -270,9 +271,9 @@ class Rollouts:
         """Return the rows of len(prompts) sessions, in the form that TRL expects from a `rollout_func`. The rows of a
         group are adjacent. The contents of `prompts` are not used.
 
-        Raises InvalidField if the trainer's configuration would make it train on data other than the service's, or if a
-        session has too many rows for the setting `rows`. Raises ServiceError if there are too few tasks or the service
-        cannot be reached.
+        Raises InvalidField if the trainer would, with its configuration, train on data other than the service's, or if
+        a session has too many rows for the setting `rows`. Raises ServiceError if there are too few tasks or the
+        service cannot be reached.
         """
         _check_trainer(trainer)
         training = bool(trainer.model.training)
@@ -432,8 +433,8 @@ class Rollouts:
             if version >= 0
         ]
         kept = [reward for group in batch.groups for reward in rewards_of(group)]
-        # If all groups of this batch were already done at the previous batch, no group was graded since. Use this
-        # batch's rewards instead.
+        # If all groups of this batch had already finished when the previous batch was returned, no group was graded
+        # since then. Use this batch's rewards instead.
         graded = graded or [rewards_of(group) for group in batch.groups]
         results = [session.result for group in batch.groups for session in group.sessions if session.result]
         return StepStats(
@@ -461,13 +462,13 @@ class ServiceLogprobs:
 
     It must be the first base class: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
 
-    Unless vLLM generates, TRL uses the trainer's own log-probabilities in place of the engines'. Tokens of an older
+    If vLLM does not generate, TRL uses the trainer's own log-probabilities in place of the engines'. Tokens of an older
     policy would then count as sampled by the current policy. With the mixin, the importance ratio and its clipping use
-    the log-probabilities that the tokens were sampled with. The mixin also logs `StepStats` as `outrider/...`.
+    the log-probabilities with which the tokens were sampled. The mixin also logs `StepStats` as `outrider/...`.
 
     A checkpoint contains the sampler's state. If several steps share a batch (`steps_per_generation`,
     `num_iterations`), it also contains the rows of an unfinished batch. A trainer that continues from the checkpoint
-    loads both, so it trains on each group as often as an uninterrupted trainer.
+    loads the state and the rows, so it trains on each group as often as an uninterrupted trainer.
     """
 
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -504,8 +505,8 @@ class ServiceLogprobs:
         if "position_ids" in inspect.signature(forward).parameters:
             model = _counting_from_first_token(model)
         rollouts = self.rollout_func
-        # While TRL makes a batch, it does not pass the images of the service's rows, so they are added here. In the
-        # loss, TRL passes the images itself.
+        # While TRL makes a batch, it does not pass the images of the service's rows, so the images are added here. In
+        # the loss, TRL passes the images itself.
         if "pixel_values" not in options and isinstance(rollouts, Rollouts) and len(input_ids) == len(rollouts.images):
             options |= rollouts.image_inputs(input_ids, attention_mask)
         return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]  # the method is in TRL's class
@@ -517,7 +518,7 @@ class ServiceLogprobs:
 
         rollouts = self.rollout_func
         # The state is written before the call of `super`, which completes the checkpoint and removes older ones. So
-        # every complete checkpoint has a sampler's state, even if the process is killed in between.
+        # every complete checkpoint has a sampler's state, even if the process is killed between the two steps.
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -596,9 +597,10 @@ class AsyncLossPerRollout:
     It must be the first base class: `class Trainer(AsyncLossPerRollout, AsyncGRPOTrainer)`.
 
     The loss of a micro-batch becomes 1/R * sum_r 1/T_r * sum_t l_t. T_r is the number of trained tokens t in all rows
-    of rollout r. R is the number of rollouts in the micro-batch; a rollout with only half of its tokens there counts as
-    half. TRL's own loss is a mean over tokens, so a rollout with seven rows would have seven times the weight. The
-    mixin only multiplies advantages by positive numbers, so PPO clips the same tokens as without it.
+    of rollout r. R is the number of rollouts in the micro-batch. A rollout with only half of its tokens in the
+    micro-batch counts as half a rollout. TRL's own loss is a mean over tokens, so a rollout with seven rows would have
+    seven times the weight. The mixin only multiplies advantages by positive numbers, so PPO clips the same tokens as
+    without the mixin.
     """
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -639,8 +641,8 @@ class RolloutWorker:
 
     groups_per_version: the number of groups that the trainer trains on between two updates of the weights: the groups
         in a batch of its optimizer, times `weight_sync_steps`.
-    max_age: the trainer's max_staleness. The sampler submits no more groups than the trainer can use before they exceed
-        it.
+    max_age: the trainer's max_staleness. The sampler submits no more groups than the trainer can use before the groups
+        exceed this age.
     """
 
     def __init__(
@@ -698,8 +700,8 @@ class RolloutWorker:
         self._weighed = True
 
     def start(self) -> None:
-        """Start the rollouts. Raises InvalidField for a trainer without `AsyncLossPerRollout`, which would weigh tokens
-        instead of rollouts."""
+        """Start the rollouts. Raises InvalidField for a trainer without `AsyncLossPerRollout`, because such a trainer
+        would weigh tokens instead of rollouts."""
         if not self._weighed:
             raise InvalidField(
                 "the trainer would give a rollout with many rows the weight of many rollouts",
@@ -786,8 +788,8 @@ class RolloutWorker:
         worth = group_advantages(list(rewards.values()), self._advantages)
         advantages = dict(zip(rewards, worth, strict=True))
         spread = pstdev(rewards.values())
-        # A row may have a reward of its own. Its advantage then compares this reward, instead of the session's, with
-        # the rewards of the group's rollouts.
+        # A row may have a reward of its own. The row's advantage then compares this reward, instead of the session's
+        # reward, with the rewards of the group's rollouts.
         per_reward = 1.0 if self._advantages != "grpo" else 1.0 / (spread + 1e-4) if spread else 0.0
         for trajectory in trajectories:
             tokens = sum(sum(row.mask) for row in trajectory.rows)
@@ -845,7 +847,7 @@ class GroupRows(msgspec.Struct, frozen=True):
 
 
 def placeholders_of(processor: Any) -> frozenset[int]:
-    """Return a set with the id of the image placeholder token. It is empty if `processor`, the trainer's
+    """Return a set with the id of the image placeholder token. The set is empty if `processor`, the trainer's
     `processing_class`, makes no pixel values."""
     makes = hasattr(processor, "image_processor") and hasattr(processor, "image_token_id")
     return frozenset({int(processor.image_token_id)}) if makes else frozenset()
@@ -871,8 +873,8 @@ def rows_of(group: GroupView, placeholders: frozenset[int] = frozenset()) -> Gro
 
 
 def _batch_row(trajectory: Trajectory, other: TrainingRow, placeholders: frozenset[int]) -> BatchRow:
-    """Return the first row of a session as a row for GRPOTrainer. It is cut before the first placeholder token that
-    belongs to no image. A model may sample such a token, but raises an error when it reads one.
+    """Return the first row of a session as a row for GRPOTrainer. The row is cut before the first placeholder token
+    that belongs to no image. A model may sample such a token, but raises an error when it reads such a token.
 
     If no trained token remains, returns a row of one token with mask 0 and the prompt of `other`."""
     row = trajectory.rows[0] if trajectory.rows else None

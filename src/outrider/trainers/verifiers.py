@@ -61,8 +61,8 @@ class VerifiersSettings(BridgeSettings):
 
 @dataclass(frozen=True)
 class ModelServer:
-    """The inference server that verifiers' client uses. `trains` is True if the rollouts are for training and so need
-    tokens."""
+    """The inference server that verifiers' client uses. `trains` is True if the rollouts are for training. Such
+    rollouts need tokens."""
 
     url: str
     model: str
@@ -147,8 +147,8 @@ class VerifiersRollouts:
             task["instruction"] = f"{system_prompt}\n\n{task['instruction']}"
         if max_turns is not None:
             task["limits"] = {**(task.get("limits") or {}), "turns": max_turns}
-        # The group's idempotency key is random, because the same row occurs again in a group of verifiers and in the
-        # next epoch, and needs a new session each time.
+        # The group's idempotency key is random. The same row occurs again in a group of verifiers and in the next
+        # epoch, and each occurrence needs a new session.
         group = group_of(self._settings, task, evaluating=not server.trains)
         async with shared_client(self._settings.url, self._settings.token) as shared:
             if self._settings.engines == "client":
@@ -168,11 +168,11 @@ class VerifiersRollouts:
         """Attach the inference server that verifiers' client uses to the service as an engine.
 
         prime-rl renames its policy's model when it trains a LoRA adapter. `salted` is True if the request has
-        prime-rl's cache salt; only such a request may rename the model. A request with an earlier name never renames it
-        back.
+        prime-rl's cache salt; only such a request may rename the model. A request with an earlier name of the model
+        never renames the model back.
 
-        Raises InvalidField for a second server, and for another model name without a salt, because all sessions of a
-        service use all its engines.
+        Raises InvalidField for a second server, and for a request without a salt that has another model name, because
+        all sessions of a service use all its engines.
         """
         known = self._attached = self._attached or server
         renamed = server.model != known.model
@@ -197,11 +197,11 @@ class VerifiersRollouts:
             self._attached = server
 
     async def _name_version(self, client: AsyncClient, salt: Any) -> None:
-        """Raise the service's policy version to the version in prime-rl's cache salt, if that is higher. The service
-        then does not reuse cached keys and values of older weights.
+        """Raise the service's policy version to the version in prime-rl's cache salt, if the salt's version is higher.
+        The service then does not reuse cached keys and values of older weights.
 
-        After an engine was attached, the version is set even if it does not change. Otherwise the service would treat
-        the engine as outdated. Does nothing while the policy is paused."""
+        After an engine was attached, the service's version is set again even if it stays the same. Otherwise the
+        service would treat the engine as outdated. Does nothing while the policy is paused."""
         named = int(salt) if isinstance(salt, str) and salt.isascii() and salt.isdecimal() else -1
         async with self._naming:
             if named <= self._version and not self._unnamed:
@@ -240,8 +240,8 @@ def parts_of(
     model: str,
     left_out: int,
 ) -> TraceParts:
-    """Convert a finished session to the parts of a trace. `chats` has the conversation of each row, and is empty for
-    a session without rows. `left_out` is the number of the session's rows with trained tokens that are not in the
+    """Convert a finished session to the parts of a trace. `chats` has the conversation of each row, and is empty for a
+    session without rows. `left_out` is the number of the session's rows that have trained tokens but are not in the
     trace."""
     result = trajectory.result
     verdict = result.verdict
@@ -353,7 +353,7 @@ def _add(nodes: list[dict[str, Any]], parent: int | None, message: Mapping[str, 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], Mapping[str, Any]]]:
     """Yield each reply of the model in a row's conversation, with the messages before it. Then yield empty replies
-    without end, for the row's replies that the agent never received. These may be trained, but are not in the
+    without end, for the row's replies that the agent never received. Such replies may be trained, but are not in the
     conversation."""
     before: list[Mapping[str, Any]] = []
     for message in messages:

@@ -47,7 +47,7 @@ ERRORS: dict[Boundary, type[vf.RolloutError]] = {
     Boundary.SERVICE: vf.InterceptionError,
 }
 """verifiers' error types, by the part of Outrider in which an error occurred. In verifiers, an `InterceptionError`
-means that communication failed with its proxy for model calls."""
+means that the communication with verifiers' proxy for model calls has failed."""
 
 
 class OutriderRow(vf.TaskData):  # type: ignore[misc]
@@ -71,7 +71,7 @@ class OutriderTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
     """The configuration of the taskset.
 
     rows: a file of dataset rows (JSON Lines, JSON, Parquet, or a saved Hugging Face dataset).
-    prompt_column: the column with the prompt, as text or messages. It is used for tasks without an instruction.
+    prompt_column: the column with the prompt, as text or messages. The prompt is used for tasks without an instruction.
     id_column: the column with the names of the rows."""
 
     rows: Path | None = None
@@ -106,8 +106,8 @@ class OutriderTaskset(vf.Taskset[OutriderTask, OutriderTasksetConfig]):  # type:
 
 class OutriderHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
     """The configuration of the harness. `outrider` has the settings of `VerifiersSettings`, overridden by
-    $OUTRIDER_VERIFIERS. verifiers stores them in each trace, so the service's token should be in $OUTRIDER_TOKEN
-    instead."""
+    $OUTRIDER_VERIFIERS. verifiers stores these settings in each trace, so the service's token should be in
+    $OUTRIDER_TOKEN instead."""
 
     outrider: dict[str, Any] = Field(default_factory=dict)
 
@@ -162,8 +162,8 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
 
 
 # verifiers' default runtime is a remote sandbox. Nothing runs in the runtime here, so the local one is chosen. The
-# harness is set with `model_copy`, which does not validate: validation would import the harness's module by its id, and
-# that module imports this one.
+# harness is set with `model_copy`, which does not validate. Validation would import the harness's module by its id, and
+# the harness's module imports this module.
 _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})
 
 
@@ -240,8 +240,8 @@ def _server(ctx: Any) -> ModelServer:
 
 
 def _max_turns(agent: Any) -> int | None:
-    """Return the agent's limit of turns. Raises InvalidField if the agent has a limit of tokens, because that cannot be
-    passed to a session."""
+    """Return the agent's limit of turns. Raises InvalidField if the agent has a limit of tokens, because such a limit
+    cannot be passed to a session."""
     for name in ("max_input_tokens", "max_total_tokens", "max_output_tokens"):
         if getattr(agent, name) is not None:
             raise InvalidField(

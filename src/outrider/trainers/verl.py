@@ -115,8 +115,8 @@ class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
 class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
     """Runs each trajectory as a group of one session.
 
-    With the V1 trainer, the setting `rows` must be "main", because that trainer would count each row as a rollout. With
-    the V0 trainer, a session must have exactly one row.
+    With the V1 trainer, the setting `rows` must be "main", because the V1 trainer would count each row as a rollout.
+    With the V0 trainer, a session must have exactly one row.
     """
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
@@ -156,7 +156,8 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
             status = "finished"
         except OutriderError as error:  # verl replaces a failed group, whatever the error is
             log.warning("the group of prompt %s failed: %s: %s", uid, error.code, error.message)
-        # A bug or a wrong setting. It is caught because verl would wait forever for a prompt without a final status.
+        # This error is a bug or a wrong setting. It is caught here, because verl would wait forever for a prompt
+        # without a final status.
         except Exception:
             log.exception("the group of prompt %s failed", uid)
         await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
@@ -200,7 +201,7 @@ class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # ver
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         for name, estimator in ESTIMATORS.items():
-            # The estimators are registered in this process, because it also computes the advantages.
+            # The estimators are registered in this process, because this process also computes the advantages.
             register_adv_est(name)(estimator)
         # The settings are checked once here. Otherwise a wrong setting would raise an error in every rollout.
         check_weights(self.config, settings_of(self.config))
@@ -235,8 +236,8 @@ async def roll_out(settings: VerlSettings, group: Mapping[str, Any], terms: Term
 
 
 async def with_address(settings: VerlSettings) -> VerlSettings:
-    """Return the settings with the URL and token from the Ray actor `settings.actor`. They are unchanged if `actor` is
-    None or $OUTRIDER_URL is set. Raises InvalidField if the Ray job has no such actor."""
+    """Return the settings with the URL and token from the Ray actor `settings.actor`. The settings are returned
+    unchanged if `actor` is None or $OUTRIDER_URL is set. Raises InvalidField if the Ray job has no such actor."""
     if settings.actor is None or environment("OUTRIDER_URL"):
         return settings
     try:
@@ -261,7 +262,7 @@ async def outputs_of(
         if images := fields.pop("images"):
             pictures = await pictures_of(settings, images, processor)
             # The empty dictionary leaves the processor's settings unchanged, because the engine has read the images
-            # with them.
+            # with these settings.
             fields |= {"multi_modal_data": {"images": pictures}, "mm_processor_kwargs": {}}
     seconds = {"generate_sequences": trajectory.seconds, "compute_score": trajectory.result.seconds.eval}
     return [RowOutput(**fields, metrics=AgentLoopMetrics(**seconds)) for fields in found]
@@ -286,12 +287,12 @@ def _step(row: Mapping[str, Any]) -> int:
 
 
 class VerlGenerate:
-    """The `generate` function of a relay worker. It generates on verl's own servers through `client`, an
-    LLMServerClient of verl. The client can be pickled, and therefore this object, too.
+    """The `generate` function of a relay worker. The function generates on verl's own servers through `client`, an
+    LLMServerClient of verl. The client can be pickled, so this object can be pickled, too.
 
-    If verl aborts a generation to load new weights, another request continues after the ids sampled so far. It is sent
-    after `abort_pause` seconds. verl does not stream, so each request gives one chunk, whose tokens all have the same
-    version.
+    If verl aborts a generation to load new weights, another request continues after the ids sampled so far. The other
+    request is sent after `abort_pause` seconds. verl does not stream, so each request gives one chunk, whose tokens all
+    have the same version.
     """
 
     def __init__(self, client: Any, *, abort_pause: float = ABORT_PAUSE) -> None:
@@ -346,7 +347,8 @@ class VerlGenerate:
     async def _attempt(self, session: str, prompt: list[int], params: dict[str, Any]) -> Any:
         client = self._client
         # The client of verl's asynchronous trainers continues an aborted generation by itself, but does not report
-        # where the abort was. So call its base class's method instead, which returns after an abort.
+        # where the abort was. So call the method of the client's base class instead. This method returns after an
+        # abort.
         generate = LLMServerClient.generate if isinstance(client, FullyAsyncLLMServerClient) else type(client).generate
         try:
             return await generate(client, session, prompt_ids=prompt, sampling_params=params)
@@ -356,9 +358,9 @@ class VerlGenerate:
 
 
 def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
-    """Convert sampling parameters to the names of `backend`, vLLM or SGLang, because verl passes them on unchanged.
-    Optional parameters with a neutral value are left out, because not every backend has them. Raises EngineRejected for
-    a constraint, because verl's servers have no structured output."""
+    """Convert sampling parameters to the names of `backend`, vLLM or SGLang, because verl passes the parameters on
+    unchanged. Optional parameters with a neutral value are left out, because not every backend has them. Raises
+    EngineRejected for a constraint, because verl's servers have no structured output."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers do not support structured output")
     fields = {**msgspec.structs.asdict(sampling), "stop": list(sampling.stop)}
@@ -370,7 +372,7 @@ def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
 
 
 class RelayActor:
-    """Keeps verl's servers attached to a service, where they are the relay engine `engine`."""
+    """Keeps verl's servers attached to a service as the relay engine `engine`."""
 
     def __init__(self, url: str, token: str | None, engine: str, llm_client: Any) -> None:
         generate = VerlGenerate(llm_client)
@@ -430,7 +432,7 @@ class ServiceActor:
             env[f"OUTRIDER_{name.upper()}"] = value if isinstance(value, str) else json.dumps(value, default=str)
         command = [sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())", "serve"]
         # The shell waits until its standard input ends, and then ends the service. The input ends when this process
-        # exits, even if it is killed.
+        # exits, even if the process is killed.
         watch = '"$@" < /dev/null & child=$!; read -r _; kill "$child"; wait "$child"'
         with self._log.open("wb") as log_file:
             self._process = subprocess.Popen(
@@ -476,8 +478,8 @@ def start_service(config: Mapping[str, Any], *, name: str = "outrider") -> Any:
     """Run a service in a Ray actor on this node. Agent loops of the same Ray job find the actor by `name`. `config` has
     the settings of `outrider serve`, such as model and engines.
 
-    Returns the handle of the actor. When it is dropped, the actor and the service end. Raises ServiceError, with the
-    end of the service's log, if the service does not start."""
+    Returns the handle of the actor. When the handle is dropped, the actor and the service end. Raises ServiceError,
+    with the end of the service's log, if the service does not start."""
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(ServiceActor).options(name=name, num_cpus=0, scheduling_strategy=here).remote(dict(config))
     try:

@@ -3,7 +3,7 @@ reward, each rollout counts once, no matter how many rows it has.
 
 The module does not import verl. The manager of `outrider.trainers.verl` registers the estimators. Of the columns that
 verl passes to an estimator, only `uid` can identify a rollout. So the manager's workers put the key
-`{uid}_{session}_{row}` there. The row with the highest number is the main conversation's.
+`{uid}_{session}_{row}` into this column. The row with the highest number is the main conversation's.
 
 Invariant: if verl uses the loss aggregation AGGREGATION, each token has the weight that docs/trainers/weights.md
 prescribes. This holds for the mean over verl's mini-batches, not for each mini-batch alone.
@@ -97,8 +97,8 @@ def check_weights(config: Any, settings: VerlSettings) -> None:
 
 
 def check_loop(settings: VerlSettings) -> None:
-    """Raise InvalidField if the setting `rows` is "all" for an agent loop in the V1 trainer. It must be "main" there,
-    because no estimator can weight the rows."""
+    """Raise InvalidField if the setting `rows` is "all" for an agent loop in the V1 trainer. There, the setting must be
+    "main", because no estimator can weight the rows."""
     if settings.rows == "all":
         raise InvalidField(
             "sessions may have several rows, and verl's V1 trainer would count each row as a rollout",
@@ -112,8 +112,9 @@ def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config
     rollout is the reward of its main row. Unless `norm_adv_by_std_in_grpo` is false, the result is divided by the
     standard deviation of these rewards.
 
-    With this division, the advantages are 0 if all rollouts of the group have the same reward. This matters for a row
-    whose reward differs from its rollout's: otherwise, the difference would be divided by EPSILON alone."""
+    With this division, the advantages are 0 if all rollouts of the group have the same reward. This rule matters for a
+    row whose reward differs from its rollout's reward. Without the rule, the difference would be divided by EPSILON
+    alone."""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:

@@ -30,11 +30,12 @@ class VerlSettings(BridgeSettings):
     """The settings in `rollout.custom.outrider`: the settings that all bridges share, and these:
 
     actor: the name of the Ray actor that runs the service. It replaces `url`.
-    relay: the name of the service's relay engine, whose calls verl's own servers answer.
-    complete: with "all", a prompt fails if any of its sessions fails. With "any", it fails only if all of them fail.
+    relay: the name of the service's relay engine. verl's own servers answer the calls to this engine.
+    complete: with "all", a prompt fails if any of its sessions fails. With "any", a prompt fails only if all its
+        sessions fail.
 
-    Only the manager uses `complete` and `evaluation_priority`. An agent loop gets a single trajectory, and cannot know
-    whether it is for training or validation.
+    Only the manager uses `complete` and `evaluation_priority`. An agent loop gets a single trajectory, without the
+    information whether the trajectory is for training or for validation.
     """
 
     actor: Name | None = None
@@ -49,8 +50,8 @@ class Terms:
     prompt_length, response_length: the maximum lengths in tokens, from verl's `rollout`.
     logprobs: whether log-probabilities are required (`rollout.calculate_log_probs`).
     sampling: verl's sampling parameters.
-    media_ids: the ids of the image and video placeholders of the model's processor. If verl has no processor, this is
-        empty, and rows with images are refused."""
+    media_ids: the ids of the image and video placeholders of the model's processor. If verl has no processor, the set
+        is empty, and rows with images are refused."""
 
     prompt_length: int
     response_length: int
@@ -99,8 +100,8 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[dict[str, Any]]:
     """Return the fields of an AgentLoopOutput, except `metrics`, for each of a session's rows with trained tokens. The
-    field `images` is extra: the caller makes `multi_modal_data` of it. The main conversation's row is last, because
-    verl treats the last output as that of the session.
+    field `images` is extra: the caller makes `multi_modal_data` from the images. The main conversation's row is last,
+    because verl treats the last output as that of the session.
 
     The response columns have equal length, and at least one token has mask 1. `step` is used as the version if the
     engine reported none. Raises the session's error. Raises EngineError if no trained token is within verl's lengths.

@@ -47,7 +47,8 @@ class PolicyWeights:
     model: the folder from which the model was loaded. Its configuration and tokenizer are copied into each version's
         folder, for engines that load whole folders.
     keep: the number of versions that stay on disk. A version whose publication has just failed stays in addition.
-    mode: "finish" lets running generations finish before the engines load the weights. "abort" cuts them off.
+    mode: "finish" lets running generations finish before the engines load the weights. "abort" cuts running generations
+        off.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class PolicyWeights:
         self._stack.close()
 
     def begin_above(self, version: int) -> None:
-        """Publish only versions above `version` from now on, even if the service has a lower one. A trainer that
+        """Publish only versions above `version` from now on, even if the service has a lower version. A trainer that
         continues from a checkpoint passes the checkpoint's version, because a new service starts at a lower version."""
         self.version = max(self.version, version)
 
@@ -106,7 +107,7 @@ class PolicyWeights:
             )
         assert self._folder is not None, NOT_OPEN
         # The folder may contain versions of an earlier run or of a failed publication. The new version is higher than
-        # all of them, so no folder is written twice.
+        # all these versions, so no folder is written twice.
         there = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
         numbers = [int(number) for number in there if number.isdecimal()]
         current = self._client.policy().version
