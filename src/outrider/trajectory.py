@@ -86,8 +86,8 @@ class BranchKind(StrEnum):
     COMPACTION = "compaction"  # writes a summary of a history, or continues from a summary
     UNSURE = "unsure"  # one question whose answer appears in no later call: work of the task, or a side call
     AUXILIARY = "auxiliary"  # a call apart from the task's work, such as for a title
-    RETRY = "retry"  # a reply that the agent did not use, because it sent the request again and used the other reply
-    ABORTED = "aborted"  # a branch whose last turn the client cut off: the agent never saw the tokens
+    RETRY = "retry"  # a reply that the agent did not use: it sent the request again and used the other reply
+    ABORTED = "aborted"  # a branch whose last turn the client cut off: the agent never received the tokens
 
 
 class BranchPolicy(StrEnum):
@@ -132,7 +132,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 class ImageSpan(msgspec.Struct, frozen=True):
     """The position of an image in a prompt: `length` placeholder ids, starting at `start`. `digest` is the SHA-256
-    (hex) of the image's bytes, and `grid` is its size in patches (time, height, width)."""
+    (hex) of the image's bytes, and `grid` is the image's size in patches (time, height, width)."""
 
     digest: str
     start: int
@@ -141,9 +141,9 @@ class ImageSpan(msgspec.Struct, frozen=True):
 
 
 class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a turn by the wall clock, in seconds since the epoch. `joined` is when the prompt's position in the
-    token tree was known. It is None in turns stored by earlier versions of Outrider. `first_token` is None if no token
-    was sampled."""
+    """Times of a turn by the wall clock, in seconds since the epoch. `joined` is the time when the prompt's position in
+    the token tree was known. In turns stored by earlier versions of Outrider, `joined` is None. `first_token` is None
+    if no token was sampled."""
 
     received: float
     joined: float | None = None
@@ -155,9 +155,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """An inference worker's report about a call. The report is only stored, never trained on. `timing` has times in
     seconds since the epoch, and durations in milliseconds if the name ends with `_ms`.
 
-    output_ids, logprobs: the sampled ids (packed int32) and their log-probabilities (packed float64), if the reply does
-    not include the ids of its prompt. Such a turn has the mode TEXT and no ids of its own, because the sampled ids
-    alone do not show what the model has read.
+    output_ids, logprobs: the sampled ids (packed int32) and their log-probabilities (packed float64), if the worker's
+        reply does not include the ids of the prompt. The turn of such a reply has the mode TEXT and no ids of its own,
+        because the sampled ids alone do not show what the model has read.
     """
 
     worker_id: str | None = None
@@ -179,17 +179,17 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     tools: a digest of the request's tools, empty without tools.
     agent_id, parent_agent_id, purpose: the caller, as described by the client.
     declared, declared_label: the kind and label of the turn's branch, if the client declares them.
-    forked_from: the turn that shares the longest history with this one. If tools or system prompt changed, it is the
-        turn whose history this one continues.
+    forked_from: the turn that shares the longest history with this turn. If tools or system prompt changed,
+        `forked_from` is the turn whose history this turn continues.
     prompt_delta, output_ids: packed int32.
     logprobs: packed float64, one per output id.
     sampling: the sampling parameters that the engine was given, and whether the model was asked to think.
-    altered: True if more than temperature and truncation shaped the sampling: penalties, a bias, a minimum length, or a
-        required form of the reply.
+    altered: True if the sampling was shaped not only by temperature and truncation, but also by penalties, a bias, a
+        minimum length, or a required form of the reply.
     ignored: names of the request's fields and tools that had no effect.
     messages: the messages that the request added to the conversation of the turn's parent; all messages if there is no
         parent.
-    images: where the images of `messages` are in the prompt, if it was sent as token ids.
+    images: the positions of the images of `messages` in the prompt, if the prompt was sent as token ids.
     reply: the message that the client received; None if the client had hung up.
     tool_specs: the tools of a turn without a parent. Other turns have the tools of the first turn of their
         conversation.
@@ -288,8 +288,8 @@ def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
 
 class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are those of `Turn`. `SampleFields`
-    explains `kind`, `label` and `depth`. `row` is the number of the training row in which the turn's tokens are trained
-    on, or None."""
+    explains `kind`, `label` and `depth`. `row` is the number of the training row that trains the turn's tokens, or
+    None."""
 
     index: int
     parent: int | None
@@ -317,11 +317,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image in a training row. `turn` is the turn that added it. `message` is the index of its message in the
-    conversation of the row's turns, including replies.
+    """An image in a training row. `turn` is the turn that added the image. `message` is the index of the image's
+    message in the conversation of the row's turns, including replies.
 
-    `digest` is the SHA-256 (hex) of its `size` bytes, which the service stores. If the client sent only a URL, `url` is
-    this URL, `digest` is the digest of the URL, and no bytes are stored.
+    `digest` is the SHA-256 (hex) of the image's `size` bytes. The service stores these bytes. If the client sent only a
+    URL, `url` is this URL, `digest` is the digest of the URL, and no bytes are stored.
 
     `span` has the positions [start, end) of the image's placeholders in the row's ids. `grid` is the image's size in
     patches (time, height, width). Both are None if the engine made the prompt's ids itself.
@@ -341,13 +341,13 @@ class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that `Sample` and `JsonSample` have in common: all of a training row except its tokens.
 
     row, rows: the number of this row, from 0, and the number of the session's rows.
-    prompt_length: the number of ids before the first sampled one.
+    prompt_length: the number of ids before the first sampled id.
     reward: the verdict's reward for this row, or else for the session. None if the session has no verdict, or if the
-        task does not train on rows of this kind (`BranchPolicy`). Such a row must not be trained on.
+        task does not train on rows of this kind (`BranchPolicy`). A row without a reward must not be trained on.
     turn_spans: for each of `turns`, the positions [start, end) of its sampled tokens in `ids`.
-    turn_rewards: for each of `turns`, the verdict's reward of the turn. None without such a reward, and for a turn that
-        is not trained on in this row. So each turn's reward is in at most one row.
-    parent: the turn that the branch forked from, or that started it; None without such a turn.
+    turn_rewards: for each of `turns`, the verdict's reward of the turn. The value is None if the verdict has no reward
+        for the turn, and if this row does not train the turn. So each turn's reward is in at most one row.
+    parent: the turn from which the branch forked, or the turn that started the branch; None if there is no such turn.
     depth: 0 in the main conversation, plus 1 for each sub-agent, side call or replaced history on the way to the
         branch.
     label: a more specific name than `kind`, such as "title".
@@ -382,8 +382,8 @@ class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
-    """One training row. `ids`, `loss_mask`, `logprobs` and `versions` are read-only numpy arrays of equal length. They
-    are made on first use from the fields below, which are stored and sent:
+    """One training row. `ids`, `loss_mask`, `logprobs` and `versions` are read-only numpy arrays of equal length. The
+    arrays are made on first use from the following fields. Only these fields are stored and sent:
 
     packed_ids: all ids of the row, as packed int32.
     trained: the positions [start, end) of the ids to train on, in order and without overlap.
@@ -517,7 +517,7 @@ class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
     messages: each sampled reply has a `weight`: 1 if it is trained on in this row, else 0. Arguments of tool calls are
         objects if they are JSON objects. In a row with images, each `content` is a list of parts. An image's part has
         its `path` in an export, or its `url`.
-    tools: None if the service did not store them, as in versions before chat rows existed.
+    tools: None if the service did not store the tools. Versions before chat rows existed did not store them.
     """
 
     messages: list[dict[str, Any]]
@@ -537,8 +537,8 @@ class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of sampled tokens of a session: sampled = trained + masked + dropped. `unsure` is how many of the
-    sampled tokens are in branches of the kind `unsure`. `drift` is the number of ids for which the engine reported
-    another id than was recorded."""
+    sampled tokens are in branches of the kind `unsure`. `drift` is the number of positions at which the engine reported
+    another id than the recorded id."""
 
     sampled: int = 0
     trained: int = 0
@@ -549,7 +549,8 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrozenUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's use of one frozen model: the number of turns and of sampled tokens. They are never trained on."""
+    """A session's use of one frozen model: the number of turns and of sampled tokens. These turns and tokens are never
+    trained on."""
 
     turns: int = 0
     tokens: int = 0
@@ -579,12 +580,12 @@ class HarnessExit(msgspec.Struct, frozen=True, kw_only=True):
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a session, which is written once and never changed.
 
-    policy: what happens to the branches of each kind. The default applies to a kind that is missing.
+    policy: what happens to the branches of each kind. A kind that is missing has the default policy.
     harness_exit: set if the agent program failed and its work was graded nevertheless.
     forks: the number of forks by cause.
     ignored: the request fields and tools that had no effect, each with the number of turns that had it.
     failed_calls: the number of model calls that got an error reply, by `code: field`, or by `code: METHOD path` if
-        nothing is served there. Calls before a restart of the service are not counted.
+        nothing is served at the path. Calls before a restart of the service are not counted.
     frozen: the use of each frozen model, by name. `turns`, `tokens`, `forks` and `ignored` count only the policy's
         turns.
     model_seconds: the time during which at least one model call of the session was running, in seconds.
@@ -623,6 +624,6 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run_ending(self) -> StopReason | None:
-        """The reason why the agent's run ended. It is None if grading never began, for example because the run failed
-        or was cancelled."""
+        """The reason why the agent's run ended. The reason is None if grading never began, for example because the run
+        failed or was cancelled."""
         return self.run_reason if self.verdict is None else self.stop_reason

@@ -320,7 +320,8 @@ async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False
 
 async def _body_of(request: Request) -> bytes:
     """Read a request's body. Raises TooLarge if the body is too large, but only after the whole body has arrived. A
-    reply before that would break the connection, and NeMo Gym's client would send the request again and again."""
+    reply before the end of the body would break the connection, and NeMo Gym's client would send the request again and
+    again."""
     size, pieces = 0, []
     async for piece in request.stream():
         size += len(piece)

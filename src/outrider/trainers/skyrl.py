@@ -92,10 +92,10 @@ class OutriderGenerator:
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Run the trajectories of the input, and return SkyRL's GeneratorOutput.
 
-        If all trajectories failed, raises the first error. A training input with a single instance is an exception: it
-        raises the error only after FAILED_IN_A_ROW consecutive failed instances. Raises InvalidField for an input
-        without trajectory ids or with a row that cannot be converted to a task. Raises ServiceError if the service
-        cannot be reached."""
+        If all trajectories failed, raises the first error. For a training input with a single instance, the error is
+        raised only after FAILED_IN_A_ROW consecutive failed instances. Raises InvalidField for an input without
+        trajectory ids or with a row that cannot be converted to a task. Raises ServiceError if the service cannot be
+        reached."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")

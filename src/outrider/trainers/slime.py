@@ -210,7 +210,8 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     counted: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         if not sample.remove_sample:
-            # Count only the rollout's first sample, the main conversation's. Its other samples may have other rewards.
+            # Count only the rollout's first sample, the main conversation's. The rollout's other samples may have other
+            # rewards.
             counted.setdefault(sample.group_index, {}).setdefault(_rollout_id(sample), reward)
     normalised = []
     for sample, reward in zip(samples, rewards, strict=True):

@@ -1,8 +1,8 @@
 """Reads the pages of a PDF document as texts or as pictures.
 
-The module needs pypdfium2 (the extra `documents`), and also Pillow for pictures. PDFium is native code that reads an
-agent's bytes, so documents are read only in the confined process (`worker.py`). Invariant: the pages depend only on the
-document's bytes, the image settings and the version of pypdfium2.
+The module needs pypdfium2 (the extra `documents`), and also Pillow for pictures. PDFium is native code, and the bytes
+of a document come from an agent. So documents are read only in the confined process (`worker.py`). Invariant: the pages
+depend only on the document's bytes, the image settings and the version of pypdfium2.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Pages(msgspec.Struct, frozen=True):
 
 
 def pages_of(data: bytes, settings: ImageSettings | None) -> Pages:
-    """Return the pages of a document: as pictures for a model with the image settings `settings`, or as texts if it is
-    None. Raises UnreadableDocument."""
+    """Return the pages of a document: as pictures for a model with the image settings `settings`, or as texts if
+    `settings` is None. Raises UnreadableDocument."""
     import pypdfium2
 
     if len(data) > MAX_BYTES:

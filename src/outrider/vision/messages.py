@@ -21,8 +21,8 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="image"):
 
 
 class DocumentRequest(msgspec.Struct, frozen=True, tag="document"):
-    """A PDF document. If `settings` is None, its pages are returned as texts, otherwise as pictures for a model with
-    these image settings."""
+    """A PDF document. If `settings` is None, the document's pages are returned as texts. Otherwise they are returned as
+    pictures for a model with these image settings."""
 
     data: bytes
     settings: ImageSettings | None

@@ -1,7 +1,7 @@
 """Decodes images and reads documents in a separate process, and caches the results.
 
 Invariants: files are decoded only in the separate process, which is confined. If that process fails and the file is not
-the cause, the error is a ServiceError, which does not count against the agent.
+the cause, the error is a ServiceError. A ServiceError does not count against the agent.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class DecodingProcess:
         self, request: msgspec.Struct, answer: type[AnswerT], noun: str, *, seconds: float = IMAGE_SECONDS
     ) -> AnswerT:
         """Send a file to the process, and return its answer. `noun` names the file in error messages, for example "an
-        image". Raises ServiceError if the process takes longer than `seconds`, or fails and the file is not the
-        cause."""
+        image". Raises ServiceError if the process takes longer than `seconds`, or if the process fails and the file is
+        not the cause."""
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -207,7 +207,7 @@ class DocumentReader:
 
     def pages(self, digest: str, *, pictures: bool) -> DocumentPages | str | None:
         """Return a document's pages from the cache, as pictures if `pictures` is True, otherwise as texts. If the
-        document cannot be read, returns the reason as a text. If it is not in the cache, returns None."""
+        document cannot be read, returns the reason as a text. If the document is not in the cache, returns None."""
         return self._kept.get((digest, pictures))
 
     async def read(self, document: Document, owner: str = "", *, pictures: bool) -> None:

@@ -2,9 +2,9 @@
 and writes one answer for each request (`messages.py`).
 
 Image decoders and PDFium are native code that reads an agent's bytes, so the process is confined. It can read Python's
-files. It cannot write files, open sockets, start programs or send signals, and its memory is limited. The kernel kills
-it with SIGPROF if a file takes too much processor time. Invariant: the process ends when its standard input ends, and
-so also when its parent process is killed.
+files. It cannot write files, open sockets, start programs or send signals, and its memory is limited. If a file takes
+too much processor time, the kernel kills the process with SIGPROF. Invariant: the process ends when its standard input
+ends. So it also ends when its parent process is killed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_MEMORY = 3 << 30
 """Maximum size of the process's address space, in bytes. Decoding an image of MAX_PIXELS pixels takes half a
 gigabyte."""
 IMAGE_CPU_SECONDS = 10.0
-"""Maximum processor time for an image, in seconds. A photograph of MAX_PIXELS pixels takes about one second. But a JPEG
-of only 200 KB may scan all pixels thousands of times, which takes minutes."""
+"""Maximum processor time for an image, in seconds. A photograph of MAX_PIXELS pixels takes about one second. But
+decoding a JPEG of only 200 KB may take minutes, because the file may scan all pixels thousands of times."""
 DOCUMENT_CPU_SECONDS = 20.0
 """Maximum processor time for a document, in seconds. A hundred pages with one line of text each take less than a
 second."""

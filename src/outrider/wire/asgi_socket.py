@@ -24,8 +24,8 @@ class AsgiSocket(Socket):
         message = await self._websocket.receive()
         if message["type"] == "websocket.disconnect":
             raise Disconnected(message.get("code", 1006), message.get("reason") or "")
-        # Outrider's protocols use no text frames. If one arrives, its bytes are returned, and the decoder of messages
-        # refuses them.
+        # Outrider's protocols use no text frames. If a text frame arrives, its bytes are returned, and the decoder of
+        # messages refuses these bytes.
         return message.get("bytes") or (message.get("text") or "").encode()
 
     async def close(self, code: int, reason: str) -> None:

@@ -1,9 +1,9 @@
 """Computes the cost of decoding a MessagePack message before the message is decoded.
 
 msgspec decodes a message in one call that cannot be interrupted. 15 MB of short texts block the event loop for 0.4 s,
-and 15 MB of empty lists for several seconds. The size alone says little, because a single text of 15 MB takes only 10
-ms. So a thread first counts the values of each large message from another machine. Invariant: a message that passes
-this check blocks the event loop for less than 50 ms.
+and 15 MB of empty lists for several seconds. The size of a message says little about its cost, because a single text of
+15 MB takes only 10 ms. So a thread first counts the values of each large message from another machine. Invariant: a
+message that passes this check blocks the event loop for less than 50 ms.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_DEPTH = 64
 # MessagePack's formats, by the first byte of a value.
 #
 # - `_FIXED`: the number of bytes that follow.
-# - `_SIZED`, `_LISTS`, `_MAPS`: the number of bytes that hold the length. They come next.
+# - `_SIZED`, `_LISTS`, `_MAPS`: the number of bytes that hold the length. These bytes follow the first byte.
 # - `_EXTENSIONS`: after the length comes one more byte, for the type.
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}

@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     import ssl  # imported only for annotations: see wire/tls.py
 
 CONNECT_SECONDS = 10.0
-# uvicorn, the server of vLLM and SGLang, closes idle connections after 5 s. This client reuses a connection only after
-# a shorter idle time. Otherwise it might send a request over a connection that uvicorn is just closing.
+# uvicorn, the server of vLLM and SGLang, closes idle connections after 5 s. This client reuses a connection only if the
+# connection was idle for a shorter time. Otherwise the client might send a request over a connection that uvicorn is
+# just closing.
 KEEP_ALIVE_SECONDS = 4.0
 Buffer = bytes | memoryview
-"""A piece of a request's body. It may be sent without a copy, so it must not be changed afterwards."""
+"""A piece of a request's body. A piece may be sent without a copy, so it must not be changed afterwards."""
 LARGE = 1 << 16
 """A request of more than this number of bytes is sent piece by piece, because joining the pieces would copy a long
 prompt."""
@@ -84,11 +85,11 @@ class Connections:
         repeatable: bool = False,
     ) -> Response:
         """Send a request, and return the response once its status and headers have arrived. The caller must close the
-        response. `body` is a series of pieces. `opened` is called with the response before the request is sent, so that
-        another task can end the exchange at any time with `Response.cut`.
+        response. `body` is a series of pieces. `opened` is a function that is called with the response before the
+        request is sent. Another task can then end the exchange at any time with `Response.cut`.
 
-        A server may close an idle connection just when the request is sent. A `repeatable` request is then sent again,
-        over a new connection.
+        A server may close an idle connection at the moment when a request is sent over this connection. If the request
+        is `repeatable`, it is then sent again, over a new connection.
         """
         own = _lines(headers) if headers else b""
         length = b"Content-Length: %d\r\n" % sum(map(len, body)) if body or method == "POST" else b""
@@ -129,7 +130,8 @@ class Connections:
         return len(self._busy)
 
     def close(self) -> None:
-        """End all exchanges in progress. Reading their responses then raises ConnectionAbortedError."""
+        """Close all connections. This ends the exchanges in progress, and reading their responses then raises
+        ConnectionAbortedError."""
         self._closed = True
         for connection in (*self._idle, *self._busy):
             connection.abort()
@@ -147,7 +149,7 @@ class Connections:
     def _reused(self) -> _Connection | None:
         oldest_allowed = asyncio.get_running_loop().time() - KEEP_ALIVE_SECONDS
         while self._idle:
-            # Use the newest connection, so that connections that are not needed become too old and are closed.
+            # Use the newest connection. Connections that are not needed then become too old and are closed.
             connection = self._idle.pop()
             if connection.reusable and connection.idle_since > oldest_allowed:
                 return connection
@@ -156,8 +158,8 @@ class Connections:
 
     async def _connect(self) -> _Connection:
         """Connect to the first of the server's addresses that accepts. The time limit is divided among the addresses,
-        so that an address that does not reply does not block the next one. If all fail, raises the error of the last
-        one."""
+        so that an address that does not reply does not block the next one. If all addresses fail, raises the error of
+        the last address."""
         async with asyncio.timeout(self._connect_seconds):
             *others, last = await self._addresses()
             for address in others:
@@ -202,7 +204,7 @@ class Response:
         return self._open().complete
 
     def header(self, name: bytes) -> bytes | None:
-        """Return the value of the first header with this name (in lower case), or None if there is none."""
+        """Return the value of the first header with this name (in lower case), or None if there is no such header."""
         return self._open().headers.get(name)
 
     async def arrived(self) -> bytes:
@@ -280,8 +282,8 @@ class _Connection(asyncio.Protocol):
             await self.more()
 
     def more(self) -> asyncio.Future[None]:
-        """Return a future that is done once more data has arrived or the connection has ended. If it has already ended,
-        raises the error that ended it."""
+        """Return a future that is done once more data has arrived or the connection has ended. If the connection has
+        already ended, raises the error that ended it."""
         if self._lost is not None:
             raise self._lost
         self._waiter = asyncio.get_running_loop().create_future()
@@ -315,7 +317,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.complete:  # bytes after a response must not become part of the next one
+        if self.complete:  # bytes after a response must not become part of the next response
             self.abort()
             return
         self._unread += len(data)
@@ -326,8 +328,8 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         if self._unread > HIGH_WATER and not self.body and not self.complete:
-            # For example, the headers are too long. Close the connection instead of pausing it: only `take_body`
-            # resumes reading, and nobody calls it before a body arrives.
+            # For example, the headers are too long. Close the connection instead of pausing it, because only
+            # `take_body` resumes reading, and `take_body` is not called before a body arrives.
             self._lose(ConnectionError(f"{self._unread} bytes of an answer came, and none of its body"))
             self.abort()
             return
@@ -343,7 +345,7 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         sized = self.headers.keys() & {b"content-length", b"transfer-encoding"}
         if self._head_complete and not self.complete and error is None and not sized:
-            self.complete = True  # a response that states no length ends with its connection
+            self.complete = True  # a response without a stated length ends when its connection ends
         self._lose(error or ConnectionResetError("the server closed the connection"))
         self._wake()
 

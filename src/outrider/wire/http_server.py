@@ -3,7 +3,8 @@ disconnects.
 
 Plain ASGI has no such callback: for every request, a second task must wait for `http.disconnect`. This module has no
 routes. Invariants:
-- The callback is called once after the client has disconnected, even if the application sets it later.
+- The callback is called once after the client has disconnected, even if the application sets the callback only after
+  the disconnection.
 - Memory and time are limited for unfinished requests and for all data outside of bodies.
 - The number of open connections never exceeds the server's limit.
 - One client cannot take all connections.
@@ -43,7 +44,7 @@ BACKLOG = 2048
 """Maximum number of connections that wait in the kernel until the server accepts them."""
 ACCEPTED_AT_ONCE = 64
 """Maximum number of connections accepted before the event loop does other work. The number is small, because the server
-must read a client's data before newer clients can push that client out (`ConnectionLimit`)."""
+must read the data of a client before newer clients can take this client's place (`ConnectionLimit`)."""
 ACCEPTING = "accept connections"
 """The name under which failures to accept connections are noted in `Failures`, the service's list of failing work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
@@ -62,18 +63,18 @@ TOO_MANY = (
     b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
 )
 WEBSOCKET_PIECE = 8 << 10
-"""Maximum bytes of a WebSocket that are parsed before other connections get their turn. They contain up to 1,400
-frames, which take 15 ms."""
+"""Maximum bytes of a WebSocket that are parsed before other connections get their turn. These bytes may contain up to
+1,400 frames, and parsing so many frames takes 15 ms."""
 MAX_FRAGMENTS = 16_384
-"""Maximum number of frames of a WebSocket message. Clients send one frame, but a proxy may split it into frames of a
-few KiB."""
+"""Maximum number of frames of a WebSocket message. Clients send a message as one frame, but a proxy may split the frame
+into frames of a few KiB."""
 ONCE = frozenset((b"host", b"authorization", b"content-length", b"transfer-encoding", b"origin"))
 """Headers that decide about access or about the end of the body. A request that has such a header twice is refused,
 because a proxy in front of this server might use the first value, and this server the second."""
 
 
 class Timeouts(NamedTuple):
-    """Times in seconds after which a connection is closed. They are checked every `head` / 2 seconds.
+    """Times in seconds after which a connection is closed. The times are checked every `head` / 2 seconds.
 
     `head`: until a request's headers are complete, and between two pieces of its body.
     `idle`: between a reply and the client's next request.
@@ -89,7 +90,7 @@ TIMEOUTS = Timeouts()
 
 
 class Disconnect:
-    """Calls a callback when the client of a request disconnects. `gone` is True from then on."""
+    """Calls a callback when the client of a request disconnects. From the disconnection on, `gone` is True."""
 
     __slots__ = ("_callback", "gone")
 
@@ -98,7 +99,8 @@ class Disconnect:
         self._callback: Callable[[], object] | None = None
 
     def notify(self, callback: Callable[[], object] | None) -> None:
-        """Call `callback` when the client disconnects, or at once if it already has. None removes the callback."""
+        """Call `callback` when the client disconnects, or at once if the client has already disconnected. None removes
+        the callback."""
         self._callback = callback
         if self.gone and callback is not None:
             callback()
@@ -112,14 +114,14 @@ class Disconnect:
 class ConnectionLimit:
     """Allows at most `most` open connections to a server.
 
-    Every connection has an owner. At first this is the client's address; the application can set another owner with
-    `claim`. When a new connection exceeds the maximum, an old connection of the owner with the most connections is
-    closed: the one whose client has been silent for longest. The new client is refused only if no old connection may be
-    closed.
+    Every connection has an owner. At first, the owner is the client's address. The application can set another owner
+    with `claim`. When a new connection exceeds the maximum, an old connection of the owner with the most connections is
+    closed. Of this owner's connections, it is the connection whose client has been silent for longest. The new client
+    is refused only if no old connection may be closed.
 
     Claimed and unclaimed connections may each take half of the maximum. The connection to close comes from the group
-    with more than its half. So a client with many claimed connections loses one of its own, even if other clients have
-    the same address. One address may have a quarter of `most` as unclaimed connections.
+    with more than its half. So a client with many claimed connections loses one of its own connections, even if other
+    clients have the same address. The unclaimed connections of one address may be at most a quarter of `most`.
     """
 
     def __init__(self, most: int) -> None:
@@ -129,8 +131,8 @@ class ConnectionLimit:
         self._others = _Closable()
 
     def enter(self, connection: _Protocol, address: str) -> bool:
-        """Count a new connection, and close an old one if there are too many. Returns False if no old one may be
-        closed."""
+        """Count a new connection, and close an old connection if there are too many. Returns False if there are too
+        many and no old connection may be closed."""
         self.open += 1
         if self._others.count(address) >= max(1, self.most // 4):
             self._others.longest_silent(address).abort()
@@ -280,7 +282,7 @@ class _Protocol(HttpToolsProtocol):
         self._check_later()
         if not self.limit.enter(self, _address(self.client)):
             # Read the data that has arrived. If data is unread when a socket is closed, the kernel sends a reset, and
-            # the client may never see the 503.
+            # the client may never receive the response TOO_MANY (503).
             with contextlib.suppress(OSError):
                 os.read(transport.get_extra_info("socket").fileno(), MAX_HEAD)
             self.transport.write(TOO_MANY)
@@ -361,7 +363,7 @@ class _Protocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self.limit.leave(self)
-        self.pipeline.clear()  # requests sent ahead can no longer get a reply
+        self.pipeline.clear()  # pipelined requests can no longer get a reply
         super().connection_lost(exc)
         if (cycle := self._answered) is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -387,8 +389,8 @@ class _Protocol(HttpToolsProtocol):
         elif not self._busy:
             overdue = now >= self._due
         else:
-            # A silent client is too late only while the server reads the body, not when the whole body has arrived or
-            # reading is paused.
+            # A silent client is overdue only while the server reads the body. It is not overdue when the whole body has
+            # arrived, or when reading is paused.
             reads = self.cycle.more_body and not self.pipeline and not self.flow.read_paused
             overdue = reads and still >= self._timeouts.head
         if overdue:
@@ -457,8 +459,8 @@ class _WebSocket(WebSocketsSansIOProtocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Close the connection after `unread` seconds, unless the client reads again by then. Called when the client
-        has stopped reading."""
+        """Close the connection after `unread` seconds, unless the client reads again before that. This method is called
+        when the client has stopped reading."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._timeouts.unread, self.transport.abort)
 
@@ -495,7 +497,7 @@ def claim(scope: Scope, owner: str, *, keep: bool = False) -> None:
 
 
 async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
-    """Await `work`. If the client disconnects first, cancel `work` and return without an error."""
+    """Await `work`. If the client disconnects before `work` has ended, cancel `work` and return without an error."""
     worker = asyncio.current_task()
     assert worker is not None
     disconnect = disconnect_of(scope)
@@ -511,8 +513,8 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
 
 
 def _address(client: tuple[str, int] | None) -> str:
-    """Return the owner of an unclaimed connection: the client's IPv4 address, or its IPv6 network, because one client
-    may have all 2**64 addresses of the network."""
+    """Return the owner of an unclaimed connection: the client's IPv4 address or IPv6 network. The IPv6 network is used
+    because one client may have all 2**64 addresses of the network."""
     if client is None:
         return ""
     host = client[0].partition("%")[0]
@@ -523,8 +525,8 @@ def _address(client: tuple[str, int] | None) -> str:
 
 @contextlib.contextmanager
 def noting_refusals(failures: Failures) -> Iterator[None]:
-    """While the block runs, record in `failures` when connections cannot be accepted because file descriptors or memory
-    have run out. The failure is cleared when no attempt to accept has failed for ACCEPT_SECONDS.
+    """While the block runs, record a failure in `failures` when connections cannot be accepted because file descriptors
+    or memory have run out. The failure is cleared when no attempt to accept a connection has failed for ACCEPT_SECONDS.
 
     asyncio tries again every second, and each time calls the loop's exception handler up to ACCEPTED_AT_ONCE times. The
     default handler would log a traceback for each call; `failures` limits the log lines. (uvloop keeps a spare

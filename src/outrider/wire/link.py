@@ -24,8 +24,8 @@ In = TypeVar("In")
 CROWDED = 16 << 20
 """`room` waits while more than this number of bytes are queued for sending."""
 MAX_WAITING = 256 << 20
-"""If more than this number of bytes are queued when another message is sent, the peer reads too slowly, and the
-connection is closed."""
+"""If more than this number of bytes are queued when another message is sent, the connection is closed, because the peer
+reads too slowly."""
 
 
 class Disconnected(Exception):
@@ -44,8 +44,8 @@ class Disconnected(Exception):
 class Socket(Protocol):
     """Sends and receives whole messages over a connection that can break. `send` and `receive` raise Disconnected.
 
-    Some sockets send a message in pieces. They set `last_arrival` when a piece arrives, and `taken` when the peer
-    acknowledges a piece. Both are times of the event loop's clock, and stay 0 for other sockets.
+    Some sockets send a message in pieces. Such a socket sets `last_arrival` when a piece arrives, and `taken` when the
+    peer acknowledges a piece. Both are times of the event loop's clock. For other sockets, both stay 0.
     """
 
     last_arrival: float = 0.0
@@ -60,7 +60,8 @@ class Link(Generic[In]):
     """One end of a connection: its send queue, its heartbeats, and the check that the peer is not silent.
 
     `heartbeat`: the maximum number of seconds between two messages to the peer.
-    `silence`: the maximum number of seconds between two messages from the peer. May be changed while the link runs.
+    `silence`: the maximum number of seconds between two messages from the peer. `silence` may be changed while the link
+        runs.
     `stranger`: True if the peer runs on another machine. Its messages are checked before they are decoded
         (`decoding.py`).
     """
@@ -125,8 +126,8 @@ class Link(Generic[In]):
         self, handle: Callable[[In], None], *, ready: Callable[[], Awaitable[object]] | None = None
     ) -> Disconnected:
         """Send and receive until the connection ends. Returns why it has ended. `handle` is called with each message
-        except heartbeats; if it raises Nonsense, the connection is closed. `ready` is awaited before each message is
-        read. Until it returns, the peer is not expected to send."""
+        except heartbeats. If `handle` raises Nonsense, the connection is closed. `ready` is awaited before each message
+        is read. Until `ready` returns, the peer may be silent for any time."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._write(), name="link writer"),
@@ -187,8 +188,8 @@ class Link(Generic[In]):
                 await asyncio.Event().wait()
 
     async def _watch(self) -> Disconnected:
-        """Send heartbeats, and end the connection if the peer sends nothing or reads nothing. This task checks at
-        intervals, because a timeout for each message would add a sixth to the message's own cost."""
+        """Send heartbeats, and end the connection if the peer sends nothing or reads nothing. This task checks the peer
+        at intervals, because a timeout for each message would add a sixth to the message's own cost."""
         while True:
             pause = min(self._heartbeat / 2, self.silence / 4)
             due = self._clock() + pause

@@ -14,8 +14,8 @@ encode = msgspec.msgpack.Encoder().encode
 
 class Close(IntEnum):
     """Codes for closing a connection. After REPLACED, SILENT and WebSocket's own codes, a worker connects again. After
-    NONSENSE, CONFLICT, REMOVED and PROTOCOL it gives up, because the service would refuse it again. For nodes, see
-    `FINAL` in nodes/dialling.py."""
+    NONSENSE, CONFLICT, REMOVED and PROTOCOL, a worker gives up, because the service would refuse the worker again. For
+    nodes, see `FINAL` in nodes/dialling.py."""
 
     LEFT = 1000  # the worker or node has left for good
     REPLACED = 4001  # the same worker has connected again

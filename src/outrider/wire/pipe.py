@@ -1,5 +1,5 @@
-"""Sends whole messages over a Unix socket between two processes of one machine. Before each message come four bytes
-with its length (little-endian)."""
+"""Sends whole messages over a Unix socket between two processes of one machine. The four bytes before a message hold
+the message's length (little-endian)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A socket that survives broken connections: data that has not arrived is sent again over the next connection.
+"""A socket that survives broken connections. Data that has not arrived is sent again over the next connection.
 
 `dialling.py` and `joined.py` pass each new connection to `carry`. Invariants: every frame (one message) arrives whole,
 once and in order, however often the connection breaks. Memory is bounded even if the peer acknowledges nothing or never
@@ -30,7 +30,7 @@ FRAME_COST = 256
 """Bytes counted for a waiting frame in addition to its length."""
 
 # Reasons for the end of a connection. Each use creates a new exception, because a raised exception keeps its traceback
-# alive, and with it the sockets of the traceback's frames.
+# alive, and the traceback keeps the sockets of its frames alive.
 REPLACED = partial(Disconnected, 1006, "another connection has replaced this connection")
 NO_PIECE = partial(Disconnected, Close.NONSENSE, "no piece of this protocol")
 NOT_SENT = partial(Disconnected, Close.NONSENSE, "it acknowledges what was never sent")
@@ -39,8 +39,8 @@ NOT_SENT = partial(Disconnected, Close.NONSENSE, "it acknowledges what was never
 class ResumableSocket(Socket):
     """A socket that uses one connection after another.
 
-    `received`: the number of pieces received so far, over all connections. The peer needs it when the next connection
-        begins.
+    `received`: the number of pieces received so far, over all connections. The peer needs this number when the next
+        connection begins.
     `most`: the maximum number of bytes of a frame from the peer.
     `most_unread`: while frames with more than this number of bytes wait for `receive`, no more pieces are read.
     `piece`: the length of a piece in bytes, which must be the same at both ends."""
@@ -108,16 +108,16 @@ class ResumableSocket(Socket):
         self._frames.put_nowait(how)
 
     def take_over(self) -> asyncio.Event:
-        """Detach the current connection. From now on it neither sends nor receives, so `received` does not change
-        until `carry` is called. The caller must send `received` to the peer, and then call `carry` with the returned
-        event."""
+        """Detach the current connection. From now on, the detached connection neither sends nor receives, so `received`
+        does not change until `carry` is called. The caller must send `received` to the peer, and then call `carry` with
+        the returned event."""
         self._replaced.set()
         self._replaced = asyncio.Event()
         return self._replaced
 
     async def carry(self, socket: Socket, arrived: int, replaced: asyncio.Event) -> Disconnected:
-        """Send and receive over a connection until it ends, or until another one replaces it (`replaced`). Returns the
-        reason. `arrived` is the number of pieces that the peer has received."""
+        """Send and receive over a connection until it ends, or until another connection replaces it (`replaced`).
+        Returns the reason for the end. `arrived` is the number of pieces that the peer has received."""
         if replaced.is_set():
             return REPLACED()
         if not self._acknowledge(arrived):
@@ -187,8 +187,8 @@ class ResumableSocket(Socket):
                 self.last_arrival = asyncio.get_running_loop().time()
 
     def _acknowledge(self, arrived: int) -> bool:
-        """Record that the peer has received `arrived` pieces. Returns False if this side has never written that
-        many."""
+        """Record that the peer has received `arrived` pieces. Returns False if this side has never written that many
+        pieces."""
         if arrived > self._ever_written:
             return False
         before = self._acknowledged

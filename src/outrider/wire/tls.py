@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from outrider.errors import InvalidField
 
 if TYPE_CHECKING:
-    import ssl  # some programs that import Outrider cannot load OpenSSL, so functions import it
+    import ssl  # at run time, only functions import it, because some programs that import Outrider cannot load OpenSSL
 
 
 def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """Return the TLS context of a server. `certificate` and `key` are PEM files; with `key` None, the first file also
+    """Return the TLS context of a server. `certificate` and `key` are PEM files; if `key` is None, the first file also
     has the key. Raises InvalidField if the files cannot be loaded."""
     import ssl
 
