@@ -65,10 +65,10 @@ class ForkCause(StrEnum):
     """Why a request was not appended to an earlier request, although both share history."""
 
     SIBLING = "sibling"  # the parent already has a different continuation; the parent's ids are kept
-    HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
+    HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages that the model has read or sampled
     TOOLS_CHANGED = "tools_changed"  # a recorded history continues with other tools
     SYSTEM_CHANGED = "system_changed"  # a recorded history continues with another system prompt
-    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # tools and prompt, as when another agent takes over
+    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both changed, as when another agent takes over
     BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only add ids at the end
     TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
     CAPTURE_DRIFT = "capture_drift"  # capture mode: the reported prompt ids do not begin with the recorded ids

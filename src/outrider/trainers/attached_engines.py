@@ -127,9 +127,9 @@ def _of_another(engine: EngineStatus) -> Conflict:
 
 
 async def _add(client: AsyncClient, engine: Mapping[str, Any]) -> bool:
-    """Add an engine to the service. Returns False if another process of the training run has added it. While the other
-    process is still adding the engine, the engine's name is taken, but the service does not list the engine yet. So
-    this function tries again."""
+    """Add an engine to the service. Returns False if another process of the training run has already added the engine.
+    While the other process is still adding the engine, the engine's name is taken, but the service does not list the
+    engine yet. So this function tries again."""
     clock = asyncio.get_running_loop().time
     end = clock() + PATIENCE
     while True:

@@ -65,8 +65,8 @@ are read by other code. The other fields do not change the tokens that an agent 
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
 """Fields of `responses_create_params` for which only the listed values are accepted. These values have no effect."""
 TEMPLATE = "chat_template_kwargs"
-"""The key of the chat template's variables. A NeMo Gym row may have it in its `metadata`, in the `extra_body` of its
-`metadata`, or in both."""
+"""The key of the chat template's variables. A NeMo Gym row may have this key in its `metadata`, in the `extra_body` of
+its `metadata`, or in both."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
 """Options of the engines that are attached for NeMo RL's vLLM workers (engine kind `openai`). NeMo RL 0.7 always sets
 this `logprobs_mode`; later versions read it from the workers' configuration."""

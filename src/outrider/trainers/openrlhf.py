@@ -126,7 +126,7 @@ class Executor:
         async with self._attaching:
             if self._relay is None:
                 # With OpenRLHF's off-policy correction, vLLM reports the log-probabilities of the sampling
-                # distribution. Otherwise it reports raw log-probabilities.
+                # distribution. Otherwise vLLM reports raw log-probabilities.
                 kind = LogprobKind.SAMPLING if corrected else LogprobKind.RAW
                 engine = FunctionEngine(EngineGenerate(llm_engine, asyncio.get_running_loop()), logprob_kind=kind)
                 at, token = self._settings.url, self._settings.token

@@ -69,7 +69,7 @@ class BridgeSettings(Spec):
     task_column: the column with the row's own task, an object or JSON. Its fields override those of `task`.
     rows: "all" for all training rows of a session, or "main" for the main conversation's row only.
     max_row_tokens: the length in tokens to which longer rows are cut; None for no limit.
-    metrics: names of the evaluator's metrics to pass to the trainer. Each verdict must have all of them.
+    metrics: names of the evaluator's metrics to pass to the trainer. Each verdict must have all these metrics.
     priority, evaluation_priority: the priorities of groups for training and of groups for evaluation.
     min_usable, expires_seconds: the fields of the same names in groups for training (`spec.GroupSpec`).
     """
@@ -180,8 +180,8 @@ def task_for(
 
     prompt: used if the task has no instruction. If `prompt` is a list of messages, the last user message is the
         instruction.
-    sampling: the trainer's sampling parameters. They override the task's, because the trainer computes importance
-        weights with them.
+    sampling: the trainer's sampling parameters. They override the task's sampling parameters, because the trainer
+        computes importance weights with them.
     labels: labels to add. If the task has a label with the same name, the task's value is used.
 
     Raises InvalidField for a row that cannot be converted.

@@ -201,8 +201,9 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     prompt.) The standard deviation divides by the number of rollouts minus 1, as in torch.
 
     If only one rollout of a group counts, the group's normalised rewards are 0. If the estimator divides by the
-    standard deviation, they are also 0 when all rollouts of the group have the same reward. This rule matters for a row
-    whose reward differs from its rollout's reward. Without the rule, the difference would be divided by 1e-6.
+    standard deviation, the normalised rewards are also 0 when all rollouts of the group have the same reward. This rule
+    matters for a row whose reward differs from its rollout's reward. Without the rule, the difference would be divided
+    by 1e-6.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:

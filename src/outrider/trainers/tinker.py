@@ -84,7 +84,7 @@ class TinkerSettings(BridgeSettings):
     relay: the name of the service's relay engine. The cookbook's sampling clients answer the calls to this engine. None
         if the service has its own engines.
     complete: with "all", a group is used only if all its sessions can be trained on. With "any", two such sessions are
-        enough, or one in an evaluation.
+        enough. In an evaluation, one such session is enough.
     """
 
     relay: Name | None = "tinker"

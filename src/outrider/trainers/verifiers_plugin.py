@@ -161,7 +161,7 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-# verifiers' default runtime is a remote sandbox. Nothing runs in the runtime here, so the local one is chosen. The
+# verifiers' default runtime is a remote sandbox. Nothing runs in the runtime here, so the local runtime is chosen. The
 # harness is set with `model_copy`, which does not validate. Validation would import the harness's module by its id, and
 # the harness's module imports this module.
 _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})

@@ -89,7 +89,7 @@ MODEL_PATH = "actor_rollout_ref.model.path"
 START_SECONDS = 120.0
 """How long a service started by `start_service` may take to be ready, in seconds."""
 READY = b"outrider is ready at "
-"""What `outrider serve` prints before its address, at the beginning of a line."""
+"""The text that `outrider serve` prints before the service's address, at the beginning of a line."""
 ABORTED = ("aborted", "abort")
 ABORT_PAUSE = 1.0
 """How long to wait before an aborted generation is continued, in seconds, as in verl's own client. verl aborts
@@ -187,8 +187,8 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         for number, rows in outputs.items():
             await self._agent_loop_postprocess(rows, validate, session_id=number, **prompt)
             if not validate and self.config.algorithm.adv_estimator in ESTIMATORS:
-                # Put the row's key into `uid`. Of the columns that the trainer passes to the estimators, only this one
-                # can identify a row's session.
+                # Put the row's key into `uid`. Of the columns that the trainer passes to the estimators, only `uid` can
+                # identify a row's session.
                 keys = [f"{prompt['uid']}_{number}_{row}" for row in range(len(rows))]
                 fields = list_of_dict_to_tensordict([{"uid": key} for key in keys])
                 await tq.async_kv_batch_put(keys=keys, partition_id="train", fields=fields)

@@ -85,7 +85,7 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
     draw the same tokens. (In a group of n sessions, the service itself changes the seeds.) `number` is the trajectory's
     number, or None if verl does not pass it.
 
-    Raises InvalidField if there is a seed but no number, and `n` is above 1."""
+    Raises InvalidField if the task has a seed, verl passes no number, and `n` is above 1."""
     seed = task["sampling"].get("seed")
     if seed is None or (number is None and n == 1):
         return

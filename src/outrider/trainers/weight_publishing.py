@@ -138,8 +138,8 @@ class PolicyWeights:
         self.version = max(self.version, version)
         self._written.append(version)
         while len(self._written) > self._keep:
-            # Another program may have removed the folder. The service already has the new version, so this must not
-            # fail.
+            # Another program may have removed the folder. Such an error is ignored, because the service already has the
+            # new version.
             shutil.rmtree(self.folder(self._written.pop(0)), ignore_errors=True)
 
     def read(self, version: int) -> Mapping[str, Tensor] | None:

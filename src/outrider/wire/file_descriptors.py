@@ -34,7 +34,7 @@ class ConnectionQuotas(msgspec.Struct, frozen=True):
     `sandboxes`: all sandboxes together, on the node's Unix socket.
     `control`: all other clients together.
     `network_proxies`: all sandboxes together, to the proxies of their networks. For each of these connections, a proxy
-        may open another one to a server.
+        may open another connection to a server.
     `session`: concurrent model calls of one session.
     `token`: concurrent calls of the control API with one token.
     """

@@ -379,7 +379,7 @@ class _Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self._timeouts.head / 2, self._check)
 
     def _check(self) -> None:
-        """Close the connection if one of its timeouts is over."""
+        """Close the connection if one of its timeouts has expired."""
         now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
         if (self._pieces, unsent) != self._seen:
             self._seen, self._moved = (self._pieces, unsent), now

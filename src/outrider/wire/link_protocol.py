@@ -31,7 +31,7 @@ class Nonsense(Exception):
 
 
 class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """A heartbeat. A side sends it when it has sent nothing else for some seconds."""
+    """A heartbeat. Each side of a link sends a heartbeat when it has sent nothing else for some seconds."""
 
 
 def close_reason(text: str) -> str:

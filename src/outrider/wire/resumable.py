@@ -15,12 +15,12 @@ from outrider.wire.link import Disconnected, Socket
 from outrider.wire.link_protocol import Close
 
 PIECE = 256 << 10
-"""Frames are sent in pieces of this number of bytes. A connection limits the length of its messages, and on a slow
-connection each piece shows that the peer is alive."""
+"""Frames are sent in pieces of this number of bytes. Pieces are needed because a connection limits the length of its
+messages, and because on a slow connection each piece shows that the peer is alive."""
 HEADER = 9
-"""Number of bytes before each piece. The first byte is 1 if the frame continues in the next piece. The other eight are
-the number of pieces that the sender has received so far (little-endian). There are no other acknowledgements, so both
-ends must send from time to time."""
+"""Number of bytes before each piece. The first byte is 1 if the frame continues in the next piece. The other eight
+bytes hold the number of pieces that the sender has received so far (little-endian). There are no other
+acknowledgements, so both ends must send from time to time."""
 
 MAX_UNACKNOWLEDGED = 64 << 20
 """`send` waits while more than this number of bytes are unacknowledged."""

@@ -351,7 +351,7 @@ class _Handovers:
         # system prompt.
         self._until = [turn.index for turn in session.turns]
         # For each turn index, the turns that directly continue it with the same tools and system prompt. Summaries, and
-        # turns whose replies did not reach the agent, are left out unless they were themselves continued.
+        # turns whose replies did not reach the agent, are left out unless later turns continue them.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
             source = session.source(turn)

@@ -75,8 +75,8 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
         reply the agent used instead.
     depth: 0 in the main conversation.
     rule: the name of the rule that decided.
-    main_line: True in the main conversation, and in segments that continue it from a summary or from the end of its
-        history."""
+    main_line: True in the main conversation, and in segments that continue the main conversation from a summary or from
+        the end of its history."""
 
     kind: BranchKind
     parent: int | None
@@ -290,7 +290,7 @@ class Signals:
     def decide(self, segment: Segment, decision: Decision) -> None:
         """Store the decision for a segment as its lineage."""
         # The depth is counted from the segment that this segment forked from or replaces. If there is no such segment,
-        # it is counted from the parent's segment.
+        # the depth is counted from the parent's segment.
         before_at = decision.parent
         continued = self.continued[segment.number]
         if decision.rule == "forked":

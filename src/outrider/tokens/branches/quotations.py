@@ -48,7 +48,8 @@ class _Answer:
         self.parts = list(dict.fromkeys(form for part in new for form in (part, json.dumps(part)[1:-1])))
 
     def is_quoted(self, texts: Collection[str], joined: str) -> bool:
-        """Return True if one of `texts` equals the reply, or if their concatenation `joined` contains a part of it."""
+        """Return True if one of `texts` equals the reply, or if `joined`, the concatenation of `texts`, contains a part
+        of the reply."""
         for part in self.parts:
             if part in joined:
                 return True
@@ -59,9 +60,9 @@ def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[i
     """Find which turns in `replies` have a reply that a later request quotes. Returns a dictionary from each of these
     turns to the first turn whose request quotes it.
 
-    A message quotes a reply if it equals the reply, or contains a part of it that was not in the reply's own request. A
-    part is a line or a JSON string of at least QUOTE_LENGTH characters. Messages that are replies of the session are
-    not searched. The comparison ignores case.
+    A message quotes a reply if the message equals the reply, or contains a part of the reply that was not in the
+    reply's own request. A part is a line or a JSON string of at least QUOTE_LENGTH characters. Messages that are
+    replies of the session are not searched. The comparison ignores case.
     """
     found: dict[int, int] = {}
     waiting: deque[_Answer] = deque(maxlen=MAX_WAITING)

@@ -312,7 +312,7 @@ class SegmentedSession:
         if lines is None:
             lines = []
             if turn.reply is not None and not turn.reply.tool_calls:
-                # Not a regular expression, which would take quadratic time in the number of opening tags.
+                # No regular expression is used, because it would take quadratic time in the number of opening tags.
                 _, _, wrapped = turn.reply.content.partition(_SUMMARY[0])
                 inner, end, _ = wrapped.partition(_SUMMARY[1])
                 text = inner if end else turn.reply.content

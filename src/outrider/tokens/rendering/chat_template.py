@@ -2,8 +2,8 @@
 
 The module does not depend on the model family, except that the caller says whether the family accepts a system message
 after other messages (`late_system`). Invariant: a message that is not at the beginning becomes the same dictionary,
-whether the whole conversation is converted or only its new messages. Otherwise, appending messages to a prompt would
-give other ids than rendering the whole conversation.
+whether the whole conversation is converted or only its new messages. If the dictionaries differed, appending messages
+to a prompt would give other ids than rendering the whole conversation.
 """
 
 from __future__ import annotations

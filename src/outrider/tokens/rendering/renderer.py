@@ -127,8 +127,9 @@ class Renderer:
     `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a conversation that the family
     cannot render. All methods are pure and can be called from any thread.
 
-    Some families and templates reject a system message after other messages. For them, both rendering and bridging turn
-    such a message into a user message. Rendering also joins several system messages at the beginning into one.
+    Some families and templates reject a system message after other messages. For such a family or template, both
+    rendering and bridging turn a later system message into a user message. Rendering also joins several system messages
+    at the beginning into one.
 
     If `images` is set, messages may contain images whose size in patches (`grid`) is known. Each image becomes as many
     placeholder tokens as the model reads for the image. If `images` is None, an image raises RequestError.
@@ -257,7 +258,7 @@ class Renderer:
 
     def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
         """Return the same ids as `render`, divided before the first message that is not a system message. Returns None
-        if they cannot be divided there, if there are only system messages, or if a template renders the prompt."""
+        if the ids cannot be divided there, if there are only system messages, or if a template renders the prompt."""
         leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         if self._template is not None or leading == len(messages):
             return None
@@ -533,9 +534,9 @@ def _create(
     layout: PlaceholderTokenizer | None = None,
     **settings: Any,
 ) -> Any:
-    """Make the `renderers` package's renderer for a family. If `retention` is "all", it renders the reasoning of
-    earlier turns. If it is None, the family's template decides. Raises InvalidField if the family is unknown or does
-    not match the tokenizer."""
+    """Make the `renderers` package's renderer for a family. If `retention` is "all", the made renderer renders the
+    reasoning of earlier turns. If `retention` is None, the family's template decides whether this reasoning is
+    rendered. Raises InvalidField if the family is unknown or does not match the tokenizer."""
     try:
         config = _settings_of_families().validate_python({"name": family, "thinking_retention": retention, **settings})
         return renderers.create_renderer(layout or tokenizer, config)

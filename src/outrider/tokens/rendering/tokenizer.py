@@ -179,7 +179,7 @@ class Tokenizer:
     def without_special(self, text: str) -> str:
         """Insert a zero-width space into each special token of the text, so that the token is encoded as plain text."""
         for token in self._special:
-            # One call of `replace` skips occurrences that overlap, so it is repeated.
+            # One call of `replace` skips occurrences that overlap, so the call is repeated.
             while token in text:
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text

@@ -110,7 +110,7 @@ client may send 3.0 back as 3. Larger floats cannot represent all integers exact
 
 MAX_PARSED_SEPARATORS = 1 << 16
 """Maximum number of lists, objects and commas in tool arguments that are compared as JSON. The JSON decoder blocks
-every thread while it runs, 10 ms for this number. Larger arguments are compared as text."""
+every thread while it runs. For this number, it runs for 10 ms. Larger arguments are compared as text."""
 
 
 class MessageKey(msgspec.Struct, frozen=True, gc=False):

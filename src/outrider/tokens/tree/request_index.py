@@ -36,13 +36,13 @@ REMEMBER_EVERY = 8
 """How many new messages a request must have before a longer prefix replaces the stored one. Copying the prefix for
 every request would take longer than indexing these few messages again."""
 MAX_REMEMBERED = 4
-"""Maximum number of stored prefixes. Each concurrent agent needs one."""
+"""Maximum number of stored prefixes. Each concurrent agent needs one stored prefix."""
 MAX_MESSAGE_KEYS = 1 << 14
 """Maximum number of messages whose digests are stored. At this number, all digests are dropped. A message is then
 parsed again when its digests are needed."""
 MAX_TOOL_VALUES = 1 << 17
 """Maximum number of lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one
-call, which blocks all threads. For this number, it takes 25 ms."""
+call, which blocks all threads. For this number, the call takes 25 ms."""
 MAX_NEW_TEXT = 9 << 20
 """Maximum number of characters in a request's new messages, and of bytes in its tools. This limits the work for a model
 whose context length is not known."""

@@ -17,9 +17,9 @@ messages at its beginning. The first of these rules that applies decides:
    part, if the renderer can append the other messages without changing any of the turn's ids. The join is an `append`,
    unless the turn already has another continuation (`fork`: `sibling`), or the other messages contain unrecorded
    replies (`fork`: `history_rewritten`).
-4. Every other request is rendered as a whole. It is a `root` if it shares nothing with earlier requests except tools
-   and system messages, which many agents have in common. Otherwise it is a `fork`, and its cause says why the recorded
-   ids cannot be used.
+4. Every other request is rendered as a whole. The join is a `root` if the request shares nothing with earlier requests
+   except tools and system messages, which many agents have in common. Otherwise the join is a `fork`, and the fork's
+   cause says why the recorded ids cannot be used.
 
 The tree calls no engine and no store, and awaits nothing. Long work is divided into steps (`OffloadThread`), so a
 session with a long history does not block other sessions. Invariant: a node's ids never change, and a prompt with a
