@@ -352,7 +352,7 @@ TURN_RULES = (
     BranchRule("cut off", "aborted", "the agent never saw the answer"),
     BranchRule("asked again", "retry", "the agent used another answer to the same request, and not this one"),
     BranchRule(
-        "declared otherwise", "as declared", "the client declares another kind than for the segment's first turn"
+        "declared otherwise", "as declared", "the client declares a kind for the turn that is not the segment's kind"
     ),
     BranchRule("summary", "compaction", "a later history begins with this answer, and nobody replied to it"),
 )
