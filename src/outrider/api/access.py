@@ -1,9 +1,9 @@
 """Controls access to the control API: which role each route requires, and at which addresses the service may listen.
 The model gateway checks its own keys.
 
-Invariant: every control route except OPEN_PATHS refuses a caller without the required role. The audit log entry of a
-call is written before the reply is sent, if the call may change data or is a GET that has created something. Calls
-without a valid token are refused and not logged.
+Invariant: every control route except OPEN_PATHS refuses a caller without the required role. If a call may change data,
+or is a GET that has created something, its audit log entry is written before the reply is sent. Calls without a valid
+token are refused and not logged.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class AccessControl:
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
-        except OutriderError as error:  # not an error of the application, which replies to its own errors
+        except OutriderError as error:  # raised by access control: the application replies to its own errors
             await self._refusal(scope, error)(scope, receive, reply)
         finally:
             self._under_way[caller.name] -= 1

@@ -39,7 +39,8 @@ BODY_SECONDS = 300.0
 """Maximum time in which a body must arrive, in seconds. It is long because some trainers have slow connections."""
 
 Receive = Callable[[int | None, AsyncIterator[bytes]], Awaitable[bytes]]
-"""Receives a body. Its arguments are the declared length of the body, or None, and an iterator over its parts."""
+"""A function that receives a body. Its arguments are the body's declared length (or None) and an iterator over the
+body's parts."""
 
 
 class HeldBody(NamedTuple):

@@ -34,8 +34,8 @@ Attempt = Annotated[
 
 class AnyPath(PathConvertor):
     """Path parameter that matches the rest of a path. A file name may contain line breaks, which Starlette's own
-    convertor does not match. With that convertor, the route would not be found. For a name that ends with a line break,
-    a shorter name would be looked up."""
+    convertor does not match. With that convertor, the route would not be found or, if the line break is at the end of
+    the name, a shorter name would be looked up."""
 
     regex = "(?s:.*)"
 

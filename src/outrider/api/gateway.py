@@ -3,8 +3,8 @@
 
 The gateway handles bytes, routes and connections; a `Conversation` handles the content of a call. Paths must match a
 route exactly. Other paths get a 404 in the error format of their dialect, or of OpenAI if no dialect has the path. An
-unknown key gets a 401. No request creates a session. If a client disconnects, the engine aborts the generation for its
-call.
+unknown key gets a 401. No request creates a session. If a client disconnects, the engine aborts the generation for the
+client's call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ STREAM_PING_SECONDS = 10.0
 """Seconds between two checks of a streamed reply. A check sends a ping if nothing was sent since the previous check,
 because clients give up on silent streams. So a stream is silent for at most twice this time."""
 ANY_CAPACITY = BodyCapacity(None, takes_messages=True)
-"""Limits for a body while its model is unknown: images are allowed, and no context length limits the body."""
+"""Limits for the body of a call while the call's model is unknown: images are allowed, and no context length limits the
+body."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 

@@ -36,8 +36,8 @@ EVENTS_AT_ONCE = 500
 EVENT_PAUSE = 0.25
 """Seconds between two reads of the event log."""
 EVENT_PING_SECONDS = 15.0
-"""After this many seconds without an event, the stream sends a comment line. Because of the comment line, proxies do
-not close the connection."""
+"""After this many seconds without an event, the stream sends a comment line. The comment line keeps proxies from
+closing the connection."""
 
 RETRY_MS = 1000
 """A client that loses its connection to the stream of events reconnects after this many milliseconds."""

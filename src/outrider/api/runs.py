@@ -58,7 +58,7 @@ async def cancel(
 async def retry(
     service: Serving, caller: Caller, spec: Annotated[SessionsSpec, body(SessionsSpec)], created: Created
 ) -> ChangedSessions:
-    """Submit all done sessions that match the filter again, as new groups of the same tasks. The old results are
+    """Submit again all done sessions that match the filter, as new groups of the same tasks. The old results are
     kept."""
     changed = await service.runs.retry(spec, caller)
     _note(changed, created)

@@ -58,8 +58,8 @@ from outrider.wire.tls import presenting
 PARTS = (groups, sessions, runs, files, diagnosis, delivery, engines, nodes, policy, relay, tokens, status, metrics)
 ROUTERS = (*(part.ROUTES for part in PARTS), metrics.METRICS)
 ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in router.roles.items()}
-"""The role that each control route requires, by method and path. Only admins and tokens of the same tenant may get an
-object of a tenant. tests/api/test_tenants.py checks this for each route."""
+"""The role that each control route requires, by method and path. Only admins, and tokens of the tenant that an object
+belongs to, may get the object. tests/api/test_tenants.py checks this for each route."""
 WEBSOCKETS = tuple(
     route for router in ROUTERS for route in router.routes.routes if isinstance(route, APIWebSocketRoute)
 )

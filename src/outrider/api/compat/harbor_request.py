@@ -35,8 +35,8 @@ SYSTEM = "harbor"
 JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, BOUND_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session", "ungraded")
 )
-"""Labels of the group that runs a task for Harbor. BOUND_LABEL: the id of the session that gets the run's turns, in
-verl's session proxy (`verl.py`). UNGRADED_LABEL: set if the request disables the verifier."""
+"""Labels of the group that runs a task for Harbor. BOUND_LABEL: the id of the session of verl's session proxy
+(`verl.py`) to which the run's turns belong. UNGRADED_LABEL: set if the request disables the verifier."""
 PROXY_KWARGS = ("model_base_url", "api_base")
 """Names of agent settings that may contain the URL of the model proxy."""
 
@@ -142,20 +142,20 @@ FIELDS = (
     ("task.labels", "task_id"),
     ("task", ARCHIVE),
 )
-"""Each pair has a field of Outrider's group, and the field of Harbor's request from which the group's field is made. In
-an error about a field of the group, the first matching pair gives the request's field to name instead."""
+"""Each pair has a field of Outrider's group, and the field of Harbor's request from which the group's field is made. If
+an error names a field of the group, this field is replaced by the request's field of the first pair that matches."""
 
 
 harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
-"""Context manager that translates errors about the group's fields, so that they name the request's fields."""
+"""Context manager that translates errors about the group's fields, so that the errors name the request's fields."""
 
 
 def run_group(
     asked: HarborRunRequest, folder: Path, *, session: str | None = None, idempotency_key: str | None = None
 ) -> StoredGroupSpec:
     """Return the group that runs the task in an unpacked folder. If the run's turns belong to a session of verl's
-    session proxy, `session` is the id of that session. Blocks. Raises TooLarge. If something cannot be translated,
-    raises InvalidField with the request's field."""
+    session proxy, `session` is the id of that session. Blocks. Raises TooLarge if the task has too many files or bytes.
+    If something cannot be translated, raises InvalidField with the request's field."""
     overrides = _overrides(asked)
     task = _task(folder, image=overrides.pop("image"), offline=overrides.pop("offline"))
     harness, sampling, turns = _harness(asked.agent)
@@ -189,8 +189,8 @@ def run_group(
 def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
     """Return the task in a folder, without a harness. Errors name files by their paths in the archive."""
     try:
-        # The service's environment variables may be secret. Because of the empty mapping, they do not replace variables
-        # ${NAME} in a task.
+        # The service's environment variables may be secret. The empty mapping keeps their values from being inserted
+        # for ${NAME} in a task.
         return HarborFolder(folder, {}, image, offline=offline).example(folder.name).task
     except OutriderError as error:
         hint = error.hint or ""

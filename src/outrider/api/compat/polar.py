@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 REFUSED_SECONDS = 300.0
 """A task that is cancelled before it is submitted cannot be submitted for this many seconds."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
-"""Maps the HTTP status of an error of Outrider to the status that is sent instead, if a submission is refused. Polar's
-clients handle 409, 422 and 503."""
+"""For refused submissions: maps the HTTP status of Outrider's error to the status that is sent instead. Polar's clients
+handle 409, 422 and 503."""
 TASK_STATUSES = ("running", "completed", "failed", "cancelling", "cancelled")
 TASK_ID = TypeAdapter(TaskId)
 REFUSED_PATHS = ("/nodes/register", "/nodes/{node_id}/heartbeat", "/callbacks/session_result")

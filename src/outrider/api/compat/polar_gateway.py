@@ -1,8 +1,9 @@
 """Serves the HTTP interface of Polar's gateway. Its routes are at `/gateway`, and at the root beside those of Polar's
 rollout server.
 
-A client can create a session without a task. Such a session is a group of one session, which is found by the group's
+A client can create a session without a task. Such a session is the only one of its group, which is found by the group's
 idempotency key.
+
 Invariant: an id belongs to one session; model calls reach only sessions whose agents run outside Outrider.
 """
 
@@ -64,8 +65,8 @@ if TYPE_CHECKING:
     from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
-"""Maps the HTTP status of an error of Outrider to the status that is sent instead, if a session is refused. Polar's
-clients handle 400 and 503, for example."""
+"""For refused sessions: maps the HTTP status of Outrider's error to the status that is sent instead. Polar's clients
+handle 400 and 503, for example."""
 OPEN_SECONDS = 5.0
 """Maximum time that `POST /sessions` waits until the new session accepts model calls, in seconds."""
 PROXY_SESSION = "_proxy_session_id"
@@ -86,7 +87,7 @@ METRICS = (
     "postrun_inflight",
 )
 """Polar's names for a node's session counts: `depth` for sessions that wait for a lane (the slots for one stage),
-`inflight` for sessions in it."""
+`inflight` for sessions in the lane."""
 VENDOR_PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",

@@ -232,7 +232,8 @@ class PolarTaskRequest(PolarWork):
 
 
 class PolarDispatchRequest(PolarWork):
-    """Body of `POST /sessions` with an agent. It submits a session without a task, and chooses the session's id."""
+    """Body of `POST /sessions` with an agent. The request submits a session without a task, and contains the session's
+    id, which the client has chosen."""
 
     session_id: SessionId
     remaining_timeout_seconds: Seconds = 600
@@ -345,12 +346,13 @@ FIELDS = (
     ("n", "num_samples"),
     ("idempotency_key", "task_id"),
 )
-"""Each pair has a field of Outrider's group, and the field of Polar's request from which the group's field is made. In
-an error about a field of the group, the first matching pair gives Polar's field to name instead."""
+"""Each pair has a field of Outrider's group, and the field of Polar's request from which the group's field is made. If
+an error names a field of the group, this field is replaced by Polar's field of the first pair that matches."""
 
 
 polar_fields = partial(renamed_fields, FIELDS)
-"""Context manager that translates errors about the group's fields, so that they name the fields of Polar's request."""
+"""Context manager that translates errors about the group's fields, so that the errors name the fields of Polar's
+request."""
 
 
 def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
@@ -532,8 +534,9 @@ def _check_replayed(asked: PolarRuntime) -> None:
 def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
     """Return the agent's time limit in seconds, from the request's `metadata`. `seconds` is the session's time limit.
 
-    After the agent's limit, a session is graded. After the session's own limit, it is not graded. If the agent's limit
-    is `seconds` or more, the session's limit must take effect, so the agent's limit is replaced by MAX_SECONDS."""
+    A session that reaches the agent's limit is graded. A session that reaches its own limit is not graded. If the
+    agent's limit is `seconds` or more, the session's limit must take effect, so the agent's limit is replaced by
+    MAX_SECONDS."""
     given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

@@ -178,8 +178,8 @@ class PolarReader:
             "completed_sessions": row.done,
             "errored_sessions": sum(status_of_result(each) == "ERROR" for each in done),
             "mean_reward": row.reward_total / row.rewarded if row.rewarded and graded(row) else None,
-            # The store has the number of training rows, which is also the number of traces for the builder
-            # prefix_merging. The builder per_request makes other traces, which would have to be built to be counted.
+            # The builder prefix_merging makes one trace of each training row, and the store has the number of rows. The
+            # builder per_request makes other traces, and counting them would require building them.
             "mean_traces": _mean(each.samples for each in done) if merged else None,
             "mean_completions": _mean(each.turns for each in done),
             "created_at": row.created,
@@ -334,8 +334,8 @@ def _about(kind: str, label: str, depth: int, path: Sequence[Turn]) -> PolarObje
 
 
 def messages_before(path: Sequence[Turn]) -> list[PolarObject]:
-    """Return all messages that the model got in the request of the last turn of `path`. `path` leads from the first
-    turn of a conversation to this turn."""
+    """Return all messages that the model got for the last turn of `path`: those of the last request and of the
+    conversation before it. `path` has the turns of a conversation, from its first turn on."""
     found = []
     for turn in path:
         found += [chat_message(message) for message in turn.messages]

@@ -95,10 +95,11 @@ class ProrlServer:
         self._started: dict[str, bool] = {}
         """True if the tenant's last request was to start the server, False if it was to stop it; by tenant."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Locks by engine name, so that an address is attached once."""
+        """Locks by engine name, so that concurrent calls attach an address only once."""
         self._clearing = asyncio.Lock()
         self._next_version: int | None = None
-        """While `/clear_llm_server` has paused the policy: the version that the policy gets with the next engine."""
+        """The version that the policy gets when the next engine is attached, while `/clear_llm_server` has paused the
+        policy. Otherwise None."""
 
     async def start(self, request: Request, caller: Principal) -> dict[str, str]:
         """Begin to accept jobs. Raises RequestError if the server is already running."""
@@ -119,7 +120,7 @@ class ProrlServer:
 
     async def process(self, request: Request, caller: Principal) -> Response:
         """Run a job, and reply with its result. The job continues if the caller disconnects. If the caller then repeats
-        the call, it gets the result of the same job, even while the server is stopped."""
+        the call with the job's id, it gets the result of the same job, even while the server is stopped."""
         group, asked = await self._submitted(request, caller)
         release_body(request)
         done = await done_group(self._service, request, group.id, caller, seconds=self._wait_seconds)
@@ -186,8 +187,8 @@ class ProrlServer:
 
     async def clear_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
         """Detach the engines that `/add_llm_server` attached, after their generations have ended. Clients call this
-        before they change the weights, so this call raises the policy's version: tokens that are sampled later get the
-        next version. If no other engine is left, the policy is paused until `/add_llm_server` attaches one."""
+        before they change the weights, so tokens that are sampled later get the policy's next version. If no other
+        engine is left, the policy is paused until `/add_llm_server` attaches one."""
         async with self._clearing:
             policy = self._service.pool.policy
             names = [engine.name for engine in self._engines() if engine.name.startswith(ENGINE_PREFIX)]
@@ -204,9 +205,9 @@ class ProrlServer:
         return {"status": f"{len(names)} engines are detached; the policy's next version is {version}"}
 
     def _known_context(self, address: str) -> int:
-        """Return the model's context length from the settings. The length of replies is limited with it. A server that
-        has only ProRL's token route does not report the context length. Raises InvalidField if the setting is
-        missing."""
+        """Return the model's context length from the settings. It limits the length of replies. The settings are needed
+        for a server that has only ProRL's token route, because such a server does not report the context length. Raises
+        InvalidField if the setting is missing."""
         context = self._service.config.model.context_tokens
         if context is None:
             raise InvalidField(

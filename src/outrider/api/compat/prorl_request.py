@@ -115,8 +115,8 @@ AGENTS_OWN: dict[str, bool] = {
     "enable_vision": True,
     "enable_a11y_tree": True,
 }
-"""The switches for ProRL's own agent, each with the value that is refused, because Outrider's agents cannot do what
-this value requests. The opposite value is accepted and ignored."""
+"""The switches for ProRL's own agent. Each is mapped to the value that is refused, because Outrider's agents cannot do
+what this value requests. The opposite value is accepted and ignored."""
 REFUSABLE = (*AGENTS_OWN, "max_model_len", "token_level_generation")
 """Parameters that a handler may list in its setting `ignored`. They are then accepted and ignored."""
 
@@ -167,7 +167,7 @@ def asked_of(spec: ProcessSpec, job_id: str) -> Asked:
 
 
 class Handler(NamedTuple):
-    """A handler from the settings, which makes tasks. `table` is the content of its task file."""
+    """A handler from the settings. It makes tasks from instances. `table` is the content of its task file."""
 
     name: str
     settings: ProrlHandlerConfig
@@ -213,9 +213,9 @@ class Handlers:
                 self._named[source] = handler
 
     def find(self, data_source: str) -> Handler:
-        """Return the handler for a data source. This is the handler with exactly this name. Without one, names
-        that end with `*` are compared with the beginning of the data source, and the longest matching name is used.
-        Raises RequestError, which lists the known names."""
+        """Return the handler for a data source: the handler with exactly this name. If there is none, the handlers'
+        names that end with `*` are compared with the beginning of the data source, and the longest matching name is
+        used. Raises RequestError, which lists the known names."""
         if (found := self._named.get(data_source)) is not None:
             return found
         for source in sorted(self._named, key=len, reverse=True):

@@ -115,7 +115,7 @@ def critical_error(result: SessionResult) -> str | None:
 
 def _trains(result: SessionResult, path: Sequence[Turn], samples: Sequence[Sample]) -> bool:
     """Return True if the job gives a trainer tokens to train on. If the engine reports no token ids, there are no
-    training rows. Then the task's branch policy for the main conversation decides."""
+    training rows. In this case, return True if the task's branch policy trains the main conversation."""
     if result.verdict is None:
         return False
     if path and all(turn.mode is TokenMode.TEXT for turn in path):

@@ -88,7 +88,7 @@ class CompatSocket(NamedTuple):
 
 def compat_sockets(service: Service, names: Sequence[str]) -> list[tuple[APIWebSocketRoute, Role]]:
     """Return the WebSocket routes of the named systems, with the roles that they require. The module of a system lists
-    them in SOCKETS."""
+    its routes in SOCKETS."""
     found: list[tuple[APIWebSocketRoute, Role]] = []
     for number, name in enumerate(names):
         sockets: Sequence[CompatSocket] = getattr(import_module(f"outrider.api.compat.{name}"), "SOCKETS", ())

@@ -213,9 +213,9 @@ def _idempotency_key(sid: str) -> str:
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    """Convert a turn to the format of verl's recipe. `request_messages` are the messages that this request added. If
-    the worker did not send the ids of the prompt, the turn has no ids of its own. The ids of the reply and their
-    log-probabilities then come from the worker's report."""
+    """Convert a turn to the format of verl's recipe. `request_messages` are the messages that the turn's request added.
+    If the worker sent only the ids of the reply, and not those of the prompt, the turn stores no ids. In this case the
+    reply's ids and log-probabilities are taken from the worker's report."""
     reply = turn.reply or Message(role=Role.ASSISTANT)
     calls = [*map(tool_call_object, reply.tool_calls)]
     report = turn.report or WorkerReport()
