@@ -30,8 +30,8 @@ def list_consumers(terminal: Terminal, service: Client) -> None:
 
     A consumer is a named reader of the results. The service keeps a group until
     every consumer that reads it has acknowledged it. Only `outrider gc --force`
-    removes such a group earlier. So remove a consumer that was last seen long
-    ago.
+    removes the group earlier. A consumer that no longer reads would make the
+    service keep its groups, so remove a consumer that was last seen long ago.
 
     Example:
 

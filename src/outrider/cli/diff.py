@@ -29,10 +29,10 @@ def diff(
 ) -> None:
     """Compare two runs: rewards, pass@k, turns, tokens, failures, flips.
 
-    A flip is a pair of sessions of one task, of which only one is solved. The
-    differences of reward and pass@k have 95 % confidence intervals over tasks.
-    Groups belong to the same task if they have the same label `task` or, without
-    this label, the same instruction.
+    A flip is a pair of sessions of one task, one session from each run, of which
+    only one is solved. The differences of reward and pass@k have 95 % confidence
+    intervals over tasks. Groups belong to the same task if they have the same
+    label `task` or, without this label, the same instruction.
 
     Examples:
 

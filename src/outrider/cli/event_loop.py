@@ -57,8 +57,8 @@ def _started_threads() -> ThreadPoolExecutor:
 @asynccontextmanager
 async def short_pauses(idle: Callable[[], bool], failures: Failures) -> AsyncIterator[None]:
     """While the block runs, keep the garbage collector and busy threads from blocking the event loop for long. Enter
-    the block after all imports. `idle` returns True if no caller waits for this process. Failures of the collections
-    are recorded in `failures`."""
+    the block after all imports. `idle` returns True if no caller waits for this process. Failures of garbage
+    collections are recorded in `failures`."""
     # A busy thread lets the event loop run again after 1 ms. Python's default is 5 ms.
     sys.setswitchinterval(0.001)
     async with collected_in_pieces(idle, failures):

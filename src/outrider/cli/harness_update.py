@@ -53,8 +53,9 @@ def update_and_print(
     """Check the newest version of a preset's program, and return the exit code. If the version passes, it becomes the
     preset's pinned version. With `only_check`, the pin does not change.
 
-    Raises InvalidField if the preset has no program, or if the pin may change but Outrider does not run from a checkout
-    of its source. Raises HarnessUnavailable if the registry does not reply or the program cannot be installed.
+    Raises InvalidField if the preset has no program. Without `only_check`, also raises InvalidField if Outrider does
+    not run from a checkout of its source. Raises HarnessUnavailable if the registry does not reply or the program
+    cannot be installed.
     """
     preset = load_preset(name, field="preset")
     if not only_check and preset.install is not None:

@@ -1,8 +1,9 @@
 """`python -m outrider.cli.node_process`: runs one node in a process of its own.
 
-`outrider serve` starts several of these processes with `--processes` and, without it, on a machine with 8 or more
-processors. For a service on another machine, `outrider nodes join` starts this process. Standard input is a socket to
-the starting program, which first sends the settings. The process exits when the starting program closes the socket.
+`outrider serve --processes` starts several of these processes. Without `--processes`, `outrider serve` does so only on
+a machine with 8 or more processors. For a service on another machine, `outrider nodes join` starts this process.
+Standard input is a socket to the starting program, which first sends the settings. The process exits when the starting
+program closes the socket.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ class Starter:
 async def _join(join: Join, starter: Starter) -> None:
     """Join a service, and run its attempts until the service or the starting program closes the connection.
 
-    SIGTERM also ends this work, because the results of the running attempts may be wrong after a SIGTERM: batch systems
-    and systemd send it to all processes of a job or unit at once, also to those in sandboxes.
+    SIGTERM also ends this work. Batch systems and systemd send SIGTERM to all processes of a job or unit at once, also
+    to those in sandboxes. So the results of the running attempts may be wrong after a SIGTERM.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starter.ending.set)
     async with asyncio.TaskGroup() as tasks:

@@ -49,8 +49,8 @@ def pull(
 
     Each machine needs the program skopeo. The command pulls up to four images at
     once. If one image cannot be pulled, the command still pulls the others. If an
-    image on a machine already has the name, the new image replaces it under this
-    name.
+    image on a machine already has the name, the name then belongs to the new
+    image.
 
     Exit code 1: a machine lacks an image, or no machine runs sessions.
 

@@ -76,7 +76,7 @@ HarnessName = Annotated[
     CliOption("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),
 ]
 BUILT_IN = "tools"
-"""Name of the built-in agent. It runs those tasks of a data set in which no agent is named."""
+"""Name of the built-in agent. It runs the tasks of a data set that name no agent."""
 AgentName = Annotated[
     str | None,
     CliOption("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
@@ -95,7 +95,7 @@ def command(function: Callable[..., None]) -> CliCommand:
 
     - `Terminal`: the command's output.
     - `Client`: an open client of the service that --url, --token and --ca describe.
-    - `AsyncClient`: an asynchronous client of this service, which is not open yet.
+    - `AsyncClient`: an asynchronous client of the same service. The client is not open yet.
     - `RunFilter`: a filter of sessions, made from the options in `run_filter.py`.
     - `Config`, `MachineConfig`: the settings, made from --config and one option per setting.
 

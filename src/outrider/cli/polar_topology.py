@@ -1,9 +1,9 @@
 """Reads a topology file of Polar, and returns the settings of one service that replaces all of Polar's servers.
 
 The service uses the engines of all gateway nodes. Its lanes `init`, `run` and `eval` get as many slots as all nodes
-together have init, run and postrun workers. Keys about connections between Polar's servers, their clean-up and the
-storage of completions have no effect. Invariant: all other keys without a matching setting, and unknown keys, are
-refused.
+together have init, run and postrun workers. Three kinds of keys have no effect: those about connections between Polar's
+servers, about clean-up, and about the storage of completions. Invariant: all other keys without a matching setting, and
+unknown keys, are refused.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ class PolarAgent(Spec):
 
 class PolarBuilder(Spec):
     """The builder, which turns model calls into traces (training data). The `config` of prefix_merging is ignored. In
-    Polar, it describes how to find end tokens and how to tokenize text again, but Outrider's traces use the token ids
-    that the engine sampled."""
+    Polar, this `config` describes how to find end tokens and how to tokenize text again. Outrider does not need the
+    description, because its traces use the token ids that the engine sampled."""
 
     strategy: Literal["per_request", "prefix_merging"] = "per_request"
     config: dict[str, Any] = Field(default_factory=dict)
