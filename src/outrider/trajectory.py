@@ -346,7 +346,7 @@ class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
         task does not train on rows of this kind (`BranchPolicy`). A row without a reward must not be trained on.
     turn_spans: for each of `turns`, the positions [start, end) of its sampled tokens in `ids`.
     turn_rewards: for each of `turns`, the verdict's reward of the turn. The value is None if the verdict has no reward
-        for the turn, and if this row does not train the turn. So each turn's reward is in at most one row.
+        for the turn, or if this row does not train the turn. So each turn's reward is in at most one row.
     parent: the turn from which the branch forked, or the turn that started the branch; None if there is no such turn.
     depth: 0 in the main conversation, plus 1 for each sub-agent, side call or replaced history on the way to the
         branch.
@@ -517,7 +517,8 @@ class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
     messages: each sampled reply has a `weight`: 1 if it is trained on in this row, else 0. Arguments of tool calls are
         objects if they are JSON objects. In a row with images, each `content` is a list of parts. An image's part has
         its `path` in an export, or its `url`.
-    tools: None if the service did not store the tools. Versions before chat rows existed did not store them.
+    tools: None if the service did not store the tools. Early versions of the service, before chat rows existed, did not
+        store tools.
     """
 
     messages: list[dict[str, Any]]

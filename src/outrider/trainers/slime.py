@@ -86,8 +86,8 @@ class SlimeSettings(BridgeSettings):
     logprobs: whether samples have `rollout_log_probs`.
     complete: with "all", a group is used only if all its samples were graded. With "any", two graded samples are
         enough, and ungraded samples get `remove_sample`.
-    max_age: the maximum age of a trained token, for `generate_rollout_async`: the number of policy versions by which
-        the token may be older than the engines' version. With None, miles' `--max-weight-staleness` is used.
+    max_age: the maximum age of a trained token, for `generate_rollout_async`. The age is the number of policy versions
+        by which the token is older than the engines' version. With None, miles' `--max-weight-staleness` is used.
     on_failure: what `custom_generate` does with a session that cannot be trained on. "raise" raises the error. "abort"
         returns the sample as ABORTED, and slime's fully asynchronous rollout then repeats the sample. "remove" returns
         the sample as FAILED with `remove_sample`.
@@ -132,9 +132,9 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
     """Return groups like `generate_rollout`, but let unfinished groups continue while slime trains. A later rollout
     returns these groups.
 
-    With `max_age`, the number of running groups is limited to what slime can train on before the groups are too old. A
-    full batch is returned only when each running group can still be used in a later batch. Until then, the batch waits
-    for the groups that would be too old."""
+    With `max_age`, no more groups run than slime can train on before the groups are too old. A full batch is returned
+    only when each running group can still be used in a later batch. Until then, the batch is held back, and the groups
+    that would become too old are awaited."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
@@ -159,8 +159,8 @@ async def custom_generate(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> SlimeSample | list[SlimeSample]:
     """Run a session for a sample of slime's own rollout loop. Returns a copy of the sample with tokens and reward, or a
-    list of copies if the session has several rows. An evaluation gets only the copy for the first row, the main
-    conversation's."""
+    list of copies if the session has several rows. For an evaluation, returns only the copy for the first row, which is
+    the main conversation's."""
     settings = _settings(args, UNSUPPORTED)
     if not evaluation:
         _check_normalisation(args, settings)
@@ -197,8 +197,8 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     `--custom-reward-post-process-path`.
 
     Each rollout counts once in its group, no matter how many samples it has. A rollout with `remove_sample` does not
-    count. (slime's own normalisation treats the batch as a single group unless it has exactly n samples for each
-    prompt.) The standard deviation divides by the number of rollouts minus 1, as in torch.
+    count. (slime's own normalisation treats the batch as a single group, unless the batch has exactly n samples for
+    each prompt.) The standard deviation divides by the number of rollouts minus 1, as in torch.
 
     If only one rollout of a group counts, the group's normalised rewards are 0. If the estimator divides by the
     standard deviation, the normalised rewards are also 0 when all rollouts of the group have the same reward. This rule
@@ -232,15 +232,17 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
 
 
 def close(data_source: Any) -> None:
-    """Cancel the groups of a data source that still run between rollouts. This also happens when the process exits."""
+    """Cancel those groups of a data source that still run between rollouts. They are also cancelled when the process
+    exits."""
     bridge = _Bridge.open_bridges.pop(data_source, None)
     if bridge is not None:
         bridge.opened.close()
 
 
 class _Bridge:
-    """What the rollout functions keep between calls: the client, whether this bridge has paused the policy, and in
-    `resident` the prompts and sampler of `generate_rollout_async` (None before its first call)."""
+    """What the rollout functions keep between calls: the client, and whether this bridge has paused the policy.
+    `resident` has the prompts and the sampler of `generate_rollout_async`; it is None before the first call of this
+    function."""
 
     open_bridges: ClassVar[WeakKeyDictionary[Any, _Bridge]] = WeakKeyDictionary()
     """The bridges by data source. This is a class attribute, because slime imports a rollout function by name and

@@ -253,8 +253,8 @@ def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) ->
     transition has the reward of its turns. The session's own reward is not included, because the cookbook takes it
     separately.
 
-    Raises InvalidField if a trained token is in none of the `sequences`, or if the rows have different rewards: the
-    cookbook has one advantage for a trajectory.
+    Raises InvalidField if a trained token is in none of the `sequences`. Also raises InvalidField if the rows have
+    different rewards, because the cookbook has one advantage for a trajectory.
     """
     rewards = {row.reward for row in trajectory.rows}
     if len(rewards) > 1:
@@ -277,7 +277,8 @@ def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) ->
 
 def _transitions_of(row: TrainingRow, sequences: SampledSequences | None) -> list[Transition]:
     """Return a transition for each sampled sequence of a row. The observation of a transition is all ids of the row
-    before the sequence, so the cookbook combines the transitions of a row into one datum."""
+    before the sequence. It begins with the observation and the sequence of the previous transition, so the cookbook
+    combines the transitions of a row into one datum."""
     sample = row.sample
     turns = [
         (end, reward)

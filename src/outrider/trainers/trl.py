@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 TESTED = "1.16"
 SETTINGS = BridgeSettings()
-"""The default settings of a bridge. They select all rows of a session that have trained tokens."""
+"""The default settings of a bridge. They select all of a session's rows that have trained tokens."""
 STATE_FILE = "outrider_sampler.json"
 """The file for the sampler's state in a trainer's checkpoint."""
 UNUSED_FILE = "outrider_unused_rows.pt"
@@ -182,11 +182,11 @@ class Rollouts:
     The first call of each step publishes the trainer's weights. Each call returns the next batch of a `DynamicSampler`,
     whose documentation describes the arguments that are not listed here:
 
-    max_age: the maximum age of a token: the number of versions by which it may be older than the current version. The
-        groups that run while the trainer trains are at least one version old when they are used.
-    eval_tasks: the tasks of the trainer's evaluations, which have no filter. Each evaluation begins with the first
-        task, and each batch of an evaluation takes the next tasks. The groups of an evaluation have the priority
-        `priority` + 1, but at most 1000.
+    max_age: the maximum age of a token. The age is the number of versions by which the token is older than the current
+        version. The groups that run while the trainer trains are at least one version old when they are used.
+    eval_tasks: the tasks of the trainer's evaluations. No filter applies to evaluations. Each evaluation begins with
+        the first task, and each batch of an evaluation takes the next tasks. The groups of an evaluation have the
+        priority `priority` + 1, but at most 1000.
     measure: compare the recorded log-probabilities with the trainer's own, computed with the weights that sampled each
         token (`StepStats.logprob_gap`). This costs one more forward pass for each version in a batch. To have the
         weights of all these versions, set `weights.keep` to at least `max_age` + 1.
@@ -271,8 +271,8 @@ class Rollouts:
         """Return the rows of len(prompts) sessions, in the form that TRL expects from a `rollout_func`. The rows of a
         group are adjacent. The contents of `prompts` are not used.
 
-        Raises InvalidField if the trainer would, with its configuration, train on data other than the service's, or if
-        a session has too many rows for the setting `rows`. Raises ServiceError if there are too few tasks or the
+        Raises InvalidField if the trainer's configuration would make it train on data other than the service's, or if a
+        session has too many rows for the setting `rows`. Raises ServiceError if there are too few tasks, or if the
         service cannot be reached.
         """
         _check_trainer(trainer)
@@ -462,9 +462,10 @@ class ServiceLogprobs:
 
     It must be the first base class: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
 
-    If vLLM does not generate, TRL uses the trainer's own log-probabilities in place of the engines'. Tokens of an older
-    policy would then count as sampled by the current policy. With the mixin, the importance ratio and its clipping use
-    the log-probabilities with which the tokens were sampled. The mixin also logs `StepStats` as `outrider/...`.
+    The service requires `use_vllm=False`, and TRL then uses the trainer's own log-probabilities in place of the
+    engines'. Tokens of an older policy would then count as sampled by the current policy. With the mixin, the
+    importance ratio and its clipping use the log-probabilities with which the tokens were sampled. The mixin also logs
+    `StepStats` as `outrider/...`.
 
     A checkpoint contains the sampler's state. If several steps share a batch (`steps_per_generation`,
     `num_iterations`), it also contains the rows of an unfinished batch. A trainer that continues from the checkpoint
@@ -518,7 +519,7 @@ class ServiceLogprobs:
 
         rollouts = self.rollout_func
         # The state is written before the call of `super`, which completes the checkpoint and removes older ones. So
-        # every complete checkpoint has a sampler's state, even if the process is killed between the two steps.
+        # every complete checkpoint has a sampler's state, no matter when the process is killed.
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -639,8 +640,8 @@ class RolloutWorker:
     buffer is full (`buffered` rows), finished groups wait in the sampler. The constructor raises InvalidField if the
     installed TRL has no argument for a rollout worker.
 
-    groups_per_version: the number of groups that the trainer trains on between two updates of the weights: the groups
-        in a batch of its optimizer, times `weight_sync_steps`.
+    groups_per_version: the number of groups that the trainer trains on between two updates of the weights. This is the
+        number of groups in a batch of the optimizer, times `weight_sync_steps`.
     max_age: the trainer's max_staleness. The sampler submits no more groups than the trainer can use before the groups
         exceed this age.
     """

@@ -89,7 +89,8 @@ class TraceParts:
 
 
 class VerifiersRollouts:
-    """Runs dataset rows as sessions of a service. `limits` apply to the attached inference server."""
+    """Runs dataset rows as sessions of a service. `limits` are the limits of the waits for the service while an
+    inference server is attached."""
 
     def __init__(self, settings: VerifiersSettings, *, limits: AttachLimits = LIMITS) -> None:
         self._settings = settings
@@ -171,8 +172,8 @@ class VerifiersRollouts:
         prime-rl's cache salt; only such a request may rename the model. A request with an earlier name of the model
         never renames the model back.
 
-        Raises InvalidField for a second server, and for a request without a salt that has another model name, because
-        all sessions of a service use all its engines.
+        Raises InvalidField for a second server, and for another model name in a request without a salt: all sessions of
+        a service use all its engines, so the service can have only one model.
         """
         known = self._attached = self._attached or server
         renamed = server.model != known.model

@@ -12,7 +12,7 @@ service.
 The service's address is the first of these that is set:
 
 1. $OUTRIDER_URL
-2. the address of the Ray actor in the setting `actor`, which `start_service` makes
+2. the address of the Ray actor that the setting `actor` names (see `start_service`)
 3. the setting `url`
 
 Invariant: a session that cannot be trained on raises an error and gives no sample.
@@ -290,9 +290,9 @@ class VerlGenerate:
     """The `generate` function of a relay worker. The function generates on verl's own servers through `client`, an
     LLMServerClient of verl. The client can be pickled, so this object can be pickled, too.
 
-    If verl aborts a generation to load new weights, another request continues after the ids sampled so far. The other
-    request is sent after `abort_pause` seconds. verl does not stream, so each request gives one chunk, whose tokens all
-    have the same version.
+    If verl aborts a generation to load new weights, another request is sent after `abort_pause` seconds. The new
+    request continues after the ids sampled so far. verl does not stream, so each request gives one chunk, whose tokens
+    all have the same version.
     """
 
     def __init__(self, client: Any, *, abort_pause: float = ABORT_PAUSE) -> None:

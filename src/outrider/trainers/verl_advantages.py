@@ -109,8 +109,8 @@ def check_loop(settings: VerlSettings) -> None:
 
 def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config: Any) -> Any:
     """Return the advantage of each row: its reward minus the mean reward of its group's rollouts. The reward of a
-    rollout is the reward of its main row. Unless `norm_adv_by_std_in_grpo` is false, the result is divided by the
-    standard deviation of these rewards.
+    rollout is the reward of its main row. If `norm_adv_by_std_in_grpo` is true (the default), the result is divided by
+    the standard deviation of the rollouts' rewards.
 
     With this division, the advantages are 0 if all rollouts of the group have the same reward. This rule matters for a
     row whose reward differs from its rollout's reward. Without the rule, the difference would be divided by EPSILON

@@ -74,7 +74,7 @@ def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> d
     task = task_for(settings, row, prompt=row.get("raw_prompt"), sampling=sampling, labels=labels)
     limits = dict(task.get("limits") or {})
     own = limits.get("response_tokens")
-    # A value of another type is left unchanged, because the service refuses it.
+    # A value of another type is left unchanged: the service refuses it.
     if own is None or (isinstance(own, int) and own > terms.response_length):
         limits["response_tokens"] = terms.response_length
     return task | {"limits": limits}
@@ -136,8 +136,8 @@ def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) 
             " computes log-probabilities after the temperature",
             hint="make the engine report log-probabilities after the temperature, or set rollout.temperature=1.0",
         )
-    # If the prompt is longer than `prompt_length`, the rest of it becomes part of the response, with mask 0. So the
-    # prompt is not cut.
+    # If the prompt is longer than `prompt_length`, the rest of it is not cut off, but becomes part of the response,
+    # with mask 0.
     start = min(row.start, terms.prompt_length)
     end = readable_end(row, min(start + terms.response_length, len(row.ids)), terms.media_ids)
     start = min(start, end)

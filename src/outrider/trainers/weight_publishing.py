@@ -138,8 +138,8 @@ class PolicyWeights:
         self.version = max(self.version, version)
         self._written.append(version)
         while len(self._written) > self._keep:
-            # Another program may have removed the folder. Such an error is ignored, because the service already has the
-            # new version.
+            # An error is ignored, because the service already has the new version. For example, another program may
+            # have removed the folder.
             shutil.rmtree(self.folder(self._written.pop(0)), ignore_errors=True)
 
     def read(self, version: int) -> Mapping[str, Tensor] | None:

@@ -106,9 +106,9 @@ def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
 
 
 def png_item(data: bytes, settings: ImageSettings) -> tuple[Grid, bytes]:
-    """Return the size of an image in patches, and a PNG of the scaled image in base64. A server with the same image
-    settings does not scale the PNG again, so its patches equal those of `pixels_of`. Raises UnreadableImage, also if
-    the server would scale the PNG again."""
+    """Return the size of an image in patches, and a PNG of the scaled image in base64. Raises UnreadableImage, also if
+    a server with the same image settings would scale the PNG again. So the patches that the server makes equal those of
+    `pixels_of`."""
     image = scaled(data, settings)
     try:
         again = settings.size_of(*image.size)

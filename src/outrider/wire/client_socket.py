@@ -20,8 +20,8 @@ CLOSE_SECONDS = 2.0
 async def dialled(
     http: aiohttp.ClientSession, url: str, token: str | None, *, seconds: float, max_bytes: int
 ) -> AsyncIterator[ClientSocket]:
-    """Open a WebSocket within `seconds` for messages of up to `max_bytes`, and close the WebSocket at the end of the
-    block. The close code is LEFT if the caller was cancelled. Otherwise the code is SILENT: the service should expect a
+    """Open a WebSocket within `seconds`, and close it at the end of the block. Messages may have up to `max_bytes`
+    bytes. The close code is LEFT if the caller was cancelled. Otherwise the code is SILENT: the service should expect a
     new connection. Raises aiohttp.ClientError, OSError and TimeoutError."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)

@@ -20,12 +20,11 @@ each of its model calls two more."""
 FEWEST = 64
 """The fewest file descriptors that are enough for a process to open its event loop and its store."""
 SESSIONS = 8
-"""One session may use 1/SESSIONS of the connections of sandboxes, so this number of sessions can together use all
-connections of sandboxes. In the same way, one access token may use 1/SESSIONS of the connections for the control
-API."""
+"""One session may use 1/SESSIONS of the connections of sandboxes, so SESSIONS sessions can together use all of these
+connections. In the same way, one access token may use 1/SESSIONS of the connections for the control API."""
 EACH_LEAST, EACH_MOST = 8, 256
-"""A session may have its share of the connections at a time, but always EACH_LEAST connections, and never more than
-EACH_MOST. An access token may have its share, but always EACH_LEAST connections."""
+"""A session may have its share of the connections at a time, but at least EACH_LEAST and at most EACH_MOST connections.
+An access token may have its share, but at least EACH_LEAST connections."""
 
 
 class ConnectionQuotas(msgspec.Struct, frozen=True):

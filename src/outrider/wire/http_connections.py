@@ -328,8 +328,9 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         if self._unread > HIGH_WATER and not self.body and not self.complete:
-            # For example, the headers are too long. Close the connection instead of pausing it, because only
-            # `take_body` resumes reading, and `take_body` is not called before a body arrives.
+            # The response has many bytes but no body yet, for example because its headers are too long. Close the
+            # connection instead of pausing it, because only `take_body` resumes reading, and `take_body` is not called
+            # before a body arrives.
             self._lose(ConnectionError(f"{self._unread} bytes of an answer came, and none of its body"))
             self.abort()
             return

@@ -115,12 +115,12 @@ class ConnectionLimit:
     """Allows at most `most` open connections to a server.
 
     Every connection has an owner. At first, the owner is the client's address. The application can set another owner
-    with `claim`. When a new connection exceeds the maximum, an old connection of the owner with the most connections is
-    closed. Of this owner's connections, it is the connection whose client has been silent for longest. The new client
-    is refused only if no old connection may be closed.
+    with `claim`. When a new connection exceeds the maximum, a connection of the owner with the most connections is
+    closed: the one whose client has been silent for longest. The new client is refused only if no old connection may be
+    closed.
 
-    Claimed and unclaimed connections may each take half of the maximum. The connection to close comes from the group
-    with more than its half. So a client with many claimed connections loses one of its own connections, even if other
+    Claimed and unclaimed connections may each take half of the maximum. The owner is chosen from the group that has
+    more than its half. So a client with many claimed connections loses one of its own connections, even if other
     clients have the same address. The unclaimed connections of one address may be at most a quarter of `most`.
     """
 

@@ -30,7 +30,7 @@ FRAME_COST = 256
 """Bytes counted for a waiting frame in addition to its length."""
 
 # Reasons for the end of a connection. Each use creates a new exception, because a raised exception keeps its traceback
-# alive, and the traceback keeps the sockets of its frames alive.
+# alive, and the traceback keeps alive the sockets that the functions in it have used.
 REPLACED = partial(Disconnected, 1006, "another connection has replaced this connection")
 NO_PIECE = partial(Disconnected, Close.NONSENSE, "no piece of this protocol")
 NOT_SENT = partial(Disconnected, Close.NONSENSE, "it acknowledges what was never sent")
@@ -63,7 +63,8 @@ class ResumableSocket(Socket):
         """The number of the next piece to write to the present connection. Earlier pieces were already written to it,
         or the peer has received them over an earlier connection."""
         self._ever_written = 0
-        """The number of pieces written to any connection. The peer cannot have received more pieces."""
+        """The number of pieces that were written at least once, over all connections. The peer cannot have received
+        more pieces."""
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._frames: asyncio.Queue[bytes | Disconnected] = asyncio.Queue()
@@ -163,8 +164,8 @@ class ResumableSocket(Socket):
                 return end
             if replaced.is_set():
                 return REPLACED()
-            # Only the last piece of a frame may be shorter than the others, because tiny pieces need far more memory
-            # than their bytes.
+            # Every piece except the last of its frame must have the full length, because tiny pieces need far more
+            # memory than their bytes.
             more, whole = len(piece) >= HEADER and piece[0] != 0, HEADER + self._piece
             if len(piece) < HEADER or (more and len(piece) != whole) or len(piece) > whole:
                 return NO_PIECE()
