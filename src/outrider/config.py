@@ -154,7 +154,8 @@ class SandboxesConfig(Section):
     images: Annotated[tuple[str, ...] | None, Setting(default="all images of this machine")] = None
     """[Prefixes](security.md#what-tasks-may-name) of the names of images that tasks may use."""
     pull: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Setting("--pull-image REFERENCE")] = ()
-    """Beginnings of image references that are [pulled when a task first wants them](images.md#pulled-when-wanted)."""
+    """Beginnings of image references. An image whose reference begins with one of them is [pulled when a task first
+    needs it](images.md#pulled-when-wanted)."""
     cpus: Annotated[float | None, Field(gt=0), Setting("--sandbox-cpus N", default="the machine's")] = None
     """Processors that all sandboxes together may [set aside](#what-is-set-aside)."""
     memory_mb: Annotated[int | None, Field(ge=16), Setting("--sandbox-memory-mb MIB", default="the machine's")] = None
@@ -166,8 +167,8 @@ class SandboxesConfig(Section):
     """Names of the [GPUs](gpus.md) that sandboxes may set aside: an index or a UUID for NVIDIA's,
     `vendor/class=device` for others."""
     starts_per_second: Annotated[float, Field(gt=0, le=1000)] = 5.0
-    """Maximum number of sandboxes that a process starts per second at each [service
-    elsewhere](runtimes.md#elsewhere)."""
+    """Maximum number of sandboxes that a process starts per second at each [service that runs sandboxes on other
+    machines](runtimes.md#elsewhere)."""
     kubernetes: PodsConfig = PodsConfig()
     warm: Annotated[int, Field(ge=0, le=1024), Setting("--warm N")] = 0
     """Sandboxes of each recently used kind to [make ahead](runtimes.md#made-ahead)."""
@@ -231,7 +232,7 @@ class NetworkConfig(Section):
     upload_mb: Annotated[int, Field(ge=1)] = 64
     """MiB that one sandbox may send."""
     requests: Annotated[int, Field(ge=1)] = 10_000
-    """Requests that one sandbox may make; a tunnel (HTTPS) is one."""
+    """Requests that one sandbox may make; a tunnel (HTTPS) counts as one request."""
 
     @field_validator("pip_index", "pip_files", "npm_registry", "apt_cache")
     @classmethod
@@ -390,14 +391,15 @@ class VerlProxyConfig(Section):
     variable would then be OUTRIDER_VERL. The trainer's bridge already reads this variable."""
 
     call_seconds: Annotated[Seconds, Setting("--relay-timeout SECONDS")] = 300.0
-    """Maximum seconds of a model call at a [worker of verl's recipe](compat/verl.md#workers-that-dial-in); a declared
-    engine has an option of its own."""
+    """Maximum seconds of a model call at a [worker of verl's recipe](compat/verl.md#workers-that-dial-in), for the
+    engine that the first worker adds. An engine in the settings has its own option `call_seconds`."""
 
 
 class CallbacksConfig(Section):
     """Callbacks: requests to a client's URL when a group is done. `allow` lists host names, `*.domain`, addresses, and
-    networks such as 10.0.0.0/8. If it is empty, all destinations are allowed except link-local, multicast and cloud
-    metadata addresses. This machine's own addresses are then allowed only if no other machine can reach the service."""
+    networks such as 10.0.0.0/8. If `allow` is empty, all destinations are allowed except link-local, multicast and
+    cloud metadata addresses. In this case, this machine's own addresses are allowed only if no other machine can reach
+    the service."""
 
     secret: Annotated[SecretStr | None, Setting(default="callbacks are not signed")] = None
     """Key of the [signatures](api.md#signatures) of callbacks, at least 16 characters."""
@@ -440,7 +442,8 @@ class TlsConfig(Section):
     key: Annotated[Path | None, Setting("--tls-key FILE", default="in the certificate's file")] = None
     """PEM file of the certificate's private key."""
     insecure: Annotated[bool, Setting("--insecure")] = False
-    """Listen beyond this machine without TLS, because a proxy in front has TLS or nobody else is on the network."""
+    """Listen beyond this machine without TLS. Use this only if a proxy in front has TLS, or nobody else is on the
+    network."""
 
 
 class Config(Section):
@@ -494,8 +497,8 @@ class Config(Section):
     engines: Annotated[tuple[EngineSpec, ...], Setting("--engine KIND=WHERE")] = ()
     """Engines to [attach](engines.md#attaching-one) at the start."""
     near: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Setting("--near-engine NAME")] = ()
-    """Names of engines near this machine, with `*` for any text, which its sessions [use
-    first](nodes.md#near-engines)."""
+    """Names of engines near this machine. Sessions on this machine [use these engines first](nodes.md#near-engines). In
+    a name, `*` stands for any text."""
     frozen: tuple[FrozenConfig, ...] = ()
     """Models that are served beside the policy and never trained: [fields](frozen-models.md)."""
     graders: tuple[GraderConfig, ...] = ()
@@ -680,7 +683,8 @@ def _own_variables() -> dict[str, Any]:
 
 
 def _systems(*sources: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the value of the setting `compat` in the last source that sets it."""
+    """Return the value of the setting `compat` in the last of `sources` that sets it. Returns () if no source sets it,
+    or if the value is not a list."""
     values = [source["compat"] for source in sources if "compat" in source]
     return values[-1] if values and isinstance(values[-1], list | tuple) else ()
 

@@ -1,5 +1,5 @@
-"""The required form of a reply, and the tools that a reply may or must call. Clients call the required form structured
-output, guided decoding or a response format.
+"""The required form of a reply, and the tools that a reply may or must call. In clients, the required form has names
+such as "structured output", "guided decoding" or "response format".
 
 Only the engine can tell whether a regular expression or a grammar compiles. Invariants: a constraint's `text` has at
 most MAX_CONSTRAINT characters; the text of a JSON schema is valid JSON.

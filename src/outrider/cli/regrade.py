@@ -91,8 +91,8 @@ def _evaluator(path: Path) -> Mapping[str, Any]:
 
 
 def _graded(session: SessionView) -> str:
-    """Return the id of the session whose agent's work was graded: the earlier session that `session` regrades, or else
-    `session` itself."""
+    """Return the id of the session in which the agent did the graded work. If `session` is a regrade, this is the
+    earlier session, otherwise `session` itself."""
     return session.result.regrades or session.id if session.result else session.id
 
 

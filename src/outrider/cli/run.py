@@ -38,14 +38,14 @@ from outrider.errors import InvalidField
 from outrider.schemas import GroupView
 
 ANSWER_SECONDS = 10.0
-"""How many seconds to wait for the reply to a submission after Ctrl-C. If the service has accepted the group, the group
-must be cancelled, and only the reply has the group's id. The wait is limited, because no reply comes while the
-service's queue is full."""
+"""How many seconds to wait for the reply to a submission after Ctrl-C. A group that the service has accepted must be
+cancelled, and this needs the group's id from the reply. The wait is limited, because no reply comes while the service's
+queue is full."""
 
 
 class Ran(msgspec.Struct, frozen=True):
     """The output of `outrider run --json` for a data set. `result`: the figures of the run. `export`: the command that
-    writes its training rows."""
+    writes the run's training rows."""
 
     result: RolledOut
     export: str

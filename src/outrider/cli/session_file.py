@@ -92,7 +92,7 @@ def _replies(service: Client, session_id: str) -> dict[str, Recorded]:
     for part in ("timeline", "samples", "artifacts"):
         try:
             replies[f"{base}/{part}"] = _json(service.reply_body(f"{base}/{part}"))
-        except NotFound:  # the service is older, or the session is not done
+        except NotFound:  # an older service has no such part, or the session is not done
             continue
     try:
         log = service.artifact(session_id, GRADING_LOG)

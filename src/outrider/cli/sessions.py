@@ -99,7 +99,7 @@ def retry(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Submit sessions that have ended again, in new groups of the same tasks.
+    """Submit ended sessions again, in new groups with the same tasks.
 
     The service keeps the old results. Each new group has the label
     outrider.retry, whose value is the id of the old group.

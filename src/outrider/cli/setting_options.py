@@ -29,15 +29,15 @@ MACHINE = OWN - {"data"}
 """Settings that a machine chooses for itself when it joins a service. The data folder is left out, because a node has
 no store."""
 MachineConfig = Annotated[Config, MACHINE]
-"""The annotation of a parameter that gives a command one option for each setting in MACHINE. The annotation `Config`
-gives a command options for all settings."""
+"""Annotation of a command's parameter. It gives the command one option for each setting in MACHINE. The annotation
+`Config` gives a command options for all settings."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the option --config and an option for each setting, or for only those settings whose name or section is in
-    `only`. Each option is given as the name and the annotation of a function's parameter."""
+    """Yield the option --config, then an option for each setting. If `only` is given, it names the settings and
+    sections that get options. Each option is given as the name and the annotation of a function's parameter."""
     yield "config", ConfigFile
     for path, field, setting in all_settings():
         section, dot, _ = path.partition(".")

@@ -175,7 +175,8 @@ def slurm(
 
 
 def settings_of(flags: Sequence[str]) -> Config:
-    """Return the settings of a service with these flags of `outrider serve`. Raises UsageError for an unknown flag."""
+    """Return the settings of a service that `outrider serve` starts with these flags. Raises UsageError for an unknown
+    flag."""
     return read_settings(_serve_options(flags))
 
 
@@ -201,8 +202,8 @@ def _check(given: Mapping[str, Any], settings: Config) -> None:
 
 
 def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None) -> list[str]:
-    # Do not wait for running sessions: when a job ends, Slurm also sends SIGTERM to the agents, and the nodes would
-    # grade the interrupted runs of the agents.
+    # A node must not wait for running sessions when the job ends. Slurm also sends SIGTERM to the agents then, so a
+    # node that waited would grade interrupted runs.
     words = ["--stop-seconds", "0"]
     if processes is not None:
         words += ["--processes", str(processes)]

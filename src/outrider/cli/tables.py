@@ -221,8 +221,8 @@ def token_table(tokens: Iterable[TokenView]) -> RenderableType:
 
 def node_table(node: NodeStats) -> RenderableType:
     """Return a table about a node. It has a row for each lane, and one for the resources that tasks have reserved. In
-    these rows, the column `waited` has the mean wait of the sessions served so far. There is also a row for sandboxes
-    that were started ahead of time, and one for stalls of the event loop, if there were any."""
+    these rows, the column `waited` has the mean wait of the sessions served so far. If sandboxes were started ahead of
+    time or the event loop has stalled, each of these two also has a row."""
     rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"

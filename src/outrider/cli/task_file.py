@@ -36,8 +36,8 @@ def is_one_task(path: Path) -> bool:
 
 
 def load_example(path: Path) -> Example:
-    """Return the task in a TOML file, with the solution in its table `gold`. The task is not validated. Raises
-    InvalidField, and TooLarge if a file beside it is too big to send."""
+    """Return the task in a TOML file, and the solution from the file's table `gold`. The task is not validated. Raises
+    InvalidField. Raises TooLarge if a file beside the TOML file is too big to send."""
     task = load_table(path)
     if ROWS in task:
         raise InvalidField(

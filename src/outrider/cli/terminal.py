@@ -53,8 +53,8 @@ class Terminal:
             self.out.print(each, soft_wrap=isinstance(each, str))
 
     def error(self, record: ErrorRecord) -> None:
-        """Write a line `error: ...` that names the field, a line `hint: ...` and the end of the log. What the record
-        lacks is left out. With --json, also write a JSON document."""
+        """Write a line `error: ...` that names the field, a line `hint: ...` and the end of the log. If the record has
+        no field, hint or log, that part is left out. With --json, also write a JSON document."""
         mentioned = record.field and re.search(rf"\b{re.escape(record.field)}\b", record.message)
         named = f"{record.field}: " if record.field and not mentioned else ""
         self._line("error", f"{named}{record.message}", "bold red")

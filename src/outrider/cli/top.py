@@ -65,8 +65,9 @@ class ErrorCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates per second, averaged over the last `seconds`: done sessions, failed sessions, stored model calls and
-    sampled tokens. With a tenant's token, only the rate of done sessions is known. The other rates are then None."""
+    """Rates per second, averaged over the last `seconds` seconds: done sessions, failed sessions, stored model calls
+    and sampled tokens. With a tenant's token, only the rate of done sessions is known. The other rates are then
+    None."""
 
     seconds: float
     sessions: float
@@ -116,7 +117,7 @@ def top(
             view = readings.read()
         terminal.show(view, frame(view))
         return
-    shown = frame(readings.read())  # an error of the first reading ends the command, while later errors are only shown
+    shown = frame(readings.read())  # an error in the first reading ends the command; later errors are only shown
     with (
         service.impatient() as client,
         _keys() as pressed,

@@ -1,4 +1,4 @@
-"""Reads a service's settings from a YAML configuration of verl's recipe. The settings are in its group `proxy_server`.
+"""Reads a service's settings from the group `proxy_server` in a YAML configuration of verl's recipe.
 
 The other groups of the file belong to the recipe's trainer and are ignored. The keys `tool_format` and `llm_proxy_ip`
 have no effect. Invariant: unknown keys of `proxy_server`, and values without a matching setting, are refused with an

@@ -43,14 +43,14 @@ async def _look(terminal: Terminal, client: AsyncClient, every: float) -> None:
 
 
 def _progress(status: ServiceStatus) -> object:
-    """Return numbers from the status, some of which change whenever a session makes progress."""
+    """Return numbers from the status. Whenever a session makes progress, at least one of these numbers changes."""
     engines = [(each.in_flight, each.generated_tokens, each.failures) for each in status.engines]
     lanes = [(lane.in_use, lane.served) for node in status.nodes for lane in node.lanes]
     return status.sessions, engines, lanes, status.cursor
 
 
 def reason_of_wait(status: ServiceStatus) -> str:
-    """Return why the sessions of a service make no progress, as far as its status tells."""
+    """Return why the sessions of a service make no progress, as far as the service's status shows the reason."""
     engines = [each for each in status.engines if each.serves is None]
     nodes = [node for node in status.nodes if not node.drained]
     if status.policy.paused is not None:

@@ -17,8 +17,8 @@ HELP = "REFERENCE NAME for one image; NAME=REFERENCE for each of several."
 
 
 def read_images(words: Sequence[str]) -> dict[str, str]:
-    """Parse REFERENCE NAME for a single image, or NAME=REFERENCE for each image. Returns the references by name. Raises
-    InvalidField."""
+    """Parse the words REFERENCE NAME for a single image, or a word NAME=REFERENCE for each of several images. Returns
+    the references by name. Raises InvalidField."""
     found: dict[str, str] = {}
     if len(words) == 2 and not any("=" in word for word in words):
         return {words[1]: words[0]}

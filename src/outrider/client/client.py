@@ -573,8 +573,8 @@ class AsyncClient:
     async def external_session(
         self, session: SessionSpec | Mapping[str, Any] | None = None
     ) -> AsyncIterator[ExternalSession]:
-        """Open a session for an agent that the block runs: `async with client.external_session() as session`. The
-        block must call `session.complete`. If it raises an error or ends without this call, the session ends with an
+        """Open a session for an agent that the block runs: `async with client.external_session() as session`. The block
+        must call `session.complete`. If the block raises an error, or ends without this call, the session ends with an
         error."""
         opened = ExternalSession(self, await self.open_session(session))
         try:
@@ -619,12 +619,12 @@ class AsyncClient:
 
     async def rates(self) -> RateList:
         """Return the numbers of sessions, model calls and tokens in the last hour, as a series over time. Raises
-        Forbidden for a token of a tenant other than `operator`, unless it is an admin's."""
+        Forbidden unless the token is an admin's, or belongs to the tenant `operator`."""
         return await self._call("GET", "/v1/rates", RateList)
 
     async def metrics(self) -> str:
-        """Return the metrics in the text format of Prometheus. Raises Forbidden for a token of a tenant other than
-        `operator`, unless it is an admin's."""
+        """Return the metrics in the text format of Prometheus. Raises Forbidden unless the token is an admin's, or
+        belongs to the tenant `operator`."""
         return (await self._fetch("GET", "/metrics")).data.decode()
 
     async def engines(self) -> tuple[EngineStatus, ...]:
@@ -863,9 +863,9 @@ async def patiently(
     `unreachable` is False, retry only while the service is busy. If `unreachable` is True, `call` must be safe to
     repeat: a read, or a submission with an idempotency key.
 
-    The time of the calls also counts: a submission that has itself waited for `patience` seconds is not repeated.
-    Errors that a retry cannot change, such as ServiceUnusable, are raised at once. A warning with the reason is
-    logged if the retries take long (`RetryLimits`).
+    The duration of the calls counts, too: if a submission itself takes `patience` seconds, it is not repeated. Errors
+    that a retry cannot change, such as ServiceUnusable, are raised at once. A warning with the reason is logged if the
+    retries take long (`RetryLimits`).
     """
     clock = asyncio.get_running_loop().time
     started = clock()
@@ -925,8 +925,8 @@ class _Reports:
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> GroupView:
     """Return a group that the service has accepted. Raises ServiceError if the service has lost the group.
 
-    Call this function if a group's result does not arrive, because the result of a lost group never arrives. `group` is
-    the method `AsyncClient.group`."""
+    Call this function if a group's result does not arrive: the service may have lost the group, and then no result will
+    come. `group` is the method `AsyncClient.group`."""
     try:
         return await patiently(lambda: group(group_id))
     except NotFound as error:
@@ -937,7 +937,7 @@ async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: st
 
 
 class ExternalSession:
-    """A session whose agent runs outside the service, for the program that runs the agent.
+    """A session whose agent runs outside the service. The program that runs the agent uses this object.
 
     base_url, key: the agent's base URL (without `/v1`) and API key.
     model: the name of the agent's model.

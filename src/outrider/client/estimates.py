@@ -18,8 +18,8 @@ NORMAL_QUANTILE = 1.959964
 
 
 def pass_at(k: int, passes: int, samples: int) -> float:
-    """Return the probability that at least one of `k` samples passes. The `k` samples are drawn without replacement
-    from `samples` samples. Of these `samples` samples, `passes` pass."""
+    """Return the probability that at least one of `k` samples passes, if they are drawn without replacement from
+    `samples` samples of which `passes` pass."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 

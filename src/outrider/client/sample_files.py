@@ -79,7 +79,7 @@ class Parquet:
                 hint=f"{install_command('parquet')}, or use --format jsonl",
             ) from error
         self._schema = self._arrow.schema(_columns(self._arrow, JsonSample))
-        # Write no dictionaries and no statistics for token columns. No reader needs them, and they would take two
+        # Dictionaries and statistics are not written for token columns. No reader needs them, and they would take two
         # thirds of the writing time.
         small = [field.name for field in self._schema if field.name not in TOKEN_COLUMNS]
         self._writer = parquet.ParquetWriter(

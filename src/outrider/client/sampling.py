@@ -83,16 +83,16 @@ class RolloutService(Protocol):
 
 class Counts(msgspec.Struct, kw_only=True):
     """The number of groups with each outcome since the previous batch. Every group is counted in `submitted`. When a
-    group no longer runs or waits, it is also counted in exactly one of the outcomes. The two counts of a group may
-    belong to different batches. The outcomes are `informative`, `uninformative`, `retried`, `given_up`, `stale` and
-    `stopped`.
+    group no longer runs or waits, it is also counted in exactly one of the outcomes. A group may be counted as
+    submitted in one batch, and with its outcome in a later batch. The outcomes are `informative`, `uninformative`,
+    `retried`, `given_up`, `stale` and `stopped`.
 
     informative: groups that were delivered in a batch.
     overdue: informative groups with a trained token older than `max_age`.
     uninformative: groups that teach nothing. Their prompts were dropped.
     retried, given_up: failed groups. In `retried`, the group's prompt was submitted again. In `given_up`, the prompt
         was dropped after the last retry.
-    reasons: the groups in `retried` and `given_up`, by the most frequent error code of their sessions.
+    reasons: the groups in `retried` and `given_up`, by the most frequent error code of each group's sessions.
     stale: groups that are too old, because the version rose faster than expected. Their prompts are submitted again.
     stopped: groups that were cancelled by a user, or because their batch was full. Their prompts are submitted again.
     """
@@ -313,8 +313,8 @@ class DynamicSampler:
         )
         self._submitting: _Prompt | None = None
         self._early: dict[str, GroupView] = {}
-        """Finished groups by id, collected while a submission waits for its reply, because the submitted group may
-        finish before the reply is read. Some of these groups belong to other clients."""
+        """Groups by id that finish while a submission waits for its reply. They are collected, because the submitted
+        group may be one of them. Others may belong to other clients."""
         self._running: dict[str, _Prompt] = {}
         self._ready: deque[_Ready] = deque()
         self._version = state.version
@@ -405,8 +405,8 @@ class DynamicSampler:
         - The service cannot be reached.
         - Groups keep failing (FAILED_IN_A_ROW).
         - Too few groups are informative (FRUITLESS_BATCHES).
-        - The sampler is not open, or is stopped or closed during the call. If the batch is already full, it then stays
-          in `state()`.
+        - The sampler is not open, or is stopped or closed during the call. In this case, a batch that is already full
+          stays in `state()`.
 
         Also raises any error that a submission, the source or `informative` raises. No prompt is lost after an error or
         a cancellation.
@@ -429,8 +429,8 @@ class DynamicSampler:
             return self._deliver(began, held)
 
     async def _fill(self) -> float:
-        """Wait until a batch can be delivered. Returns the number of seconds for which the batch was full but waited
-        for older groups."""
+        """Wait until a batch can be delivered. Returns the number of seconds for which the batch was full, but was held
+        back for running groups of older versions."""
         full_since: float | None = None
         patience = HELD_SECONDS
         self._wanted = True
@@ -556,8 +556,8 @@ class DynamicSampler:
             return self._target - running - ready if self._wanted else 0
         allowed = self._inflight
         if self._surplus == "cancel":
-            # For each ready group, the batch needs one running group fewer. Further running groups would only be
-            # cancelled.
+            # For each ready group, the batch needs one running group fewer. Any more running groups would be cancelled
+            # when the batch is full.
             allowed = max(self._inflight - ready, min(self._inflight, self._target - ready))
         if self._max_age is not None:
             trainable = (self._max_age + 1) * self._groups_per_version - self._delivered
@@ -607,7 +607,7 @@ class DynamicSampler:
             self._counts.submitted += 1
             self._running[group.id] = prompt
             group = self._early.get(group.id, group)
-        except BaseException:  # also a cancellation on exit, so that `state()` keeps the prompt
+        except BaseException:  # includes a cancellation at the end of the block: `state()` must keep the prompt
             if prompt.number < self._next:
                 self._waiting.appendleft(prompt)
             raise
@@ -656,9 +656,8 @@ class DynamicSampler:
                 self._early[group.id] = group
             return
         rewards = rewards_of(group)
-        # Only `group.cancelled` shows whether the group was stopped. The group may have ended before the sampler could
-        # stop it, and a group that the sampler did not stop may have been cancelled by a user or by an update of the
-        # policy.
+        # Only `group.cancelled` shows whether the group was stopped. A group that the sampler has ordered to stop may
+        # have ended earlier, and any other group may have been cancelled by a user or by an update of the policy.
         stopped = (prompt.stopping or "stopped") if group.cancelled else None
         choice: Choice = False
         if len(rewards) < min(self._n, 2):

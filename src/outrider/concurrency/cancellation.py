@@ -21,14 +21,14 @@ import msgspec
 T = TypeVar("T")
 
 Steps = Generator[int, None, T]
-"""A computation that runs in pieces. Before each piece, the generator yields the number of input bytes of the piece;
-at the end it returns the result. A piece should have at most PIECE_BYTES bytes, unless a single message or text is
-longer."""
+"""A generator that runs a computation in pieces. Before each piece, the generator yields the number of input bytes of
+the piece. At the end, the generator returns the result. A piece should have at most PIECE_BYTES bytes, unless a single
+message or text is longer."""
 
 INLINE_BYTES = 32 << 10
-"""How many input bytes of a computation are processed on the event loop before it moves to a thread. For an ordinary
-model call, the switch to the thread would cost more than the computation itself. 32 KiB take at most 20 ms, even if
-they consist of many very short messages."""
+"""How many input bytes of a computation are processed on the event loop before the computation moves to a thread. For
+an ordinary model call, the switch to the thread would cost more than the computation itself. 32 KiB take at most 20 ms,
+even if they consist of many very short messages."""
 PIECE_BYTES = 16 << 10
 """A piece of a computation ends after about this number of input bytes. Between two pieces, other computations can
 run."""
@@ -56,7 +56,7 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
                 if cancelled is None and grace is not None:
                     loop.call_later(grace, task.cancel)
                 cancelled = error
-                waiter = loop.create_future()  # the task's callback reads `waiter` when it runs, and so sets this one
+                waiter = loop.create_future()  # the callback reads `waiter` at the task's end, so it sets this future
     try:
         if cancelled is None:
             return task.result()

@@ -54,9 +54,9 @@ class Failures:
         return tuple(self._failing.values())
 
     def note(self, name: str, error: BaseException) -> None:
-        """Record a failure of the work `name`. Of all failures since the last success, only one is logged: the first
-        failure that comes at least QUIET_SECONDS after the previous log line about `name`. The log line has a traceback
-        if the error looks like a bug."""
+        """Record a failure of the work `name`. Of all failures since the last success, at most one is logged: the first
+        one, unless the previous log line about `name` is less than QUIET_SECONDS old. In that case, the first failure
+        after QUIET_SECONDS is logged. The log line has a traceback if the error looks like a bug."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)

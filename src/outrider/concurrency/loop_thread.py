@@ -58,7 +58,7 @@ class LoopThread:
         try:
             value, closing = opened.result()
         except CancelledError:
-            _outcome(holding)  # raises the error with which `manager` could not be entered
+            _outcome(holding)  # raises the error that entering `manager` raised
             raise
         except KeyboardInterrupt:
             holding.cancel()

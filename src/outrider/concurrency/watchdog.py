@@ -32,8 +32,8 @@ STALL = 0.05
 LOOK = STALL / 2
 """Seconds between two checks by the sampling thread."""
 LOG_SECONDS = 60.0
-"""Minimum seconds between two log lines. A stall is logged at once if the last line is older. Other stalls are summed
-up in one line per minute."""
+"""Minimum seconds between two log lines. If the last line is older than this, a stall is logged at once. Other stalls
+are summed up in one line per minute."""
 FRAMES = 4
 """How many of the innermost frames of the loop's stack a log line shows."""
 MOST = 0.5

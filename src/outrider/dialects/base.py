@@ -281,7 +281,7 @@ def line(value: Any) -> bytes:
 
 def opencode_caller(call: WireCall) -> Caller:
     """Return the caller from the headers that OpenCode sends in every dialect: the session ids of a sub-agent and of
-    its parent. The main agent sends no parent's id; its `Caller` has neither id."""
+    its parent. The main agent sends no parent's id. For the main agent, the `Caller` has neither id."""
     parent = call.header(b"x-parent-session-id")
     return Caller(agent_id=call.header(b"x-session-id"), parent_id=parent) if parent else Caller()
 

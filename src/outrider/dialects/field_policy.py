@@ -23,7 +23,7 @@ class Treatment(StrEnum):
 
 class FieldRule(msgspec.Struct, frozen=True):
     """The treatment of one field. `name` is its path in the request. `neutral` lists values that request nothing, such
-    as `n: 1`. A field with such a value, null or an empty value is ignored and not recorded."""
+    as `n: 1`. A field whose value is neutral, null or empty is ignored and not recorded."""
 
     name: str
     treatment: Treatment

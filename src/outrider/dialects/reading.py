@@ -108,7 +108,8 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
         if missing := _MISSING.search(text):
             path = f"{path}.{missing[1]}"
         elif _SURROGATE_ESCAPE.search(bytes(data)) is not None:
-            # For an unpaired surrogate, the decoder reports only a byte offset, so the field with it is searched for.
+            # For an unpaired surrogate, the decoder reports only a byte offset, so search for the field with the
+            # surrogate.
             with suppress(ValueError, RecursionError):
                 surrogate = _find_surrogate(json.loads(bytes(data)), "")
                 if surrogate is not None:
@@ -519,8 +520,8 @@ def note_unknown(where: str, sent: JsonObject | None, known: Container[str], not
 
 def response_format(form: Any, where: str) -> Constraint | None:
     """Return the constraint that `form` requests; None for free text. `form` is an object with a `type`, as in the APIs
-    of OpenAI and Anthropic. Its schema is in `schema` or `json_schema.schema`. `where` is its path in the request.
-    Raises RequestError."""
+    of OpenAI and Anthropic. A JSON schema is in `schema` or `json_schema.schema`. `where` is the path of `form` in the
+    request. Raises RequestError."""
     if form is None:
         return None
     if not isinstance(form, dict):

@@ -303,9 +303,9 @@ class RemembersVersions(Protocol):
 @runtime_checkable
 class HoldsBack(Protocol):
     """An engine that can stop its generations while another process pauses the server with "abort". From `hold_back`
-    until `release`, it sends no generation to the server, and aborts every generation that has no token yet. Otherwise
-    the server might keep such a generation during the pause, and then sample with new weights over keys and values of
-    the old weights."""
+    until `release`, the engine sends no generation to the server, and aborts every generation that has no token yet.
+    Otherwise the server might keep such a generation during the pause, and then sample with new weights over keys and
+    values of the old weights."""
 
     def hold_back(self) -> None: ...
     def release(self) -> None: ...

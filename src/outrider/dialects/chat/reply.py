@@ -80,8 +80,8 @@ def finish_reason(completion: Completion) -> str:
 
 
 def usage(completion: Completion) -> dict[str, Any]:
-    """Return the token counts. `reasoning_tokens` is 0 for a reply without reasoning, and otherwise absent, because
-    reasoning tokens are not counted separately."""
+    """Return the token counts. `reasoning_tokens` is 0 for a reply without reasoning. For any other reply it is absent,
+    because reasoning tokens are not counted separately."""
     return {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.completion_tokens,

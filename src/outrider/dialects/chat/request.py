@@ -159,7 +159,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     choice = _read_tool_choice(wire, tools.specs, notes)
     offered = tools.specs and wire.tool_choice != "none"
-    # A request can turn thinking on or off in several fields. If they disagree, the first of these is used:
+    # A request can turn thinking on or off in several fields. If the fields disagree, the first of these is used:
     # `reasoning.enabled`, the effort `none`, `thinking`, the variables of the chat template.
     thinking = read_thinking(wire, wire.thinking, notes)
     reasoning = wire.reasoning or {}
@@ -208,7 +208,7 @@ def _read_tools(raw: bytes) -> DeclaredTools:
         where, kind = f"tools[{index}]", spec.get("type", "function")
         if not isinstance(kind, str) or not kind:
             refuse(f"{where}.type", "must be a non-empty string")
-        if kind == "custom":  # it has no schema, and a Chat reply could not call it
+        if kind == "custom":  # a custom tool has no schema, and a Chat reply could not call it
             refuse(f"{where}.type", "'custom' is not supported: declare a function")
         if kind != "function":
             hosted.append(kind)

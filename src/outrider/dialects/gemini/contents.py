@@ -177,8 +177,8 @@ def system_message(raw: Raw, where: str) -> Message:
 
 
 def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Message:
-    """Return the user message that consists of `parts`. `where` is the path of the content, and `start` the index of
-    the first of these parts in it. Raises RequestError."""
+    """Return the user message that consists of `parts`. `where` is the path of the content. `start` is the index of
+    `parts[0]` in the content. Raises RequestError."""
     read: list[Part] = []
     for index, part in enumerate(parts, start):
         at = f"{where}.parts[{index}]"
@@ -231,7 +231,8 @@ def check_model_parts(parts: Sequence[WirePart], where: str) -> None:
 
 
 def model_message(parts: Sequence[WirePart], ids: Sequence[str]) -> Message:
-    """Return the assistant message made of the parts of an earlier reply. `ids` are the ids of its calls, in order."""
+    """Return the assistant message made of the parts of an earlier reply. `ids` are the ids of the reply's calls, in
+    order."""
     calls = [part.function_call for part in parts if part.function_call is not None]
     return Message(
         role=Role.ASSISTANT,

@@ -232,8 +232,8 @@ class _HistoryReader:
 
     @classmethod
     def read(cls, memory: HistoryMemory, contents: Sequence[Raw]) -> _HistoryReader:
-        """Return a reader that has read all of `contents`. It continues from a copy of the stored reader that has
-        already read the most of them. Raises RequestError."""
+        """Return a reader that has read all of `contents`. If stored readers have already read a beginning of
+        `contents`, the returned reader continues from a copy of the one that has read the most. Raises RequestError."""
         digests = [digest(raw) for raw in contents]
         paths = list(accumulate(digests, lambda path, one: digest(path + one)))
         start = next((done for done in range(len(paths), 0, -1) if paths[done - 1] in memory.readers), 0)
@@ -261,8 +261,8 @@ class _HistoryReader:
         return reader
 
     def _copy(self) -> _HistoryReader:
-        """Return an independent copy. The copy omits `_model_run`, so call this only directly after a user's content,
-        where `_model_run` is empty."""
+        """Return an independent copy. The copy omits `_model_run`. So call this method only directly after a user's
+        content: `_model_run` is empty there."""
         other = _HistoryReader(self._memory)
         other.place, other._calls = self.place, self._calls
         other.spans, other._waiting = list(self.spans), list(self._waiting)
@@ -309,7 +309,7 @@ class _HistoryReader:
         ids: list[str] = []
         for index, (call, own) in enumerate(zip(calls, ours, strict=True)):
             found = own or (recorded[index] if recorded is not None else call.id)
-            if not found:  # no other call in this history may have the number
+            if not found:  # take a number that no other call in this history has
                 number = self._calls + index
                 while f"call_{number}" in self._taken or f"call_{number}" in [*ours, *ids]:
                     number += 1

@@ -82,8 +82,8 @@ def finish_reason(completion: Completion) -> str:
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Return the token counts. `candidatesTokenCount` includes the tokens of thoughts, which are not counted
-    separately. So `thoughtsTokenCount` is 0 for a reply without thoughts, and otherwise absent."""
+    """Return the token counts. `candidatesTokenCount` includes the tokens of thoughts. They are not counted separately,
+    so `thoughtsTokenCount` is 0 for a reply without thoughts, and absent for any other reply."""
     counts = {
         "promptTokenCount": completion.prompt_tokens,
         "candidatesTokenCount": completion.completion_tokens,

@@ -78,7 +78,8 @@ _CALLING = msgspec.json.Decoder(_Calling)
 
 
 class ChosenTools(msgspec.Struct, frozen=True):
-    """The tools that the model sees, and the restriction of the tools that the reply may call, if any."""
+    """The tools that the model sees, and `choice`, which restricts the reply's tool calls. `choice` is None for no
+    restriction."""
 
     tools: DeclaredTools
     choice: ToolChoice | None = None

@@ -214,7 +214,8 @@ class ResponsesHistory:
     def raw(self, index: int) -> bytes:
         span = self._spans[index]
         if span.first == span.last:
-            # Without the prefix, the instructions could look like an item, whose bytes also begin with a JSON string.
+            # The bytes of an item begin with a JSON string. Without the prefix `i`, the bytes of the instructions would
+            # do so, too, and could be taken for an item's.
             return b"i" + msgspec.json.encode(self._instructions)
         return b"\n".join([piece for at in self._items[span.first : span.last] for piece in at.item.pieces()])
 

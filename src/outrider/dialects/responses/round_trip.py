@@ -33,8 +33,9 @@ _AS_JSON = "~json"
 """Appended to the id of a custom call if the model's arguments are not an object with only a string `input`. The client
 then gets the whole text of the arguments as the input."""
 _AS_TEXT = "~text"
-"""Appended to the id of a custom call with text as input, if the model's own id ends with `_AS_JSON` or `_AS_TEXT`.
-Without this addition, the ending of the model's own id would be removed when the client sends the call back."""
+"""Appended to the id of a custom call whose input is text, but only if the call's id already ends with `_AS_JSON` or
+`_AS_TEXT`. Without this addition, the original ending would be taken for ours, and removed, when the client sends the
+call back."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

@@ -69,9 +69,9 @@ class ResponseStore:
     def conversation(
         self, previous: str | None, items: Sequence[Item], *, stored: bool
     ) -> tuple[list[PlacedItem], StoredConversation | None]:
-        """Return all items of a request's conversation: those of the previous response's conversation, then the new
-        items. References are replaced by the items they refer to. The second value is an argument of `keep`: the stored
-        conversation, or None if `stored` is False. Raises RequestError."""
+        """Return two values. The first has all items of a request's conversation: those of the previous response's
+        conversation, then the new items. References are replaced by the items they refer to. The second value is the
+        stored conversation, for `keep`, or None if `stored` is False. Raises RequestError."""
         placed: list[PlacedItem] = []
         known: StoredConversation | None = None
         if previous is not None:

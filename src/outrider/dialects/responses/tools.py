@@ -33,7 +33,7 @@ from outrider.messages import ToolSpec
 
 _COMPUTERS = {"computer_use_preview": "action", "computer": "actions"}
 """For each type of computer tool, the field of a `computer_call` that has the action or the list of actions."""
-_COMPUTER_TYPES = tuple(_COMPUTERS)  # unlike in a dict, `in` also accepts a client's value that is not hashable
+_COMPUTER_TYPES = tuple(_COMPUTERS)  # a tuple: `in` of a dict raises an error for an unhashable value of a client
 _SUPPORTED = frozenset({"function", "custom", "namespace", *_COMPUTERS})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})

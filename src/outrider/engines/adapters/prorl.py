@@ -161,8 +161,8 @@ class ProrlEngine:
 
 
 def _finish(ids: list[int], sampling: SamplingParams) -> tuple[FinishReason, int | None]:
-    """Return why a generation ended, and its stop token or None. The reply does not report them, so they are derived
-    from the ids."""
+    """Return the reason why a generation ended, and its stop token or None. The reply reports neither, so both are
+    derived from the ids."""
     if ids and ids[-1] in sampling.stop_token_ids:
         return FinishReason.STOP, ids[-1]
     return (FinishReason.LENGTH if len(ids) >= sampling.max_tokens else FinishReason.STOP), None

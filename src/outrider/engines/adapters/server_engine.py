@@ -54,8 +54,8 @@ EventT = TypeVar("EventT", bound=ServerEvent)
 
 class ServerReply(Generic[EventT]):
     """Turns the events of one generation into chunks. `last` returns the last chunk, with the tokens of the event that
-    has the finish reason. Call it after the end of the stream, for two reasons: the connection can then be reused, and
-    a later event may have the token counts.
+    has the finish reason. Call `last` only after the end of the stream, for two reasons: a connection can be reused
+    only if its stream was read to the end, and the token counts may come in an event after the finish reason.
 
     `versions` returns the current policy version. It is called when the request is sent, and again at the first token.
     If the version has changed in between, WasCut is raised: the server may have kept the request while its weights
@@ -86,8 +86,8 @@ class ServerReply(Generic[EventT]):
         return self._last is not None
 
     def begin_attempt(self) -> str:
-        """Record the version with which the request is sent, and return its cache salt. Called right before each
-        attempt to send it."""
+        """Record the version with which the request is sent, and return the version's cache salt. Called right before
+        each attempt to send the request."""
         self._asked = self._current_versions()
         return self._asked.cache_salt
 

@@ -95,8 +95,8 @@ class _Event(ServerEvent):
 
 
 class _SGLangReply(ServerReply[_Event]):
-    """Reads the events of `/generate`. `repeats` is True if events repeat the tokens of earlier events, and None until
-    the second event with tokens shows this."""
+    """Reads the events of `/generate`. `repeats` is True if each event repeats the tokens of earlier events. It is None
+    until the second event with tokens has shown whether events do so."""
 
     event = msgspec.json.Decoder(_Event)
     events = msgspec.json.Decoder(list[_Event])
@@ -324,9 +324,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
 
 def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
-    """Return the ids of a prompt with one placeholder id for each image. The server replaces this id by one placeholder
-    for each token of the image. Raises EngineRejected if the prompt has a placeholder outside of the images, because
-    the server would read such a placeholder as another image."""
+    """Return the ids of a prompt with one placeholder id for each image. The server replaces this id by as many
+    placeholders as the image has tokens. Raises EngineRejected if the prompt has a placeholder outside of the images,
+    because the server would read such a placeholder as another image."""
     kept = np.ones(len(ids), dtype=np.bool_)
     for image in images:
         kept[image.span.start + 1 : image.span.start + image.span.length] = False
@@ -341,8 +341,8 @@ def collapsed(ids: Ids, images: Sequence[RequestImage], engine: str) -> Ids:
 
 
 def _image_data(images: Sequence[RequestImage]) -> list[Buffer]:
-    """Return the beginning of a request body, the images of the prompt, in several pieces. The pieces are not joined,
-    because joining would copy many megabytes."""
+    """Return the beginning of a request body, in several pieces. This part of the body has the images of the prompt.
+    The pieces are not joined, because joining would copy many megabytes."""
     pieces: list[Buffer] = [b'{"image_data":']
     for at, image in enumerate(images):
         pieces += [b',"data:image/png;base64,' if at else b'["data:image/png;base64,', image.item, b'"']

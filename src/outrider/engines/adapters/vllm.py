@@ -65,8 +65,8 @@ UNCOUNTED = "does not say how many tokens of a prompt it had cached: start vLLM 
 
 class VLLMOptions(ServerOptions, frozen=True, kw_only=True):
     """The options of a vLLM server. `logprobs_mode` is the server's `--logprobs-mode`, which no route reports. If
-    `control` is False, the owner of the server pauses it and changes its weights, so the adapter calls no routes for
-    that."""
+    `control` is False, only the owner of the server pauses it and changes its weights, so the adapter does not call the
+    routes for pauses and weights."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     control: bool = True
@@ -242,7 +242,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         if route == GENERATE:
             body["sampling_params"] = params
             if request.images:
-                body["return_token_ids"] = True  # otherwise the server does not report where the images are
+                body["return_token_ids"] = True  # needed, or else the server does not report where the images are
                 return [
                     *_features(request.images, mark),
                     b"," + orjson.dumps(body)[1:-1] + b',"token_ids":',
@@ -343,9 +343,10 @@ def pixel_form(rendered: Any) -> str:
 
 
 def _features(images: Sequence[RequestImage], salt: str) -> list[Buffer]:
-    """Return the beginning of a request body, the images of the prompt, in several pieces. The pieces are not joined,
-    because the pixel values have many megabytes and joining would copy them. The server caches encoded images by the
-    hash given here. The hash depends on the cache salt, so that no encoding by older weights is reused."""
+    """Return the beginning of a request body, in several pieces. This part of the body has the images of the prompt.
+    The pieces are not joined, because the pixel values have many megabytes and joining would copy them. The server
+    caches encoded images by the hash given here. The hash depends on the cache salt, so that no encoding by older
+    weights is reused."""
     hashes = [hashlib.sha256(f"{salt}/{image.span.digest}".encode()).hexdigest() for image in images]
     placed = {
         "mm_hashes": {"image": hashes},
