@@ -122,8 +122,8 @@ OPENAI_ACTION: msgspec.json.Decoder[OpenAiAction] = msgspec.json.Decoder(OpenAiA
 
 
 def anthropic_tool(name: str, width: int | None, height: int | None, *, zoom: bool = False) -> ToolSpec:
-    """Return the function that describes Anthropic's computer tool to a model. With `zoom`, it includes the action that
-    shows a part of the screen at full resolution; only some clients have this action."""
+    """Return the function that describes Anthropic's computer tool to a model. With `zoom`, the function includes the
+    action that shows a part of the screen at full resolution. Only some clients have this action."""
     properties: Schema = {
         "action": {**_TEXT, "enum": [*_ANTHROPIC_ACTIONS, *(["zoom"] if zoom else [])]},
         "coordinate": {**_POINT, "description": "The pixel [x, y] of the action."},

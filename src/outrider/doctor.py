@@ -227,7 +227,7 @@ def _gpus() -> tuple[Finding, ...]:
 
 
 def _network(runtimes: Iterable[Finding]) -> Finding:
-    """Return whether sandboxes can have a network, and whether it uses a proxy."""
+    """Return a finding that shows whether sandboxes can have a network, and whether this network uses a proxy."""
     kinds = [one.name for one in runtimes if one.ok and getattr(resolve("runtime", one.name), "filters_network", False)]
     named = [name for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY") if environment(name)]
     way = f"through the proxy of {named[0]}" if named else "by direct connections"
@@ -241,8 +241,8 @@ def _network(runtimes: Iterable[Finding]) -> Finding:
 def _port(host: str, port: int) -> Finding:
     name = f"{host}:{port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # Servers set this option, too. Without the option, the port would seem taken for a minute after a server on it
-        # has ended.
+        # Servers set this option, too. Without the option, a port would seem taken for a minute after its server has
+        # ended.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -232,8 +232,8 @@ def _line(message: str) -> str:
 
 
 class _Cut:
-    """Limits what it draws to the height of the terminal, because the screen cannot be scrolled. The last line gives
-    the number of hidden lines."""
+    """Draws `inner`, cut to the height of the terminal, because the screen cannot be scrolled. The last line gives the
+    number of hidden lines."""
 
     def __init__(self, inner: RenderableType) -> None:
         self._inner = inner

@@ -1187,7 +1187,7 @@ def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
 
 
 def _unpacked(body: bytes, reply: Response) -> bytes:
-    """Return the body of a reply. If a proxy has compressed it with gzip, it is decompressed. Raises ServiceUnusable
+    """Return the body of a reply. A body that a proxy has compressed with gzip is decompressed. Raises ServiceUnusable
     for any other compression."""
     coding = (reply.header(b"content-encoding") or b"identity").decode("latin-1").strip().lower()
     if coding == "identity":

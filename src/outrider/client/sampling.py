@@ -14,8 +14,8 @@ counted in `Counts`.
 
 `max_age` limits the age of tokens without dropping groups. The sampler submits only as many groups as the trainer can
 train on before these groups are too old. It delivers the oldest groups first. A batch waits for slow groups that would
-be too old for the next batch. If old groups were dropped instead, the data would have too many fast groups, because the
-prompt of a dropped group is sampled again.
+be too old for the next batch. If old groups were dropped instead, their prompts would be sampled again. Slow groups
+would be dropped more often than fast groups, so the data would have too many fast groups.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Choice = bool | Literal["again"]
 again."""
 
 SAME = 1e-9
-"""Two rewards count as equal if they differ by at most this."""
+"""Two rewards count as equal if their difference is at most this number."""
 FAILED_IN_A_ROW = 16
 """The sampler fails if the first groups of this many prompts fail in a row, with no graded group in between. The cause
 then probably affects all prompts."""
@@ -252,8 +252,9 @@ class DynamicSampler:
         by their idempotency keys. So groups that have finished meanwhile are used, and no group is delivered twice.
 
     With `surplus` "cancel", the prompt of a stopped group is submitted again before any new prompt. The prompt's new
-    group is not stopped when a batch is full, so slow tasks are not left out. But because a slow group is stopped and
-    sampled again, slow outcomes are rarer in the batches than among the rollouts. This biases the rewards.
+    group is not stopped when a batch is full, so slow tasks are not left out. But slow groups are stopped more often
+    than fast groups, and their prompts are then sampled again. So slow outcomes are rarer in the batches than among all
+    rollouts. This biases the rewards.
     """
 
     def __init__(
@@ -538,8 +539,8 @@ class DynamicSampler:
             return False
         running = [*self._running.values(), *([self._submitting] if self._submitting else [])]
         # After this batch, `left` more groups are delivered until the version has risen by `steps`. All groups with a
-        # version below `oldest` must be among them. If the trainer takes batches without raising the version, `left`
-        # falls to 0, and a batch waits for all running groups.
+        # version below `oldest` must be among these `left` groups. If the trainer takes batches without raising the
+        # version, `left` falls to 0, and a batch waits for all running groups.
         for steps in range(1, self._max_age + 2):
             oldest = self._version + steps - self._max_age
             left = max(0, steps * self._groups_per_version - self._delivered - self._target)

@@ -74,8 +74,8 @@ def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iter
 
 
 def lock_file(place: Path) -> Path:
-    """Return the path of the lock file of `place`. Lock files are never removed. If they were, a process that has
-    opened a lock file could lock it after its removal, while another process locks a new file at the same path."""
+    """Return the path of the lock file of `place`. Lock files are never removed. Otherwise, one process could open a
+    lock file and lock it only after its removal, while another process locks a new file at the same path."""
     return place.parent / ".locks" / place.name
 
 

@@ -50,7 +50,8 @@ class Failures:
         """The names of failing work for which no failure has been logged since the last success."""
 
     def failing(self) -> tuple[FailingChore, ...]:
-        """Return the work that has failed and not succeeded since, in the order in which the failures began."""
+        """Return the work that has failed and has not succeeded since the failure, in the order in which the failures
+        began."""
         return tuple(self._failing.values())
 
     def note(self, name: str, error: BaseException) -> None:

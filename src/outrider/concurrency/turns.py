@@ -33,7 +33,7 @@ class Turns:
             try:
                 await turn
             except asyncio.CancelledError:
-                # if the slot was given to this request just before the cancellation, it is passed on
+                # if this request got a slot just before the cancellation, the slot is passed on
                 if turn.done() and not turn.cancelled():
                     self._pass_on()
                 raise

@@ -53,8 +53,8 @@ from outrider.media import check_attachments
 from outrider.messages import Message, Role
 
 EXACT_INTEGER = 2**53
-"""Floats represent integers exactly up to this number. Whole floats up to it are treated as integers, because a client
-may send 3.0 back as 3."""
+"""Floats represent integers exactly up to this number. Whole floats up to this number are treated as integers, because
+a client may send 3.0 back as 3."""
 
 KEPT_READERS = 64
 """Maximum number of `_HistoryReader`s stored for a session. They belong to the latest requests of the agent and its

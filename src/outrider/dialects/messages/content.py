@@ -46,8 +46,8 @@ from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_ur
 TOOL_ERROR = "[tool error]"
 """The line that the model sees at the end of a tool result with `is_error`."""
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of a billing line that Claude Code puts before its system prompt. The line is removed: it differs
-between agents, so with it no two agents would have equal system prompts."""
+"""The beginning of a billing line that Claude Code puts before its system prompt. The line is removed, because it
+differs between agents: with this line, no two agents would have equal system prompts."""
 
 _ROLES = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})

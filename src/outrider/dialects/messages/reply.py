@@ -4,7 +4,7 @@ models.
 Invariants:
 
 - A streamed reply and a whole reply carry the same message.
-- If a client sends a reply back, it is parsed to the original reply, whatever the model wrote as tool arguments.
+- A reply that a client sends back is parsed to the original reply, whatever the model wrote as tool arguments.
 - A stream has at most one open block, and the indexes of its blocks increase.
 
 Source: Anthropic API reference, "Create a Message", "Streaming Messages", "List Models" and "Errors".

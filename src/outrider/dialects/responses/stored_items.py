@@ -23,8 +23,8 @@ _STRING = msgspec.json.Decoder(str)
 _ITEM = msgspec.json.Decoder(Item)
 
 MAX_STORED = 64 << 20
-"""Maximum number of bytes stored for a session. Above it, everything stored so far is dropped. Only a session with an
-unusually large number of new items reaches this limit."""
+"""Maximum number of bytes stored for a session. Above this limit, everything stored so far is dropped. Only a session
+with an unusually large number of new items reaches this limit."""
 
 ENTRY_BYTES = 256
 """Approximate memory of one dictionary entry, in bytes, without the item's JSON."""

@@ -32,8 +32,8 @@ def read_options(kind: type[T], values: dict[str, Any]) -> T:
 
 
 def server_url(options: EngineOptions) -> str:
-    """Return the server's base URL without a trailing slash or `/v1`. Raises InvalidField if it is missing or is not a
-    valid http or https URL."""
+    """Return the server's base URL without a trailing slash or `/v1`. Raises InvalidField if the URL is missing or is
+    not a valid http or https URL."""
     url = (options.url or "").rstrip("/")
     try:
         parts = urlsplit(url)

@@ -55,7 +55,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def decode(decoder: msgspec.json.Decoder[T], payload: bytes, engine: str) -> T:
-    """Decode an event or a response. Raises EngineMisbehaved if it does not match the engine's protocol."""
+    """Decode an event or a response. Raises EngineMisbehaved if the data does not match the engine's protocol."""
     try:
         return decoder.decode(payload)
     except UNREADABLE as error:

@@ -169,9 +169,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     label_route = "/model_info"
     session_header = "X-SMG-Routing-Key"  # a header, because routers drop the field `routing_key` of the body
     pause_modes: ClassVar[dict[PauseMode, str]] = {"finish": "abort", "abort": "abort", "keep": "retract"}
-    """The server's name for each pause mode. "finish" can use `abort`, because this adapter's generations have ended by
-    then. "keep" does not use SGLang's `in_place`: the server would then exit if its cache were flushed during any
-    generation, even that of a health check."""
+    """The server's name for each pause mode. For "finish", `abort` cuts off nothing, because this adapter pauses the
+    server only after its generations have ended. For "keep", SGLang's `in_place` is not used: with `in_place`, the
+    server would exit if its cache were flushed during any generation, even that of a health check."""
     gated = frozenset({"finish", "abort"})
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:

@@ -186,8 +186,9 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
 
     async def _check_pixel_form(self) -> None:
         """Check that the servers take pixels in the form of `RequestImage.item`: let each server prepare a small image,
-        and compare the form of its pixels. A server that takes another form would read the pixels as a different image,
-        without an error. Raises EngineRejected if a server takes another form, or does not show which form it takes."""
+        and compare the form of the prepared pixels. A server that takes another form would read the pixels as a
+        different image, without an error. Raises EngineRejected if a server takes another form, or does not show which
+        form it takes."""
         part = {"type": "image_url", "image_url": {"url": PROBE_IMAGE}}
         body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
         if self._model is not None:
