@@ -17,10 +17,10 @@ from outrider.concurrency.events import wait_for_event
 from outrider.spec import PolicyPause
 
 ANSWER_SECONDS = 30.0
-"""In a pause, a follower (another process with engines of this policy) has this number of seconds to report that its
-gate is closed."""
+"""A follower is another process with engines of this policy. In a pause, each follower has this number of seconds to
+report that its gate is closed."""
 SETTLE_SECONDS = 1800.0
-"""In a pause, a follower's generations that are not cut off have this number of seconds to end. The value is the
+"""If a pause lets generations of a follower run to their end, they have this number of seconds. The value is the
 default time limit of an agent."""
 
 
@@ -218,7 +218,7 @@ class PolicyGate:
 
     def _flying(self, which: Literal["in_flight", "whole"]) -> bool:
         """Return True while a pause must wait: for generations in flight, here or in a follower, or for a follower that
-        has not reported the gate's latest closing. `which` is the count of generations to look at."""
+        has not reported the gate's latest closing. `which` names the count of generations that must be 0."""
         return bool(getattr(self, which)) or any(
             follower.unsettled(self.mode_changes, which) for follower in self._followers.values()
         )

@@ -1,7 +1,7 @@
 """Turns a generate function into an `Engine`, with pausing, aborting and policy versions.
 
-Invariant: a token has the policy version that its chunk names. Without such a version, it has the version that was set
-when the chunk arrived.
+Invariant: a token has the policy version that its chunk names. If the chunk names no version, the token has the version
+that was set when the chunk arrived.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class FunctionEngine:
     The policy version of a token comes from the first of these sources that exists:
 
     1. `versions` of the last chunk, which cover the whole output.
-    2. `versions` of the token's chunk. Positions in these spans count from the start of the whole output. A chunk needs
-       these spans if it may wait in a queue while the version changes.
+    2. `versions` of the token's chunk. Positions in these spans count from the start of the whole output. A chunk that
+       may wait in a queue needs these spans: if the version changed during the wait, rule 3 would give the tokens a
+       wrong version.
     3. The version that was set (`set_version`, or the attribute `version`) when the chunk arrived.
 
     `tokenize`: without it, `token_check` returns None.
@@ -128,7 +129,8 @@ class FunctionEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause generations. With "finish" and "abort", no generate function is running any more when this method
-        returns. With "keep", each generation finishes its current step, and yields the chunk after `resume`."""
+        returns. With "keep", each generation finishes its current step, but yields the chunk of this step only after
+        `resume`."""
         self._gate.close()
         if mode == "finish":
             await self._gate.drained()

@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama family (Llama, Qwen2), in plain torch.
 
 The caller of `hidden` chooses the attention: over a cache to serve the model, over the whole sequence to train it.
-Invariant: parameters are float32. The weights for query, key and value form one matrix, and the weights for gate and up
-another.
+Invariant: parameters are float32. The weights for query, key and value form one matrix. The weights for gate and up
+form another one.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class CausalAttention:
 
 class CachedAttention:
     """Attention of new tokens to cached tokens and to themselves. `mask`, of shape (rows, columns), is 0 for padding.
-    The attribute `cache` starts as a copy of the argument, and each call adds the keys and values of its tokens."""
+    The attribute `cache` starts as a copy of the argument `cache`, and each call adds the keys and values of its
+    tokens."""
 
     def __init__(self, shape: ModelShape, mask: Tensor, tokens: int, cache: list[tuple[Tensor, Tensor]]) -> None:
         self.cache = list(cache)

@@ -58,7 +58,7 @@ class SamplingState:
             logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
         if self._output.total() < params.min_tokens:
             stops = {token for token in params.stop_token_ids if token < len(logits)}
-            if len(stops) < len(logits):  # if every token is a stop token, one must be sampled
+            if len(stops) < len(logits):  # otherwise no token would be left to sample
                 logits[list(stops)] = -torch.inf
 
     def uniform(self) -> float:
@@ -89,8 +89,8 @@ def check_sampling(params: SamplingParams) -> None:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """Sample one token for each row of `logits`, float32 of shape (sequences, vocab). With temperature 0, this is the
-    likeliest token.
+    """Sample one token for each row of `logits`, float32 of shape (sequences, vocab). With temperature 0, the likeliest
+    token is chosen.
 
     The method is inverse transform sampling in float64. A row with a temperature above 0 consumes one random number of
     its state.

@@ -17,8 +17,8 @@ from outrider.trajectory import FinishReason, Ids, VersionSpan
 
 
 class SequenceStop(msgspec.Struct, frozen=True):
-    """Why a sequence has ended. `match` is the stop token id or stop string that ended it, or None if it has reached
-    the maximum number of tokens."""
+    """Why a sequence has ended. `match` is the stop token id or the stop string at which the sequence ended. It is None
+    if the sequence has reached the maximum number of tokens."""
 
     reason: FinishReason
     match: int | str | None = None

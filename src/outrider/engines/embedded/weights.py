@@ -1,7 +1,8 @@
 """Reads, updates and exports the weights of the model. Some tensors that Hugging Face publishes separately are one
 fused parameter in model.py.
 
-Invariant: an update checks every tensor before it changes a parameter, so it is applied completely or not at all.
+Invariant: an update checks every tensor before it changes a parameter, so the update is applied completely or not at
+all.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Runs one model call on the engines of a pool: chooses an engine, sends the request, checks each chunk, and tries
 again after failures.
 
-If the session's engine fails or misbehaves before the first chunk, another engine takes over. A pause of the policy, or
-a silent engine, may cut a generation off. If possible, the generation then continues as a new request
-(`ContinuedGeneration`). Invariant: a generation that cannot continue is tried again only if its consumer has received
-no token.
+If the session's engine fails or misbehaves before the first chunk, another engine takes over. A generation may be cut
+off by a pause of the policy, or because its engine is silent. If possible, the generation then continues as a new
+request (`ContinuedGeneration`). Invariant: a generation that cannot continue is tried again only if its consumer has
+received no token.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 FAILOVERS = 3
-"""Maximum number of retries of a call: after more failures, the request itself may be the cause. For failures of
-unavailable engines, the maximum is the number of engines in the pool, if this number is larger."""
+"""Maximum number of retries of a call: after more failures, the request itself may be the cause. A call that fails
+because engines are unavailable may be retried as often as there are engines in the pool, if this number is larger."""
 
 
 class EngineCalls:
@@ -140,7 +140,7 @@ class PoolReply(Generic[T]):
         self._overdue = overdue
         tokens = request if isinstance(request, GenerateRequest) else None
         self._cuttable = tokens if tokens is not None and tokens.sampling.continuable else None
-        """The request if its reply can be continued after it was cut off, otherwise None."""
+        """The request, if its reply can be continued after a cut. Otherwise None."""
         self._continued: ContinuedGeneration | None = None
         """The reply over all its requests, or None if it was never cut off."""
         self._avoid: str | None = None
@@ -269,12 +269,12 @@ class PoolReply(Generic[T]):
     def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
         """Handle the last chunk of an engine's reply. Returns True if the engine has cut the reply off and the reply
         continues as a new request."""
-        # `ours` is True if a pause of this pool has cut generations off since this generation began. The chunk's
-        # version may then be old.
+        # `ours` is True if a pause of this pool has cut generations off since this generation began. In this case, the
+        # engine may already have a newer version than the chunk's.
         ours = attempt.cuts != self._calls.gate.cuts
         if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
-            # A generation that was aborted by something other than this pool starts again, but only if it has no token
-            # yet.
+            # If something other than this pool has aborted the generation, it starts again only if it has no token yet,
+            # and at most FAILOVERS times in a call.
             again = self._cuttable is not None if ours else not attempt.generated and self._dropped < FAILOVERS
             if again:
                 self._dropped += not ours
@@ -304,7 +304,7 @@ class PoolReply(Generic[T]):
         else:
             calls.health.mark_failed(member, error)
         self._failed += 1
-        # a chunk from this engine restarts the patience
+        # if this engine has sent a chunk, the `patience` seconds start again
         if attempt.begun or self._give_up_at is None:
             self._give_up_at = now + calls.patience
         ended_it = gate.mode is not None or attempt.cuts != gate.cuts

@@ -134,9 +134,10 @@ class ContinuedGeneration:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """Return the part of the reported prompt that belongs to the original prompt. The part after it should be the
-        ids of the reply so far. For each wrong, missing or surplus id in this second part, an id 0 is appended to the
-        result. The result is then longer than the original prompt, so that a deviation (drift) is recorded."""
+        """Return the part of `reported` that belongs to the original prompt. `reported` is the newest request's prompt,
+        as the engine has reported it. The part after the original prompt should be the ids of the reply so far. For
+        each wrong, missing or surplus id in this second part, an id 0 is appended to the result. The result then
+        differs from the original prompt, so that a deviation (drift) is recorded."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
@@ -192,7 +193,7 @@ class StopWatch:
         self._seen += self._text.push((token_id,))
         for stop in self._stops:
             # A match must end in the text of the new token. So the search starts at the first position where such a
-            # match can begin. The engine or an earlier call has searched the text before.
+            # match can begin. The text before this position was already searched, by the engine or by an earlier call.
             if 0 <= self._seen.find(stop, max(0, searched - len(stop) + 1)) <= self._before:
                 return stop
         return None

@@ -198,7 +198,8 @@ class PoolFollower:
         self._followed[engine.name] = engine
         if engine.spec is None:
             cast(Forwarded, self.pool.engine(engine.name)).apply_state(engine)
-        # Take over the leader's versions only if they have changed. Otherwise this process may have newer versions.
+        # Take over the leader's versions only if they have changed. If they have not changed, this process may have
+        # newer ones.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):

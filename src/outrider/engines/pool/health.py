@@ -39,7 +39,7 @@ EngineCheck = Callable[[AnyEngine], Awaitable[None]]
 log = logging.getLogger("outrider.engine")
 
 GOOD_REPLIES = 3
-"""A suspect engine must pass this number of trials in a row. Then it is no longer suspect."""
+"""A suspect engine is trusted again after it has passed this number of trials in a row."""
 HEALTH_SECONDS = 60.0
 """Maximum seconds for an engine's health report. The pool's `check` of the engine is not included."""
 TRIAL_SECONDS = 60.0
@@ -177,9 +177,9 @@ class HealthChecks:
     async def prove(
         self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
-        """Check that an engine generates a token within `seconds`, and return its health. The workers that connect to
-        the service may have a slow model. Unless `by_token` is set, an engine with such workers only has to pass `vet`.
-        A pause of the policy does not wait for this check: the pause ends the check, and the check then returns None.
+        """Check that an engine generates a token within `seconds`, and return its health. Unless `by_token` is set, an
+        engine whose workers connect to the service only has to pass `vet`, because its workers may have a slow model. A
+        pause of the policy does not wait for this check: the pause ends the check, and the check then returns None.
         Raises EngineError if the engine fails the check."""
         gate = self.policy.gate
         mode_changes, engine = gate.mode_changes, member.engine

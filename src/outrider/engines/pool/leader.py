@@ -34,8 +34,8 @@ def pool_state(pool: EnginePool) -> PoolState:
 def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) -> None:
     """Record a follower's current use of the engines, by engine name. If `uses` is empty, the follower is gone.
 
-    If a follower reports a newer policy version, the engine is checked. The version itself is not adopted: versions do
-    not decrease, so a wrong one could not be corrected.
+    If a follower reports a newer version of an engine, the engine is checked. The reported version is not adopted
+    without this check: versions do not decrease, so a wrong report could not be corrected.
     """
     for name, member in pool.members.items():
         use = uses.get(name)

@@ -126,7 +126,7 @@ COUNTS = ("in_flight", "sessions", "assigned_tokens", *LASTING)
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """An engine of the leading pool, as sent to followers. `spec` is its EngineSpec as JSON if followers connect to the
-    engine directly, or None if only the leader's process has it. `versions` is the value of
+    engine directly, or None if only the leader's process has the engine. `versions` is the value of
     `RemembersVersions.versions` in the leader, or None if the engine has no such attribute."""
 
     name: str
@@ -201,7 +201,7 @@ class EngineRecord:
     behind: bool = False
     """True if the engine responds but serves no session, because its weights are older than the policy."""
     looked_for: int = 0
-    """The highest version that made the leader check the engine, because a follower had reported this version."""
+    """The highest version that a follower has reported for the engine and that has led to a check of the engine."""
     failed_probes: int = 0
     silent: AnyRequest | None = None
     """If the engine has fallen silent, the request for one token that it must answer before it serves again. Otherwise
@@ -313,7 +313,7 @@ class _Assignment:
 
 class Placement:
     """The assignment of a pool's sessions to engines. Engines that take token ids and engines that take messages are in
-    separate heaps, because neither can serve requests for the other.
+    separate heaps, because an engine of one kind cannot serve requests for the other kind.
 
     `near` are `fnmatch` patterns for the names of engines near the machine of this process. A session gets the least
     loaded near engine, unless that engine is overloaded."""

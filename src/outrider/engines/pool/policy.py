@@ -117,14 +117,15 @@ class Policy:
         return PolicyStatus(version=self.version, paused=self.gate.mode, engines=tuple(engines))
 
     def version_of(self, engine: AnyEngine, health: EngineHealth) -> int:
-        """Return the version of an engine from its latest health report. If the version of an engine cannot be set, it
-        is assumed to be at least the policy's version."""
+        """Return the version of an engine from its latest health report. An engine whose version cannot be set is
+        assumed to have at least the policy's version."""
         known = 0 if self._known is None else self._known.version
         return health.version if isinstance(engine, SetsVersion) else max(health.version, known)
 
     def outdated(self, engine: AnyEngine, health: EngineHealth) -> EngineUnavailable | None:
-        """Return an error if the health report shows that the engine's weights are older than the policy, or have a
-        version that was undone by going back to a lower one. Returns None if the engine may serve."""
+        """Return an error if the health report shows that the engine's weights are outdated, otherwise None. Weights
+        are outdated if their version is lower than the policy's, or if the version was undone when the policy went back
+        to a lower version."""
         if self._known is None or not isinstance(engine, SetsVersion):
             return None
         if health.version == self._known.version:
@@ -317,7 +318,8 @@ class Policy:
         that have just loaded new weights, or None if there were no weights to load. If `loaded` is given, any other
         engine has joined the pool since the loading, and is marked as failed, too."""
         if known is not None and known.version < self.version:
-            # An engine that has failed may still have another of the versions that are undone here.
+            # Not only the policy's version is undone: an engine that has failed may still have another version above
+            # the new one.
             versions = (self.version, *(member.version for member in self._members.values()))
             self._undone |= {version for version in versions if version > known.version}
         self._known = known or self._known

@@ -103,8 +103,8 @@ class SilenceWatch:
         silent = now - since
         if silent < self.limits.least:
             return
-        # Until a later call has received a chunk, this call may just be waiting in a queue behind earlier calls. So do
-        # not cut it off as lost before that: a repeated call would have to queue again.
+        # This call may just be waiting in a queue behind earlier calls, as long as no later call has received a chunk.
+        # So the call is not cut off as lost in this case: a repeated call would have to queue again.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
         if member.last_chunk_at <= since or (lost and not overtaken and not member.awaits_workers):
@@ -161,8 +161,8 @@ class SilenceWatch:
         return max(seconds, reading, due)
 
     async def _request_token(self, token_probe: TokenProbe, member: EngineRecord, request: AnyRequest) -> None:
-        """Request one token from an engine that had sent nothing when a client gave up its call. Record in
-        `token_probe` how long the token takes, or the error."""
+        """Request one token from an engine. A client has given up a wait for this engine, and the engine has sent no
+        chunk since the wait began. Record in `token_probe` how long the token takes, or the error."""
         try:
             while await self._health.prove(member, request, self._check_seconds(member), by_token=True) is None:
                 await self._gate.opened()
@@ -176,8 +176,8 @@ class SilenceWatch:
 
 
 class TokenProbe:
-    """A request for one token, sent at `requested_at` to an engine that had sent nothing when a client gave up its
-    call.
+    """A request for one token, sent to an engine at `requested_at`. A client has given up a wait for this engine, and
+    the engine had sent no chunk since the wait began.
 
     `answered`: seconds until the token arrived.
     `sign`: seconds until another call received a chunk, if this happened first.
@@ -259,9 +259,9 @@ async def _raise_if_engine_to_blame(
 
 def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
     """Return True if the engine is to blame for a call that a client gave up after `silent` seconds. `usual` is the
-    number of seconds that the engine usually takes. If it is None, the engine is blamed after only a few seconds: in
-    doubt, the agent is not to blame. `before` is the total length of the calls that the session gave up directly before
-    this one."""
+    number of seconds that the engine usually takes. If `usual` is None, the engine is blamed after only a few seconds:
+    in doubt, the agent is not to blame. `before` is the total length of the calls that the session gave up directly
+    before this one."""
     if usual is None:
         return silent + before > LIMITS.least
     return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual

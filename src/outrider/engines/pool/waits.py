@@ -46,11 +46,11 @@ MUCH_SLOWER = 8.0
 make an engine a few times slower within a minute."""
 PREFILL_TOKENS_PER_SECOND = 2000
 """Number of prompt tokens that any GPU computes in a second. The time for the whole prompt at this rate is added to the
-seconds after which a wait is overdue. The usual seconds do not cover it, because they were measured on prompts that
-were mostly cached."""
+seconds after which a wait is overdue. The usual seconds do not include this time, because they were measured on prompts
+that were mostly cached."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
-"""Number of prompt tokens that a slow engine computes in a second, for example without a GPU. Time limits allow for
-this rate, so that such an engine is not considered as failed."""
+"""Number of prompt tokens that a slow engine, for example one without a GPU, computes in a second. Time limits allow
+for this rate, so that such an engine is not taken for a failed one."""
 FIXED_COST_TOKENS = 1024
 """A prompt of fewer tokens counts as a prompt of this number of tokens, because most of the time to the first chunk is
 then a fixed cost."""
@@ -65,8 +65,8 @@ class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits for silent engines and lost calls, in seconds.
 
     - `least`: an overdue wait has at least this length.
-    - `unknown`: additional time before the pool checks an engine of unknown pace because of a call without a token.
-      Such an engine may have to compile or load a model first.
+    - `unknown`: if the engine's pace is unknown, a call without a token has this additional time before the pool checks
+      the engine. The engine may have to compile or load a model first.
     - `unknown_token`: like `unknown`, for each token that the call has received already.
     - `check`: a silent engine must send one token in this time to pass a check.
     - `first_check`: the same for an engine that has sent nothing yet.
@@ -137,8 +137,8 @@ class _Call(NamedTuple):
 
 
 class Pace:
-    """The pace of an engine, measured over the calls of recent minutes. `known` is a pace to start with, measured
-    earlier or by another process, or None."""
+    """The pace of an engine, measured over the calls of recent minutes. `known` is None or a pace to start with, which
+    was measured earlier or by another process."""
 
     def __init__(self, known: PaceSummary | None = None) -> None:
         self.summary: PaceSummary | None = None
@@ -286,7 +286,8 @@ class SessionWait:
     `what`: names the resource for which the session waits.
     `allowance`: the allowed seconds for all stretches together. It may grow during the wait.
     `since`: when the current stretch began (`loop_time`), or None between two stretches.
-    `queued`: True if the resource serves requests in order, so that this wait is behind earlier waits for it.
+    `queued`: True if the resource serves requests in order, so that this wait is behind earlier waits for the same
+        resource.
     """
 
     __slots__ = ("allowance", "behind", "last", "overdue", "queued", "since", "waited", "what")
@@ -392,8 +393,8 @@ class Overdue:
             del self._open[wait]
 
     def _note_delivery(self, wait: SessionWait) -> None:
-        """Record the time of the last delivery to `wait` as `behind` in the later waits for the same resource. `wait`
-        is over."""
+        """Record the time of the last delivery to `wait`, which is over. The time is recorded as `behind` in the later
+        waits for the same resource."""
         later = False
         for other in self._open:
             if later and other.queued and other.what == wait.what:

@@ -56,7 +56,7 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     - `resume_seconds`: a worker that loses its connection has this time to reconnect. Its generations wait meanwhile.
     - `window`: maximum number of unacknowledged chunks of a generation.
     - `total_window`: maximum number of unacknowledged chunks of a worker. A generation without unacknowledged chunks
-      may always send one, so that slow readers do not stop the generations of others.
+      may always send one, so that a slow reader of one generation does not stop the other generations.
     """
 
     heartbeat_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
@@ -143,7 +143,7 @@ class AttachedWorker:
         return len(self._generations)
 
     def connect(self, link: Link[ToService], hello: WorkerHello) -> None:
-        """Continue over a new connection. Send the number of the last message received of each generation, and send
+        """Continue over a new connection. For each generation, send the number of the last message received. Also send
         again the requests and calls that may have been lost."""
         if self._link is not None:
             self._link.close(Close.REPLACED, "this worker has connected again")

@@ -32,8 +32,8 @@ log = logging.getLogger("outrider.relay")
 
 HELLO_SECONDS = 10.0
 STAY = 4
-"""A session stays on its own worker while this worker has at most this many generations in flight more than the least
-loaded worker. The own worker may have cached the session's prefix."""
+"""If a session's own worker has more generations in flight than the least loaded worker, the session stays while the
+difference is at most this number. The reason is that its own worker may have cached the session's prefix."""
 FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
 """After these close codes, the worker is not expected to return. After any other end of a connection, the worker has
 `resume_seconds` to reconnect."""
@@ -86,9 +86,9 @@ class RelayEngine:
 
     @property
     def constraints(self) -> frozenset[ConstraintKind]:
-        """The kinds that at least one worker supports: a request goes only to workers that support its constraint.
-        While no worker is attached, these are the kinds of the last attached worker. A request with a constraint then
-        fails because no worker is attached, and is not refused as an invalid request."""
+        """The kinds of constraints that at least one worker supports: a request goes only to workers that support its
+        constraint. While no worker is attached, these are the kinds of the last attached worker. A request with a
+        constraint then fails because no worker is attached, and is not refused as an invalid request."""
         return self._constraints
 
     @property
@@ -193,8 +193,8 @@ class RelayEngine:
                 self._drop(worker, reason)
 
     async def token_check(self, text: str) -> list[int] | None:
-        """Tokenise the text on any worker that can. Any will do, because each worker's tokenizer was checked when the
-        worker was admitted."""
+        """Tokenise the text on one of the workers that can tokenise. The choice does not matter, because each worker's
+        tokenizer was checked when the worker was admitted."""
         for worker in self._workers.values():
             if worker.connected and worker.hello.tokenizes:
                 return await worker.token_check(text)
@@ -248,7 +248,7 @@ class RelayEngine:
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # the worker may get work now, if its version was too old before
+            if isinstance(message, Version):  # this ends a time without work if the worker's version was too old
                 news()
 
         worker.connect(link, hello)
@@ -275,7 +275,7 @@ class RelayEngine:
             await self._bring_up(worker)
         except OutriderError as error:
             log.warning("relay %s refused worker %s: %s", self.name, worker.name, error.message)
-            # A worker that was too slow, or could not carry out an order, may connect again.
+            # A worker that was too slow, or that failed to carry out an order, may connect again.
             comes_back = fits or isinstance(error, EngineUnavailable)
             worker.cut_off(Close.SILENT if comes_back else Close.CONFLICT, error.message)
             worker.give_up(error.message)
@@ -369,7 +369,8 @@ class RelayEngine:
             for worker in self._workers.values()
             if worker not in tried
             and worker.version >= self._version
-            # A worker without this kind of constraint may have attached after the request was accepted.
+            # Checked again here, because a worker that does not support the constraint may have attached after the
+            # request was accepted.
             and (constraint is None or constraint.kind in worker.hello.constraints)
         ]
         if not workers:
