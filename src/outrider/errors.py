@@ -171,8 +171,9 @@ class OutriderError(Exception):
 
 
 def renamed_field(old: str, new: str) -> AbstractContextManager[None]:
-    """Within the block, an error about the field `old` or a field below it names `new` instead of `old`. So one check
-    can serve several fields: the check of `task.runtime` can also check an evaluator's sandbox."""
+    """Replace the field name `old` by `new` in an error that is raised in the block, also if the error is about a field
+    below `old`. So one check can serve several fields: the check of `task.runtime` can also check an evaluator's
+    sandbox."""
     return renamed_fields(((old, new),))
 
 

@@ -62,8 +62,8 @@ def complaints(error: ValidationError) -> list[ErrorDetails]:
 
 
 def fault_text(fault: ErrorDetails, kind: type[BaseModel] | None = None) -> str:
-    """Return the text of a pydantic error in plain words. `kind` is the pydantic model that refused the values. With
-    it, the text about an unknown field suggests the field that was probably meant."""
+    """Return the text of a pydantic error in plain words. `kind` is the pydantic model that refused the values. If
+    `kind` is given, the text about an unknown field suggests the field that was probably meant."""
     if (words := WORDS.get(fault["type"])) is None:
         return fault["msg"].removeprefix("Value error, ")
     text = words(fault.get("ctx", {}))

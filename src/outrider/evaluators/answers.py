@@ -69,8 +69,9 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 
 def marked_answer(reply: str) -> str | None:
     r"""Return the answer that is marked in a reply, or None. A mark is `<answer>…</answer>` or, in a reply without such
-    tags, a LaTeX box (`\boxed{…}` or `\fbox{…}`). The last mark counts. If only a comma, `and`, `or` or the name of a
-    variable separates it from the marks before, they all count, and their contents are joined by commas."""
+    tags, a LaTeX box (`\boxed{…}` or `\fbox{…}`). The last mark counts. Marks before it also count if only a comma,
+    `and`, `or` or the name of a variable is between one mark and the next. The contents of all marks that count are
+    joined by commas."""
     tags = _joined(reply, _tags(reply))
     return tags if tags is not None else _joined(reply, _boxes(reply))
 

@@ -62,8 +62,8 @@ class Endpoints:
         return grader
 
     def check_signing_key(self, grader: GraderConfig, *, field: str) -> None:
-        """Raise InvalidField if the grader's signing key is too short or invalid. If `called_here` is True, also raise
-        it if the key is missing."""
+        """Raise InvalidField if the grader's signing key is too short or invalid. Also raise InvalidField if
+        `called_here` is True and the key is missing."""
         secret = self._key(grader.secret_variable, grader, field)
         if secret is None:
             return
@@ -79,9 +79,8 @@ class Endpoints:
             ) from None
 
     def _key(self, name: str | None, grader: GraderConfig, field: str) -> str | None:
-        """Return the value of the environment variable `name`. If the variable is not set, returns None, because only
-        the process that calls the grader needs the value. In such a process (`called_here`), raises InvalidField
-        instead."""
+        """Return the value of the environment variable `name`. If the variable is not set, raises InvalidField if
+        `called_here` is True. Otherwise returns None, because only a process that calls the grader needs the value."""
         try:
             return variable(name, grader.name)
         except EvaluatorError as error:

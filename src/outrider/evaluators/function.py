@@ -29,8 +29,8 @@ class CallableEvaluator:
     it runs in a thread.
 
     The function returns a finite number, a mapping with `reward` and other fields of a Verdict, or a Verdict. An
-    OutriderError from it is raised unchanged. Any other exception becomes an EvaluatorError with the end of the
-    traceback.
+    OutriderError from the function is raised unchanged. Any other exception becomes an EvaluatorError with the end of
+    the traceback.
     """
 
     def __init__(self, spec: EvaluatorSpec) -> None:

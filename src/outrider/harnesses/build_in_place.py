@@ -1,8 +1,8 @@
 """Builds a folder at its final path, once for all processes that request it.
 
 The files of a virtual environment contain the path of their folder. So the folder cannot be built elsewhere and then
-renamed, in the way of concurrency/build_once.py. Instead, a marker file is written last. Invariant: a folder with its
-marker is complete, even after a power loss; at most one process at a time builds a folder.
+renamed, as concurrency/build_once.py does. Instead, a marker file is written last. Invariant: a folder with its marker
+is complete, even after a power loss; at most one process at a time builds a folder.
 """
 
 from __future__ import annotations

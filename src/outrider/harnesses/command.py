@@ -98,7 +98,7 @@ class CommandHarness:
             venv = await asyncio.to_thread(read_venv, self._venv)
             seconds = min(COMPILE_SECONDS, context.task.limits.session_seconds / 2)
             await compile_modules(venv, seconds=seconds)
-            # As after `activate`, the environment's programs precede the PATH of the task or of the sandbox.
+            # The environment's programs come before the PATH of the task or of the sandbox, as after `activate`.
             inherited = await search_path(context.runtime, self._env, seconds=LOOKUP_SECONDS)
             self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
         files = self._preset.files_with(self._servers)
@@ -175,8 +175,8 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # This is only an upper bound: the session's own time limit ends the program earlier. If the service is
-            # suspended, this time counts for the bound here, but not for the session's limit.
+            # This is only an upper bound: the session's own time limit ends the program earlier. Time in which the
+            # service is suspended counts for the bound here, but not for the session's limit.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail()

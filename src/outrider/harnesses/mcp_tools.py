@@ -89,8 +89,8 @@ async def _served(runtime: Runtime, server: McpServer, folder: str) -> AsyncIter
             group.start_soon(_receive, shell, to_session)
             group.start_soon(_send, runtime, f"{folder}/in", from_session)
             async with ClientSession(received, sent) as session:
-                # Catch an exception of the block here, and raise it again outside of the task groups, because they
-                # would wrap it in an ExceptionGroup.
+                # Catch an exception of the block here, and raise it again outside of the task groups, because the task
+                # groups would wrap the exception in an ExceptionGroup.
                 try:
                     yield await _started(session, runtime, server, folder)
                 except Exception as error:

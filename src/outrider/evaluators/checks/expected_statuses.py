@@ -56,8 +56,8 @@ def compare(
 
     expected: the status that each test must have, by name.
     reported: lines from Outrider's pytest plugin, each with a status and a test, or None if the tests do not run in
-        pytest. Unless `reported` is None, a test has its expected status only if both the log and one of these lines
-        show this status.
+        pytest. If `reported` is given, a test has its expected status only if both the log and one of these lines show
+        it.
     added: endings of the names of Outrider's own tests. Tests with such an ending are ignored."""
     wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
     found = {name: status for name, status in statuses_of(log).items() if not name.endswith(added)}

@@ -87,7 +87,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         for number, (gold, value) in enumerate(golds):
             if isinstance(value, Words) and not _is_text(value.text):
                 return {"unusable": number, "why": "does not parse"}
-            # Also compare the gold answer with another answer. If this takes too long, the time limit ends the check.
+            # Also compare the gold answer with another answer. If this takes too long, the time limit ends the check,
+            # and the task is refused.
             _equal(gold, value, "1", tolerance)
             if not _equal(gold, value, gold, tolerance):
                 return {"unusable": number, "why": "does not equal itself"}

@@ -116,7 +116,7 @@ class Lines:
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The zygote's report when a check has ended: its status from `os.wait4`, and its processor time."""
+    """The zygote's report about a check that has ended: the check's status from `os.wait4`, and its processor time."""
 
     status: int
     seconds: float

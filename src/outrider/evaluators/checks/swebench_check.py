@@ -52,7 +52,7 @@ LINE_BY_LINE = {
     "parse_log_django": r"\w+ \([\w.]+\)",
 }
 """Parsers that handle each line of a log separately. Maps the parser's function name to a pattern. The pattern matches
-the names of tests that belong to only one test; "" stands for all names."""
+the names that belong to only one test; "" stands for all names."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)

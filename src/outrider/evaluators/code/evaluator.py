@@ -72,7 +72,7 @@ class CodeEvaluator:
         """Number of cases. The cases themselves are built again for each evaluation, because parsed cases need ten
         times the memory of their text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
-        if self._seconds >= spec.seconds:  # otherwise, a slow candidate would cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # a slow candidate must get reward 0, not an error
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.total_seconds",
@@ -101,7 +101,7 @@ class CodeEvaluator:
         except EvaluatorError as error:
             if error.inside:
                 raise
-            async with outcome.beside() as other:  # if Python also fails there, this raises: the agent is not the cause
+            async with outcome.beside() as other:  # if Python fails here, too, the agent is not the cause
                 await probe(other, self._options.python)
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:

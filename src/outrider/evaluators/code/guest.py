@@ -3,9 +3,9 @@ check in another. The candidate is the program to be graded.
 
 The code needs only Python 3.8 or newer. It is one file, because the node sends its text to Python in a sandbox,
 followed by the code that starts one of the two parts. Values leave a process only as JSON of built-in types (`encode`,
-`decode`), so an object that claims to equal everything stays in its own process. The candidate may have forged the
-output of `run_call`, so the node only compares this output or passes it on. Invariant: the candidate affects the check
-only through return values and exceptions.
+`decode`). So an object whose `__eq__` always returns True has no effect outside its own process. The candidate may have
+forged the output of `run_call`, so the node only compares this output or passes it on. Invariant: the candidate affects
+the check only through return values and exceptions.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class SwebenchEvaluator:
                 hint='such as carry = ["src"], or carry = { diff = "." }; never a folder of programs',
             )
         self._seconds = options.test_seconds or spec.seconds * SHARE_OF_TIME
-        if self._seconds >= spec.seconds:  # otherwise, a slow candidate would cause an error instead of reward 0
+        if self._seconds >= spec.seconds:  # slow tests must get reward 0, not an error
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.test_seconds",
@@ -146,8 +146,8 @@ class SwebenchEvaluator:
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
         """In the sandbox `runtime`, replace the files that influence tests with those of the sandbox `untouched`."""
         options, found = self._options, set[str]()
-        # Remove the folders of compiled files. pytest loads a compiled file if this file records the time and size of
-        # its source. So an agent could leave compiled code that runs in place of the restored conftest.py.
+        # Remove the folders of compiled files. pytest loads a compiled file if the time and the size that it records
+        # are those of its source. So an agent could leave compiled code that runs in place of the restored conftest.py.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:

@@ -177,7 +177,8 @@ def is_test(path: str) -> bool:
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
     """Return the paths below `folder` to restore, sorted. These are the files of the test patch. Without a test patch,
-    they are the test files at the beginning of the names of the row's tests, such as `tests/test_a.py::test_b`.
+    they are the files that the names of the row's tests begin with, such as `tests/test_a.py` in
+    `tests/test_a.py::test_b`.
 
     The option `restored` adds its paths. Without this option, these are added:
 

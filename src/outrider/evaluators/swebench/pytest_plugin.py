@@ -167,7 +167,8 @@ class Guard:
             yield f"the loader of {item.module.__name__}", getattr(item.module, "__loader__", None)
 
     def _is_under_test(self, value: Any, folders: Any) -> bool:
-        """Return whether some code of a value is in the repository, but not in its tests or in a plugin."""
+        """Return whether some code of a value is code under test: it is in the repository, but not in a test folder, a
+        plugin or a `conftest.py`."""
         known = (*self._own, *folders, os.path.abspath(__file__))
         files = [file for file in files_of(value) if not is_of_library(file) and not file.startswith(known)]
         return any(os.path.basename(file) != "conftest.py" for file in files)
