@@ -85,8 +85,9 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Follower:
-    """Another process, whose gate follows this gate. `since` is the time of the latest closing or of the follower's
-    arrival, whichever is later, on the event loop's clock. `report` is its latest report, or None before the first."""
+    """Another process, whose gate follows this gate. `since` is the later of two times on the event loop's clock: the
+    latest closing of this gate, and the follower's arrival. `report` is the follower's latest report, or None before
+    the first one."""
 
     def __init__(self, since: float, lost: Callable[[str], None]) -> None:
         self.since = since

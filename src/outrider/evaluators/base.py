@@ -80,7 +80,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     transcript: the main conversation, including the last reply. Side conversations are left out.
     turns: the number of model calls.
     calls: the model calls, in the order in which they ended.
-    runtime: the sandbox to grade, or a `NothingKept` if the session is graded again and no files were kept.
+    runtime: the sandbox to grade, or a `NothingKept` if there is no sandbox.
     folders: paths of the session's folders in the agent's sandbox. A new sandbox does not have these folders.
     patch: the agent's change to a repository as `git diff` prints it, or None if the task does not ask for a diff.
     beside: opens another sandbox during an `async with` block, with the runtime spec of the task or of the evaluator.
@@ -117,7 +117,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluator(Protocol):
-    """Grades one outcome. `evaluate` raises EvaluatorError if it cannot grade. The caller cancels it after
+    """Grades one outcome. `evaluate` raises EvaluatorError if it cannot grade. The caller cancels the call after
     `task.evaluator.seconds`."""
 
     async def evaluate(self, outcome: Outcome) -> Verdict: ...

@@ -27,7 +27,7 @@ from outrider.trajectory import Verdict
 MAX_REASON = 2000
 """Maximum characters of each part's reason."""
 RUN_PROGRAMS = ("code", "swebench")
-"""Kinds of evaluators that run a program. A slow program gets reward 0 from them, not an error."""
+"""Kinds of evaluators that run a program. With these kinds, a slow program gets reward 0 and causes no error."""
 
 
 class EvaluatorPart(NamedTuple):

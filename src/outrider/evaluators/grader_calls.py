@@ -1,6 +1,6 @@
 """Calls external graders over HTTP.
 
-Only evaluators that call a grader import this module, because the module imports aiohttp, and this import takes long.
+Importing this module takes long, because it imports aiohttp. So only evaluators that call a grader import it.
 Invariants: the error of a failed call does not show a key; redirects are not followed; a reply has at most MAX_ANSWER
 bytes.
 """

@@ -150,8 +150,8 @@ class Desktop:
             zoom = options.observation != "tree"
             return computer_calls.tools(options.actions, options.width, options.height, zoom=zoom)
         specs = [action_tool(name) for name in _actions(options)]
-        # The description tells the size of the screen. A screenshot does not, because models and their servers scale
-        # images.
+        # The description names the size of the screen. The model cannot see the size in a screenshot, because models
+        # and their servers scale images.
         specs[0]["function"]["description"] += f" It has {options.width}x{options.height} pixels."
         return specs
 

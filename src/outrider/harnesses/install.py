@@ -225,8 +225,8 @@ def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None
 
 
 def _node_requirement(package: Path) -> str | None:
-    """Return the versions of Node.js that an installed npm package requires, as written in its package.json, or None if
-    the package.json names none."""
+    """Return the versions of Node.js that an installed npm package requires, as written in its package.json. Returns
+    None if the package.json names none."""
     try:
         manifest = msgspec.json.decode((package / "package.json").read_bytes(), type=_PackageJson)
     except (OSError, msgspec.MsgspecError):

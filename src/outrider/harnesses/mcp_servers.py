@@ -62,7 +62,7 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence[McpServer], *, hint: str) -> None:
     """Raise InvalidField if the harness `name` does not support one of the servers. `hint` is for a harness that
-    supports none."""
+    supports no MCP servers."""
     if servers and settings is None:
         raise InvalidField(f"harness {name!r} cannot be given MCP servers", field=FIELD, hint=hint)
     for number, server in enumerate(servers):

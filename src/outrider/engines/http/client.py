@@ -123,7 +123,7 @@ class HttpClient:
 
         Until the first payload arrives, the request is sent again after a connection failure or a transient status.
         Closing the generator closes the connection, so that the server aborts its work. Before the first payload,
-        `cut.now` also closes it, and this method then raises WasCut.
+        `cut.now` also closes the connection, and this method then raises WasCut.
         """
         cut = cut or Cut()
         attempts = self._retry.attempts or 1

@@ -333,7 +333,7 @@ class _Attempt:
 
     - `generated`: the number of tokens received.
     - `begun`: True once a chunk has passed the checks.
-    - `new_tokens`: the number of prompt tokens that this engine has not read for the session before.
+    - `new_tokens`: the number of prompt tokens that this engine has not read in an earlier call of the session.
     - `version`, `cuts`: the engine's policy version and the gate's `cuts` when the request began."""
 
     def __init__(self, calls: EngineCalls, member: EngineRecord, asked: AnyRequest, *, whole: bool) -> None:

@@ -36,8 +36,8 @@ class Flight:
     """One generation on one engine. Measures how long the consumer waits for the engine.
 
     The consumer reads the chunks with `async for`, inside `with flight:`. `new_tokens` is the number of prompt tokens
-    that the engine has not read for the session before. Iteration raises the engine's errors. It raises EngineSilent if
-    `SilenceWatch` has cut the generation off.
+    that the engine has not read in an earlier call of the session. Iteration raises the engine's errors. It raises
+    EngineSilent if `SilenceWatch` has cut the generation off.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Flight:
         """When the last chunk of the reply arrived, or None before that."""
         self._known = member.pace.known
         self.forgiven = 0.0
-        """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. These seconds do not count
-        when it is decided whether to cut the generation off."""
+        """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. The decision whether to cut
+        the generation off ignores these seconds."""
         self.given_up: tuple[float, float] | None = None
         """The wait that the consumer has given up, as (begin, end); None if it has given up none."""
         if overdue is not None:

@@ -349,8 +349,8 @@ class Placement:
         return None
 
     def _near_member(self, kind: bool, avoid: str | None, least: EngineRecord) -> EngineRecord:
-        """Return the least loaded near engine that is not suspect. If there is none, or it is overloaded, return
-        `least`, the least loaded engine of all."""
+        """Return the least loaded near engine that is not suspect. If there is none, or if it is overloaded compared
+        with `least`, return `least`, the least loaded engine of all."""
         if not self._near:
             return least
         near = [

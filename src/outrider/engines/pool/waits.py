@@ -34,11 +34,11 @@ ESTABLISHED_CALLS = 128
 least this number of calls is remembered. So later calls change the medians only slowly."""
 SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
-"""After at least SLOW_CALLS overdue calls in a row, over at least SLOW_SECONDS, the engine is considered slow and not
+"""If at least SLOW_CALLS calls in a row are overdue, during at least SLOW_SECONDS, the engine counts as slow and not as
 silent. Its pace is then computed from these calls only."""
 STEADY = 5.0
-"""Factor for SLOW_SECONDS if the engine's pace is known and this process has already got a reply from the engine in
-time."""
+"""SLOW_SECONDS is multiplied by this factor if the engine's pace is known and this process has measured a call to the
+engine that was not overdue."""
 SUMMED_UP_EVERY = 16
 """The medians are computed again after this number of newly remembered calls."""
 MUCH_SLOWER = 8.0
@@ -222,7 +222,7 @@ class Pace:
                 self._establish(self._good)
 
     def _establish(self, calls: list[_Call]) -> None:
-        """Replace the remembered calls by these calls, repeated until there are at least ESTABLISHED_CALLS, and compute
+        """Replace the remembered calls by `calls`, repeated until there are at least ESTABLISHED_CALLS. Then compute
         the pace."""
         self._calls.clear()
         self._calls.extend(calls * -(-ESTABLISHED_CALLS // len(calls)))

@@ -177,7 +177,7 @@ class RelayEngine:
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load weights on every worker. A worker without a connection gets the order when it reconnects. A worker that
-        fails, or attaches during the update, is disconnected; when it reconnects, it must load the weights before it
+        fails, or attaches during the update, is disconnected. When it reconnects, it must load the weights before it
         gets work, like any new worker. If no worker has loaded the weights, raises a worker's error."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
@@ -248,7 +248,7 @@ class RelayEngine:
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # this ends a time without work if the worker's version was too old
+            if isinstance(message, Version):  # a worker whose version was too old can get work now
                 news()
 
         worker.connect(link, hello)

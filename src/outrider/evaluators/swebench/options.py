@@ -33,8 +33,8 @@ CONFIGURATION = (
 """Names of files that influence tests, in whichever folder of the repository they are. An `entry_points.txt` beside a
 package on Python's path names plugins for pytest to load."""
 GIT = (".git", ".gitattributes")
-"""Files that `git` reads if the script calls it. They may name programs for git to run, and `.git` contains the
-original files that git restores."""
+"""Files that `git` reads if the script calls it. They are restored too, because an agent could name programs for git to
+run in them, and because `.git` contains the original files that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')

@@ -332,8 +332,8 @@ def excused_by(error: Any, item: Any) -> Any:
                 return file_of(outside[-1])
             own = [frame for frame in frames if file_of(frame) == test and is_of_tests(frame, item)]
             if own:
-                # If the error left a context manager, the first frame of the test is listed twice, with the context
-                # manager's frames in between. So the last position of this frame counts.
+                # If the error left a context manager, the traceback lists the first frame of the test twice, with the
+                # context manager's frames in between. So the last position of this frame counts.
                 place = max(number for number, frame in enumerate(frames) if frame is own[0])
                 for frame in frames[place:]:
                     # Generated code, such as that of a decorator, has no file.
