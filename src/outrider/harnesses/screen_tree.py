@@ -299,7 +299,7 @@ class Accessible:
             answer = question(*arguments)
         except Exception as error:  # this catches GLib.Error, whose module may be missing, so it cannot be named here
             raise Gone from error
-        # After its time limit, the library answers some questions with 0 or "" instead of an error.
+        # If a query exceeds its time limit, the library may return 0 or "" instead of raising an error.
         if answer is None or time.monotonic() - start >= CALL_SECONDS:
             raise Gone
         return answer

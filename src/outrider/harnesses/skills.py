@@ -31,8 +31,8 @@ for folder in "$@"; do
   cp -RL -- "$folder" "$0/$name" || exit 1
 done
 """
-"""Shell script that copies folders into the folder $0. If $0 already has a folder with the name of one of them, the
-script prints this name and exits with 3."""
+"""Shell script that copies folders into the folder $0. If one of the copied folders has the same name as a file or
+folder that is already in $0, the script prints this name and exits with 3."""
 TAKEN = 3
 
 _HEAD = re.compile(r"\A---[ \t]*\r?\n(?P<lines>.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
@@ -73,8 +73,8 @@ async def find_skills(runtime: Runtime, paths: Sequence[str]) -> list[Skill]:
 
 
 async def copy_skills(runtime: Runtime, skills: Sequence[Skill], target: str) -> None:
-    """Copy the skills into the folder `target`. Raises InvalidField if this folder already has a skill with the name of
-    one of them, and HarnessError if a skill cannot be copied."""
+    """Copy the skills into the folder `target`. Raises InvalidField if `target` already contains a file or folder with
+    the name of a skill's folder, and HarnessError if a skill cannot be copied."""
     folders = [skill.folder for skill in skills]
     done = await runtime.exec(["sh", "-c", COPY, target, *folders], seconds=COPY_SECONDS)
     if done.exit_code == TAKEN:

@@ -64,8 +64,8 @@ TOOLS: dict[PlainTool, ToolSpec] = {
 
 class Tool(msgspec.Struct, frozen=True):
     """A tool that an agent defines. `run` gets the call's arguments: only properties of `spec`, and all required ones.
-    It returns the text for the model. It is cancelled after the toolbox's time limit. If it raises an exception, the
-    agent ends."""
+    `run` returns the text for the model, and is cancelled after the toolbox's time limit. If `run` raises an exception,
+    the agent ends."""
 
     spec: ToolSpec
     run: Callable[[HarnessContext, Mapping[str, Any]], Awaitable[str]]
@@ -203,7 +203,8 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
         arguments = {name: given[name] for name in properties if name in required or name in given}
         for name, value in arguments.items():
             if properties[name].get("type") == "string":
-                # Raises for a value that is not a string, and for a lone surrogate, which no program accepts.
+                # `encode` fails for a value that is not a string, and for text with a lone surrogate, which no program
+                # accepts.
                 value.encode()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

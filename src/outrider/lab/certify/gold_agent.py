@@ -24,7 +24,7 @@ class GoldAgent:
         - `patch`: a diff to apply to the working directory.
         - `files`: prepare steps of the type `Write`, carried out after the patch and before the command.
         - `run`: a command to run in the sandbox, with the variables `env`.
-        - `ask`: a message to the scripted model, which has a reply for it.
+        - `ask`: the message to send to the scripted model, which has a reply for this message.
     - `seconds`: the time limit of each command.
     - `desktop`: the options of the task's own desktop, which is opened after the first step's files are written.
     """

@@ -51,7 +51,8 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     - `forks`: how often the harness sent a changed history, by cause.
     - `branches`, `labels`: the number of branches of each kind, and the labels of all branches.
     - `streamed`: True if the program requests streamed replies.
-    - `ignored`: the parts of requests that had no effect, each with the number of turns that had it.
+    - `ignored`: the parts of requests that had no effect. Maps each part to the number of turns whose requests had this
+      part.
     - `tools`: the outcomes of a `SubagentTrial`, by tool.
     - `found`: whether the program sends images (row `image`), or has a tool that starts sub-agents (row `sub-agent`).
       None for other rows, and if the row does not hold.
@@ -121,8 +122,8 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     declared = [tool for call in evidence.calls for tool in call.state.tools]
     tools = find_tools(declared, hint)
     word: Word = "not tried"
-    # A harness declares its tools with its first model call, so the conditions on tools require `evidence.calls`. If
-    # the harness failed before this call, `_failures` reports the failure below.
+    # A harness declares its tools with its first model call, so the tools are checked only if there are
+    # `evidence.calls`. If the harness failed before its first call, `_failures` reports this failure below.
     if row.needs == "mcp" and result.error is not None and (result.error.field or "").startswith(MCP_SERVERS):
         reason = result.error.message  # the MCP server cannot start, because the sandbox has no Python
     elif evidence.calls and row.needs == "mcp" and tools.noter is None and result.error is None:

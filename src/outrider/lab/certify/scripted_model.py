@@ -69,7 +69,7 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True):
     - `subagent`: True if a sub-agent makes the call.
     - `replies`: the number of the model's replies after the message with the task. Without a task, all replies count.
     - `agent_id`: the id of a started sub-agent, from the newest message; or None.
-    - `words`: those of the words OFFERED and READ that occur in the prompt.
+    - `words`: which of the words OFFERED and READ occur in the prompt.
     """
 
     row: str | None

@@ -33,7 +33,7 @@ session calls the remaining tools."""
 SECONDS = 60.0
 """Time limit of a trial session."""
 LATE_SECONDS = 5.0
-"""Maximum seconds to wait after the last call for a sub-agent that starts in the background."""
+"""A sub-agent may start in the background. After the last call, the trial waits at most this many seconds for one."""
 
 STARTS = "starts a sub-agent"
 NOTHING = "called, but no conversation began"
@@ -51,8 +51,8 @@ ORDER = (STARTS, NOTHING, HELPLESS, IDLE, ALONE, OPEN, NOT_REACHED, TOO_MANY, NO
 
 class SubagentTrial:
     """Chooses the tool calls of the trial sessions and judges them. `outcomes` maps each tool's name to its outcome.
-    `starter` is None until a call has started a sub-agent. Then it is a pair: this call, and the text argument that
-    became the sub-agent's prompt."""
+    `starter` is None until a call has started a sub-agent. Then `starter` is a pair: that call, and the text (one of
+    the call's arguments) with which the sub-agent's conversation began."""
 
     def __init__(self, hint: Certify) -> None:
         self.outcomes: dict[str, str] = {}
@@ -120,8 +120,8 @@ class SubagentTrial:
             self.outcomes[call.name] = outcome
 
     def _add(self, tools: Sequence[ToolSpec]) -> None:
-        """Record the tools that no earlier request declared. Each new tool gets the outcome that applies to a tool
-        before its call."""
+        """Record the tools that no earlier request declared. Each new tool gets an outcome: NOT_REACHED if the tool is
+        to be called, otherwise the reason why the tool is not called."""
         new = [tool for tool in tools if str(tool["function"].get("name", "")) not in self.outcomes]
         if not new:
             return

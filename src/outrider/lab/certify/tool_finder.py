@@ -30,8 +30,9 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter that tools with a certain role have. `names` are its possible names, the likeliest first.
-    `described_by` are words of its description. `may_be_list` is True if it may be a list of strings."""
+    """A parameter that a tool with a role (`ToolRole`) is expected to have. `names` are its possible names, the
+    likeliest first. `described_by` are words of its description. `may_be_list` is True if it may be a list of
+    strings."""
 
     names: tuple[str, ...]
     described_by: frozenset[str] = frozenset()
@@ -39,11 +40,13 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolRole(msgspec.Struct, frozen=True, kw_only=True):
-    """A role of a tool, and the words by which a tool with this role is recognised. `what` describes the role.
+    """A role of a tool (what a scripted action uses the tool for, such as running a command), and the words by which a
+    tool with this role is recognised. `what` describes the role.
 
     - `certain`: words that decide the role, the likeliest first. They are in the tool's name or in a parameter's
       choices.
-    - `read_description`: if True, these words also count in the description, with a lower score.
+    - `read_description`: if True, the words of `certain` are also looked for in the tool's description, but give a
+      lower score there.
     - `possible`: words in the tool's name that give a low score.
     - `excluding`: words in the tool's name that exclude the role.
     """
@@ -147,10 +150,11 @@ ARGUMENT_LISTS = ("args", "arguments", "argv")
 
 
 class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool and how to call it.
+    """A tool and how to call it. Below, "the value" is the first of `values` in `call`, for example a shell command.
 
     - `arguments`: the names of the tool's parameters, in the order of the role's parameters.
-    - `before`: if the first argument is a list, the elements before the value; None if it is a string.
+    - `before`: if the first argument must be a list, its elements before the value. None if the first argument is a
+      string.
     - `fixed`: the values of all other required arguments.
     - `absolute`: True if the tool takes absolute paths.
     - `around`: if not empty, a template for the first argument. It contains {value} in place of the value as JSON.
@@ -211,7 +215,8 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
 
 def _noter(tools: Sequence[ToolSpec], within: McpCall | None) -> FoundTool | None:
     """Return the tool that the model must call to use the MCP server's tool. Usually this is the server's tool itself.
-    In some programs it is a tool that runs code. `within` describes this tool and the code."""
+    In some programs, the model must instead call a tool that runs code, and the code uses the server's tool. `within`
+    then describes this other tool and the code."""
     names = _names(tools)
     if within is None:
         # Programs put the server's name before the tool's name, so only the end of a name is compared.
@@ -276,8 +281,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundT
             continue
         fit, usable = made
         texts = [function, *_properties(function).values()]
-        # Words such as `execute` may also describe a tool that runs Python. So if a tool mentions Python, it is
-        # accepted only if its role is certain.
+        # Words such as `execute` may also describe a tool that runs Python. So a tool that mentions Python is accepted
+        # only if its role is certain.
         python = any(
             "python" in str(each.get("description", "")).lower() for each in texts if isinstance(each, Mapping)
         )

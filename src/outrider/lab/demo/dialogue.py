@@ -22,8 +22,8 @@ POLICY = Path(__file__).parent / "policy"
 """The folder of the policy shipped with the package, in Hugging Face layout."""
 
 RENDERER = "template:qwen3"
-"""Qwen3's format, rendered with the policy's own chat template. The settings must name the renderer: by default, the
-service chooses a renderer by the name of the model, and it knows only the names of public models."""
+"""Qwen3's format, rendered with the policy's own chat template. The settings must name the renderer. By default, the
+service chooses a renderer by the model's name, and this works only for public models."""
 
 END = "<|im_end|>"
 

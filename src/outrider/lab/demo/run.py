@@ -27,8 +27,8 @@ SAMPLES = 8
 """Number of sessions of one group."""
 
 LANES = LanesConfig(init=8, run=32, eval=8)
-"""The lane `run` has room for all sessions at once, because the embedded engine has about 7 times the throughput when
-it batches 32 requests."""
+"""The lane `run` has room for all sessions at once. The embedded engine then batches 32 requests, and its throughput is
+about 7 times as high."""
 
 
 async def run_demo(

@@ -1,8 +1,8 @@
 """Runs a whole service in a separate process, for a trainer that uses the service by its URL.
 
 Invariant: the service's process has ended when the `with` block of `service_process` ends. It also ends when this
-process is killed, or when the thread that opened the block ends. The service has its own process group, so Ctrl-C in a
-terminal does not reach it. The trainer decides when the service ends.
+process is killed, or when the thread that opened the block ends. The service has its own process group, so that Ctrl-C
+in a terminal does not reach it: the trainer ends the service.
 """
 
 from __future__ import annotations

@@ -68,8 +68,7 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 def make_task(source: int | random.Random) -> Episode:
-    """Draw an episode. From a seed, this always gives the same episode; from a random generator, a new one at each
-    call."""
+    """Draw an episode. A seed always gives the same episode. A random generator gives a new episode at each call."""
     rng = random.Random(source) if isinstance(source, int) else source
     item = rng.choice(ITEMS)
     return Episode(item, rng.choice(ZONES), rng.choice(PHRASINGS).format(item=item))

@@ -278,8 +278,7 @@ class ScriptedEngine:
 
 
 class _Run:
-    """The progress of one generation. `aborts` is how often the engine had aborted generations when this one
-    started."""
+    """The progress of one generation. `aborts` is the engine's number of aborts at the start of this generation."""
 
     def __init__(self, prompt_length: int, aborts: int) -> None:
         self.position = 0

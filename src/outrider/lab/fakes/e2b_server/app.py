@@ -28,7 +28,8 @@ MAX_BODY = 256 << 20
 ENVD_PATHS = ("/health", "/files", "/process.Process/", "/filesystem.Filesystem/")
 
 Fault = Callable[[web.Request, Callable[[], Awaitable[web.StreamResponse]]], Awaitable[web.StreamResponse]]
-"""A test's function that replies to a request. To get the server's own reply, it can call its second argument."""
+"""A test's function that replies to a request. The function can call its second argument to get the server's own
+reply."""
 
 
 @dataclass

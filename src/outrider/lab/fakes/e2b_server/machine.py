@@ -169,8 +169,8 @@ class Machine:
         return process
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a process that `run` has started. `pid` is the id of the program `nsenter`, whose child gets
-        the signal."""
+        """Send a signal to a process that `run` has started. `pid` is the id of the program `nsenter`, which has
+        started the process as its child. The signal is sent to this child."""
         try:
             (inside,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except (OSError, ValueError):

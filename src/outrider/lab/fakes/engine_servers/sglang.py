@@ -4,7 +4,7 @@ The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), i
 
 - A request that makes the real server exit also ends this server.
 - Requests that arrive during a pause wait for its end. If the pause had the mode `abort`, these requests get status 499
-  after it.
+  after the pause.
 - The error of a streamed request is sent as an event of the stream.
 
 `with_images` handles images as the source code of SGLang 0.5.23 does for models of the Qwen-VL families.
@@ -331,7 +331,7 @@ class ServedSGLang(Served):
         if body.abort_all_requests:
             await self.engine.pause("abort")
         # The pause `in_place` leaves requests in the scheduler. Before the real server flushes the cache, it asserts
-        # that the scheduler has no requests, so it exits here.
+        # that the scheduler has no requests. Here the assertion would fail, and the real server would exit.
         if body.flush_cache and self._paused == "in_place" and self._in_flight:
             self._die()
         try:

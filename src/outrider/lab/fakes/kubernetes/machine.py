@@ -196,7 +196,7 @@ class FakeMachine:
             yield Container(process, await first_inside(process), env, user, group)
         finally:
             # The container's first process loses its parent-death signal if it switches to a user other than root. So
-            # this process is killed by its id.
+            # the container's first process is killed by its id.
             with contextlib.suppress(OSError, IndexError):
                 os.kill(child_of(process.pid), signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):

@@ -57,7 +57,8 @@ class MemoryLedger:
 
 
 class MemoryRuntime:
-    """A sandbox in memory. Once it has started, the ledger counts its first stop, and no further stops."""
+    """A sandbox in memory. Once the sandbox has started, the ledger counts the first stop of the sandbox, but not a
+    further one."""
 
     ledger: ClassVar[MemoryLedger | None] = None
     shows_mounts: ClassVar[bool] = False
