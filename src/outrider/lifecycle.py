@@ -48,8 +48,9 @@ class StopReason(StrEnum):
 MOVES: dict[SessionState, frozenset[SessionState]] = {
     # - A move back to QUEUED is a retry as a new attempt.
     # - A move to DONE that skips EVALUATING usually ends a session without a verdict: it was cancelled, stopped early,
-    #   expired or timed out, or its last attempt failed. In two cases there is a verdict: a task of several steps may
-    #   end before its last step, and a regrading keeps a verdict that blames the agent.
+    #   expired or timed out, or its last attempt failed. In two cases the session has a verdict. A task of several
+    #   steps may end before its last step. If the stored verdict of an earlier run blames the agent, a regrading of
+    #   this run keeps that verdict and grades nothing.
     # - A session that only grades an earlier run again has no agent, so it goes from INITIALIZING to EVALUATING.
     SessionState.QUEUED: frozenset({SessionState.INITIALIZING, SessionState.DONE}),
     SessionState.INITIALIZING: frozenset(

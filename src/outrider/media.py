@@ -52,7 +52,8 @@ def carried_by_tool(messages: WireMessages, index: int) -> bool:
     """Return True if the files in message `index` come from a tool and not from the user.
 
     This holds for a tool's result, and for a user message that follows a tool's result without a reply in between. Some
-    APIs allow only text in a tool's result, and programs that use them send the tool's files in such a user message.
+    APIs allow only text in a tool's result, and programs that use these APIs send the tool's files in such a user
+    message.
     """
     for at in range(index, max(-1, index - MAX_USER_RUN - 1), -1):
         role = messages.role(at)

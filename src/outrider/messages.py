@@ -17,9 +17,9 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# Some structs here and in the dialects have tens of thousands of instances per request. These structs have gc=False,
-# because all threads would stop while the garbage collector visits them. gc=False is safe, because these structs cannot
-# be part of a reference cycle.
+# Some structs here and in the dialects have tens of thousands of instances per request. These structs have gc=False.
+# Otherwise the garbage collector would visit every instance, and all threads would stop meanwhile. gc=False is safe,
+# because these structs cannot be part of a reference cycle.
 
 
 class Role(StrEnum):
@@ -76,7 +76,8 @@ class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True, gc=Fal
     digest: the SHA-256 (hex) of the image's bytes, or of the URL.
     data: the bytes; empty once the image is stored, and for a URL.
     size: the number of bytes; 0 for a URL.
-    grid: the numbers of patches in time, vertically and horizontally, if the prompt is sent as token ids; else None.
+    grid: the numbers of patches along three axes (time, height, width), if the prompt is sent as token ids. Otherwise
+        None.
     """
 
     media_type: str

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 KEY_PREFIX = "outrider_"
-"""The prefix of session keys and control API tokens. Keys and tokens in a text are found by it."""
+"""The prefix of session keys and control API tokens. Keys and tokens in a text are found by this prefix."""
 HIDDEN = "[redacted]"
 
 _OWN = re.compile(rf"{KEY_PREFIX}[\w-]{{32,}}")

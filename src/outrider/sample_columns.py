@@ -9,7 +9,8 @@ Invariant: `decode(encode(samples, reply))` returns equal samples and the same r
 
 A batch has many rows, because most of the time is spent per column of a batch, not per row. Rows are added to a batch
 until their ids reach BATCH_BYTES. nanoarrow writes the schema and reads streams. nanoarrow has a fortieth of pyarrow's
-size, and its import is ten times as fast. Even so, only functions import it, because most commands read no samples.
+size, and its import is ten times as fast. Even so, nanoarrow is imported only inside functions, because most commands
+read no samples.
 """
 
 from __future__ import annotations

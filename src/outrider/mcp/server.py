@@ -38,8 +38,8 @@ INSTRUCTIONS = (
 def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -> Server[Any]:
     """Return a server whose tools call the service through `client`. `may(role)` returns True if the caller has the
     role. A tool is listed and can be called only if the caller has its role. If `may` is None, the server lists the
-    tools for the roles that the service reports for the caller. It then passes every call on, and the service itself
-    refuses a call that is not permitted."""
+    tools for the roles that the service reports for the caller. In this case, the server passes every call on, and the
+    service itself refuses a call that is not permitted."""
     tools = {tool.name: tool for tool in TOOLS}
 
     async def list_tools(context: Any, asked: Any) -> types.ListToolsResult:

@@ -42,8 +42,8 @@ limit, nothing more is read from the peer until one of the unanswered calls has 
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
 """A function that carries out the calls of one class. A handler of a `NodeStream` returns an asynchronous generator,
-and must itself limit the number of open streams. A handler of other calls is a coroutine function. Raises Nonsense if a
-call breaks the protocol."""
+and must itself limit the number of open streams. A handler of other calls is a coroutine function. A handler raises
+Nonsense if a call breaks the protocol."""
 
 
 class CallEnded(Exception):

@@ -2,8 +2,8 @@
 messages.
 
 Invariants: a joining node replaces a member of the same name only if the member is disconnected, and the node and the
-member have the same token. If the member was ever ready to run sessions, one run of the joining program must have
-started the two. When a node breaks the protocol, or is silent for too long (`NodeWaits`), the service gives the node
+member have the same token. If the member was ever ready to run sessions, the same run of the joining program must also
+have started both. When a node breaks the protocol, or is silent for too long (`NodeWaits`), the service gives the node
 up: the node's attempts run on other nodes, and the node's process is notified.
 """
 
@@ -102,9 +102,9 @@ class JoinedNodes:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
             # A connected member is never replaced. To replace a disconnected member, a new node must have the member's
-            # token. If the member was ever ready, the new node must also have the member's `machine`. If not, `machine`
-            # may differ, because it is a new random name at each start of the joining program, and the program may just
-            # have been started again.
+            # token. If the member was ever ready, the new node must also have the member's `machine`. If the member was
+            # never ready, `machine` may differ: the joining program may just have been started again, and `machine` is
+            # a new random name at each start.
             if name in self._own or (
                 member is not None
                 and (

@@ -87,8 +87,9 @@ async def merged_settings(sent: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
-    """Write copies of the service's folders below `into`. Returns the path of each copy, by the path of its folder. A
-    copy's path keeps the last two names of the folder's path, because they may be the model's name (`owner/model`)."""
+    """Write copies of the service's folders below `into`. Returns the path of each copy, by the path of the copied
+    folder. The copy's path ends with the last two names of the copied folder's path, because these names may be the
+    model's name (`owner/model`)."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

@@ -96,7 +96,8 @@ class JoiningMachine:
             raise error_from(self._refusal)
 
     async def _live(self, join: Join, process: NodeProcess) -> None:
-        """Exchange messages with a process until it closes its end, or until the service refuses the machine."""
+        """Exchange messages with a process until the process closes its pipe, or until the service refuses the
+        machine."""
         name = join.own.name
         self._processes[name] = process
         try:

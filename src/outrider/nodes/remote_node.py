@@ -78,8 +78,8 @@ class NodeWaits(msgspec.Struct, frozen=True, kw_only=True):
 
     - `heartbeat`: the maximum time between two messages of the service to the node, and of the node to the service.
     - `silence`: how long a node may send nothing. After that the node counts as hanging, and is given up.
-    - `start`: the same limit for a node that is starting. This limit is higher, because a node sends nothing while it
-        is busy starting.
+    - `start`: the limit in place of `silence` while a node is starting. It is higher, because a starting node is busy
+        and sends nothing.
     - `cancel`: how long a node on another machine has to end a cancelled attempt before the service gives the node up.
         A single call to a container daemon may take that long.
     """
@@ -142,7 +142,7 @@ class RemoteNode:
     ) -> Disconnected:
         """Use the connection `socket` to the node until it ends. Returns the reason for the end.
 
-        `ready` is called with None when the node can run attempts, or with its error when it cannot. `ended` is awaited
+        If the node can run attempts, `ready` is called with None; otherwise with the node's error. `ended` is awaited
         after the connection has ended. The node's resources are given back as soon as `ended` returns, so `ended` must
         wait until the node no longer uses them."""
         async with asyncio.TaskGroup() as tasks:
@@ -352,8 +352,9 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case messages.Gate():
                 gate = self._pool(message.model).policy.gate
-                # Expect the node from its first report on. The report arrives before `Ready`, because the node sends it
-                # as soon as it has the states of the pools.
+                # With its first report, the node becomes a follower of the gate, so that a pause waits for the node.
+                # The node sends this report as soon as it has the states of the pools, which is before it sends
+                # `Ready`.
                 if not gate.expects(self._name):
                     gate.expect(self._name, self._lose)
                 try:

@@ -332,7 +332,7 @@ class ForwardedEngine:
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Forward a request. Raises EngineError for a prompt with images, because the pixel values of images are too
-        long for a message."""
+        long for a message, and without them the model would not see the images."""
         if request.images:
             raise EngineError(
                 f"engine {self.name!r} is reached through the service, which forwards no images",

@@ -317,7 +317,7 @@ class ProxyWorker:
     def _prompt(self, messages: list[Message], tools: list[ToolSpec], known: list[int] | None) -> list[int]:
         """Return the ids of the prompt: `known`, followed by the ids of the messages after the last reply. All messages
         are rendered anew if `known` is missing or does not end with a stop id, or if the renderer cannot append these
-        messages to it. Raises RequestError if the messages cannot be rendered."""
+        messages to `known`. Raises RequestError if the messages cannot be rendered."""
         if known and known[-1] in self._renderer.stop_ids:
             replies = [at for at, message in enumerate(messages) if message.role is Role.ASSISTANT]
             new = messages[replies[-1] + 1 :] if replies else []

@@ -55,8 +55,8 @@ def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
 
 def index_variables(hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables of INDEXES whose URL is on one of the hosts. By default, `environ` is this process's
-    environment. A URL with a user name or password is left out, because Dockerfiles must not learn the operator's
-    passwords."""
+    environment. A URL with a user name or password is left out, because the programs of a RUN step must not get the
+    operator's passwords."""
     environ = variables() if environ is None else environ
     found = {}
     for name in INDEXES:
@@ -104,8 +104,8 @@ class BuildProxy:
         return BuildPassage(ProxyRoute(server=ProxiedServer(host=request.host, port=request.port, internal=True)))
 
     def refuse(self, request: RequestHead, reason: str) -> None:
-        """See `ProxyGate`. Does nothing: some `--allow-host` names the host of this request, and `refused` lists only
-        other hosts."""
+        """See `ProxyGate`. Does nothing, because `admit` has allowed this request: an `--allow-host` option names its
+        host. `refused` lists only hosts that no such option names."""
 
 
 class BuildPassage:

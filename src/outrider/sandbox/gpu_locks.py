@@ -1,7 +1,7 @@
 """Locks that stop sandboxes of different programs on this machine from using the same GPU.
 
-`sessions/resources.py` assigns GPUs within one service. It does not see the GPUs that another service uses, or an
-unresponsive node process that the service no longer waits for. Invariant: a GPU is locked before its sandbox starts.
+`sessions/resources.py` assigns GPUs within one service. It does not see the GPUs of another service, or of an
+unresponsive node process for which the service no longer waits. Invariant: a GPU is locked before its sandbox starts.
 The lock is held until the sandbox has stopped or this process has exited.
 """
 

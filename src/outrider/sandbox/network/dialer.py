@@ -185,8 +185,8 @@ class Dialer:
         return ServerConnection(reader, writer)
 
     async def _secured(self, connection: ServerConnection, name: str) -> ServerConnection:
-        """Add TLS to a connection. asyncio's implementation is used. With the one of uvloop 0.23, the end of a reply is
-        lost if the reply is longer than the reader's buffer and the server then closes the connection."""
+        """Add TLS to a connection. asyncio's implementation is used, because uvloop 0.23 loses the end of a reply if
+        the reply is longer than the reader's buffer and the server then closes the connection."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(MAX_HEAD)
         writers: list[asyncio.StreamWriter] = []

@@ -60,7 +60,8 @@ class ServerUse(msgspec.Struct, kw_only=True):
     `refusal`, `failure`: the reasons of the last refusal and of the last failure.
     `last_failed`: the number of the last request that failed, or 0. Failures that a program in the sandbox can have
         caused do not count. The number stays 0 for a server that neither the task nor the operator names exactly.
-    `last_reached`: the number of the last request that the server answered, or 0.
+    `last_reached`: the number of the last request that the server answered, or 0. After `Door.forget_failures`, it is
+        the number of the next request.
     """
 
     phase: Phase

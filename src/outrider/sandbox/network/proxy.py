@@ -33,8 +33,8 @@ LATE_BODY_SECONDS = 5.0
 """Once the server has replied, the proxy forwards the rest of the request's body for at most this many seconds."""
 LINGER_SECONDS = 2.0
 """How many seconds a refused client has to read the reason. Meanwhile, the rest of the client's request is read and
-discarded. Otherwise the connection would be closed with unread bytes, which would reset it, and the reason would be
-lost."""
+discarded. Otherwise the connection would be closed while bytes are unread. Such a close resets the connection, and the
+client would lose the reason."""
 LEAST_CONNECTIONS = 8
 """Number of connections that each sandbox may always have, however many the other sandboxes have."""
 CHUNK = 64 << 10
@@ -92,7 +92,7 @@ class ProxyRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Passage(Protocol):
-    """An allowed request, from its admission until its connection ends. `sent` and `received` count bytes. They raise
+    """An allowed request, from its admission until its connection ends. `sent` and `received` count bytes, and raise
     LimitExceeded."""
 
     route: ProxyRoute

@@ -37,7 +37,7 @@ class BytePace:
     def __init__(self, rate: int) -> None:
         self._rate = rate
         self._free = 0.0
-        """The event loop's time at which the next bytes are due."""
+        """The time, by the event loop's clock, at which the next bytes may be transferred."""
 
     def pause(self, number: int) -> float:
         """Count `number` transferred bytes. Returns how many seconds to wait before the next transfer."""

@@ -39,9 +39,9 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     raise its error. But if the other pull fails on another machine that shares the store, pull the image here: this
     machine's network and credentials may be different.
 
-    Raises InvalidField for the name or reference, and RuntimeUnavailable without skopeo. Raises BadImage if skopeo
-    fails or takes longer than PULL_SECONDS, or if the import fails. Raises OSError if the disk is full or this process
-    lacks a resource, such as file descriptors.
+    Raises InvalidField for an invalid name or reference, and RuntimeUnavailable without skopeo. Raises BadImage if
+    skopeo fails or takes longer than PULL_SECONDS, or if the import fails. Raises OSError if the disk is full or this
+    process lacks a resource, such as file descriptors.
     """
     checked_name(name)
     tool = shutil.which("skopeo")
