@@ -59,9 +59,9 @@ def kept_owners(
     """Return the entries of `owners` that an image keeps, and a summary of them.
 
     An entry is kept if its owner is not root, and its file exists in the folder `root`. `base` contains the owners in
-    the base image, if there is one. If `base` does not contain a home directory with its present owner, the build has
-    created the directory or changed its owner. Such a directory requires several users, because the task probably uses
-    its account. `most_entries` is the maximum number of files that a sandbox can copy.
+    the base image, if there is one. If `base` is given and does not contain a home directory with its present owner,
+    the build has created the directory or changed its owner. Such a directory requires several users, because the task
+    probably uses its account. `most_entries` is the maximum number of files that a sandbox can copy.
     """
     makers = {owners[path][0] for path in SYSTEM if path in owners and owners[path][0]}
     names = _user_names(root)
