@@ -373,8 +373,8 @@ class ChangedSessions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PauseView(msgspec.Struct, frozen=True, kw_only=True):
-    """A pause of the queue, made at the time `since` with the token `who`. Sessions are not started if their group has
-    all `labels` and the `harness`. `tenant` is None for a pause of all tenants."""
+    """A pause of the queue, made at the time `since` with the token `who`. A session is not started if its group has
+    all `labels` and, if `harness` is set, this harness. `tenant` is None for a pause of all tenants."""
 
     labels: dict[str, str]
     harness: str | None
@@ -385,7 +385,7 @@ class PauseView(msgspec.Struct, frozen=True, kw_only=True):
 
 class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
     """The pauses of the queue, oldest first. `held` is how many sessions the pauses hold back. It counts the sessions
-    of the caller's tenant, or those of all tenants for an admin. `changed` is how many sessions this request held or
+    of the caller's tenant, or, for an admin, of all tenants. `changed` is how many sessions this request held or
     released."""
 
     pauses: tuple[PauseView, ...]
@@ -644,8 +644,8 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArtifactList(msgspec.Struct, frozen=True, kw_only=True):
-    """The artifacts of one attempt. `attempt` is None if the request named no attempt and no attempt of the session has
-    stored a list of artifacts."""
+    """The artifacts of one attempt. If the request named no attempt, `attempt` is None until a list of artifacts of the
+    session is stored."""
 
     session_id: str
     attempt: int | None
@@ -744,8 +744,8 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     groups: the number of groups.
     sessions, not_done: how many sessions of these groups are done, and how many are not done.
     truncated: True if there are older groups that were not read.
-    read_sessions, read_turns: how many sessions and model calls are in the sample, of which turns and timelines were
-        read.
+    read_sessions, read_turns: how many sessions and model calls are in the sample. Turns and timelines were read only
+        for this sample.
     """
 
     groups: int

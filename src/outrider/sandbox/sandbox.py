@@ -243,9 +243,9 @@ class Sandboxes:
             raise
 
     async def check(self, spec: RuntimeSpec, *, field: str, agent: RuntimeSpec) -> None:
-        """Check whether this machine can make a grader's sandbox, as far as this is known without starting it. The
-        check comes early, because the sandbox is made only after the agent's run, and a failure would then lose the
-        run. `field` is the task's field with this spec.
+        """Check whether this machine can make a grader's sandbox, as far as this can be checked without starting the
+        sandbox. The check comes early: the sandbox is made only after the agent's run, and a failure at that time would
+        lose the run. `field` is the task's field with this spec.
 
         For two kinds of sandboxes, it is not checked whether this machine can run the kind at all: a kind whose
         sandboxes run elsewhere, and the kind of the agent's sandbox (`agent` is its spec). Such a kind may be

@@ -2,7 +2,8 @@
 
 Sandboxes of one kind have the same runtime spec, uploaded files and harness mounts. Invariants:
 
-- A sandbox in the pool is unused. Either it is given to one session, while it is alive and young, or the pool stops it.
+- A sandbox in the pool is unused. While the sandbox is alive and young, the pool may give it to one session. Otherwise
+  the pool stops it.
 - The memory of all sandboxes of the pool, including those being started or stopped, stays within the limit.
 - If an external service such as Kubernetes has no room for a session's sandbox, the pool stops one of its warm
   sandboxes.
@@ -101,8 +102,9 @@ class SandboxKind:
         """The event loop's time before which no start is tried."""
 
     def most(self, each: int) -> int:
-        """Return the highest target for this kind. The target is `each`, but only 1 while starts of this kind fail, and
-        0 after MAX_FAILURES failures. It is also 0 if a sandbox would be too old before its first check."""
+        """Return the highest target for this kind. The target is normally `each`. While starts of this kind fail, it is
+        at most 1. After MAX_FAILURES failed starts in a row, it is 0. It is also 0 if a sandbox would be too old before
+        its first check."""
         if self.max_age < CHECK_SECONDS:
             return 0
         if self.failures:
@@ -205,8 +207,8 @@ class WarmPool:
         self._work.set()
 
     async def _make_room(self) -> None:
-        """For each runtime without room for a session's sandbox, stop one warm sandbox: the oldest of the least
-        recently requested kind."""
+        """For each runtime without room for a session's sandbox, stop one warm sandbox: the oldest one of the kind
+        whose last request is longest ago."""
         later = asyncio.get_running_loop().time() + NO_ROOM_SECONDS
         while self._without_room:
             runtime = self._without_room.pop()
@@ -329,7 +331,9 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> s
                 try:
                     state = ImageStore().image(root).digest
                 except RequestError:
-                    state = ""  # an image of a container engine, which `usable` checks
+                    # The image belongs to a container engine, so its state is unknown here. `usable` checks later that
+                    # the image is still current.
+                    state = ""
             digest.update(state.encode())
     except (RuntimeFailure, InvalidField, OSError):
         return None

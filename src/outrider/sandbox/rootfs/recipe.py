@@ -1,7 +1,7 @@
 """Reads recipes, which are TOML files that describe images, and converts them into Apptainer definitions.
 
 build.py runs Apptainer, which itself never reuses an earlier build. So this module computes a key from a recipe's
-content, and builds with the same key are reused. Invariant: no text of a recipe can start a new section of the
+content, and an earlier build with the same key is reused. Invariant: no text of a recipe can start a new section of the
 definition or use Apptainer's placeholders.
 """
 
@@ -91,8 +91,8 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     commands: tuple[str, ...] = ()
 
     def key(self, *parts: str) -> str:
-        """Return the key of the build, which also covers `parts`. A build may be reused for every definition with the
-        same key. Blocks while the copied files are read."""
+        """Return the key of the build: a digest of this definition's content and of `parts`. An earlier build with the
+        same key may be reused. Blocks while the copied files are read."""
         contents = [(file.target, digest_of(Path(file.source))) for file in self.files]
         hashed = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
         return hashlib.sha256(msgspec.json.encode([FORMAT, hashed])).hexdigest()[:32]
@@ -186,8 +186,8 @@ def _existing(path: str, field: str) -> Path:
 
 
 def _check(recipe: Recipe) -> None:
-    """Raise InvalidField for an invalid value, and for a text that could start a new section of the definition or be a
-    placeholder: Apptainer's format has no way to quote a text."""
+    """Raise InvalidField for an invalid value. A text is invalid if it could start a new section of the definition or
+    be a placeholder, because Apptainer's format has no way to quote a text."""
     for name in recipe.packages:
         if not PACKAGE.fullmatch(name):
             raise InvalidField(

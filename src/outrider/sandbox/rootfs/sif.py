@@ -98,8 +98,8 @@ def unpack_sif(path: Path, target: Path, *, seconds: float = UNSQUASHFS_SECONDS)
 
 
 def _check_size(tool: str, path: Path, offset: int, target: Path, seconds: float) -> None:
-    """Raise BadImage if the files would be too large in total, before any file is written. Many files in squashfs can
-    share the same bytes, so a small image may unpack to a huge folder."""
+    """Raise BadImage if the files would be too large in total. The sizes are checked before any file is written,
+    because many files in squashfs can share the same bytes, so a small image may unpack to a huge folder."""
     room, total = Room(target, path.stat().st_size), 0
     command = [tool, "-lln", "-offset", str(offset), str(path)]
     until = time.monotonic() + seconds

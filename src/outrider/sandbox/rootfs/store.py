@@ -73,8 +73,8 @@ class ImageStore:
         """Import an image from a file or folder, and give it a name (see `give`). An image that was imported before is
         not unpacked again.
 
-        If the name contains a digest, the image must have this digest. `pulled` is true if the caller has already
-        compared the digests, so that they are not compared here. Raises InvalidField for the name, NotFound if `source`
+        If the name contains a digest, the image must have this digest. If `pulled` is true, the caller has already
+        compared the digests, and they are not compared here. Raises InvalidField for the name, NotFound if `source`
         does not exist, BadImage for an invalid image, and RuntimeUnavailable if a required program is not installed.
         """
         checked_name(name)
@@ -109,7 +109,7 @@ class ImageStore:
         workdir: str | None = None,
     ) -> RootImage:
         """Give a name to the image with this digest, and return the image. A missing image is created first: `fill`
-        writes the files into its empty root folder, and the other arguments become its description."""
+        writes the files into the image's empty root folder, and the other arguments become the image's description."""
 
         def build(draft: Path) -> None:
             (draft / "root").mkdir(mode=0o755)
@@ -170,8 +170,8 @@ class ImageStore:
         return image
 
     def pull_file(self, reference: str) -> Path:
-        """Return the file that all pulls of a reference lock (see pull.py). There is one file for each processor
-        architecture, because the same reference may mean a different image on each."""
+        """Return the file that all pulls of a reference lock (see pull.py). There is one file for each reference and
+        processor architecture, because the same reference may mean different images on different architectures."""
         pulled = f"{platform.machine()} {reference}"
         file = lock_file(self._folder / f"pull-{hashlib.sha256(pulled.encode()).hexdigest()}")
         file.parent.mkdir(parents=True, exist_ok=True)

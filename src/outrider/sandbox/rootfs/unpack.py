@@ -38,12 +38,12 @@ MAX_HEADER = 1 << 20
 MAX_BYTES = 64 << 30
 """Maximum bytes of an image's files. The same limit applies to the image's layers after decompression."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 30
-"""An image may be at most RATIO times as large as its archives, or ANY_RATIO_BYTES if that is more. A file of zeros can
-shrink to a thousandth, and a sparse file to nothing. Layers of real images shrink to about a third."""
+"""An image may be at most RATIO times as large as its archives. Images of up to ANY_RATIO_BYTES are exempt. A file of
+zeros can shrink to a thousandth, and a sparse file to nothing. Layers of real images shrink to about a third."""
 MAX_ENTRIES = 4_000_000
 """Maximum number of files, folders and links in an image. The largest images for machine learning have a million."""
 KEPT_FREE, KEPT_SHARE = 1 << 30, 20
-"""Space that an image must leave free on its disk: KEPT_FREE bytes, or 1/KEPT_SHARE of the disk if that is less."""
+"""Space that an image must leave free on its disk: the smaller of KEPT_FREE bytes and 1/KEPT_SHARE of the disk."""
 COPY_BYTES = 1 << 20
 PERMISSIONS = 0o777
 """The permission bits that are taken from the archive."""
@@ -73,8 +73,8 @@ UNREADABLE = (
 
 
 class ArchiveMember(tarfile.TarInfo):
-    """An entry of a tar archive whose sizes are checked. Without the checks, tarfile would seek backwards for a
-    negative size, and read a huge header into memory."""
+    """An entry of a tar archive. Its sizes are checked, because tarfile would otherwise seek backwards for a negative
+    size, and read a huge header into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile calls this method for each entry
         if self.size < 0 or (self.type in HEADERS and self.size > MAX_HEADER):
@@ -132,8 +132,8 @@ class Room:
 
 
 def check_expansion(size: int, archived: int) -> None:
-    """Raise BadImage if `size` bytes are too much for any image, or too much for an image from `archived` bytes of
-    archives."""
+    """Raise BadImage if an image of `size` bytes is larger than any image may be, or too large for its archives. The
+    archives have `archived` bytes together."""
     if size > MAX_BYTES:
         raise BadImage(f"the image is larger than {MAX_BYTES >> 30} GiB")
     if size > ANY_RATIO_BYTES and size > RATIO * archived:
@@ -169,9 +169,9 @@ def contents_of(root: Path) -> Contents:
 
 
 def unpack(layers: Iterable[BinaryIO], target: Path, *, owners: Mapping[str, tuple[int, int]] = {}) -> Contents:
-    """Unpack layers into a folder, the lowest first, and close them. Each is a tar archive, optionally compressed with
-    gzip, bzip2 or xz. `owners` are the owners of files that are already in the folder. The returned owners may contain
-    paths that a higher layer has removed.
+    """Unpack layers into a folder, the lowest first, and close them. Each layer is a tar archive, optionally compressed
+    with gzip, bzip2 or xz. `owners` are the owners of files that are already in the folder. The returned owners may
+    contain paths that a higher layer has removed.
 
     Raises BadImage if a layer is broken or the image exceeds a limit. The folder then contains a part of the image.
     """
@@ -298,9 +298,9 @@ class _Layer:
         return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
 
     def _folder(self, parts: list[str]) -> str:
-        """Return the path on the host of the image's folder `parts`. A missing folder is created, and anything else in
-        the place of a folder is replaced by a folder. Symbolic links are resolved here, with the image's root as `/`,
-        because the kernel would follow an absolute link out of the image. Raises BadImage."""
+        """Return the host path of the image's folder `parts`. A missing folder is created. A file in the place of a
+        folder is replaced by a folder. Symbolic links are resolved here, with the image's root as `/`, because the
+        kernel would follow an absolute link out of the image. Raises BadImage."""
         at: list[str] = []
         todo = deque(parts)
         links = 0

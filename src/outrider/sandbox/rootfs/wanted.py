@@ -1,4 +1,4 @@
-"""Pulls the images that sessions need and this machine does not have, if the operator allows it.
+"""Pulls images that sessions need and this machine does not have, if the operator allows the pull.
 
 A session first waits for its images, and only then for resources such as memory. Invariants: only images whose names
 start with an allowed prefix are pulled; this process runs at most MAX_PULLS pulls at once, and never two of the same

@@ -319,7 +319,7 @@ class TellsImage(Protocol):
 
 @runtime_checkable
 class QueuesStarts(Protocol):
-    """A runtime whose `start` may have to wait, in a queue of the node or until a service on other machines has
+    """A runtime whose `start` may have to wait: in a queue of the node, or until a service on other machines has
     room."""
 
     def queued_seconds(self) -> float:

@@ -16,8 +16,9 @@ ELSEWHERE = ("e2b", "kubernetes")
 
 
 def is_set_up(kind: str, host: Host) -> bool:
-    """Return whether the operator has set up a kind: `e2b` by the API key in an environment variable, `kubernetes` by
-    the service's settings. A kubeconfig alone does not mean that the cluster is for sandboxes."""
+    """Return whether the operator has set up a kind. `e2b` is set up by the API key in an environment variable, and
+    `kubernetes` by the service's settings. A kubeconfig is not enough, because its cluster may not be meant for
+    sandboxes."""
     return bool(environment("E2B_API_KEY")) if kind == "e2b" else host.pods != PodsConfig()
 
 

@@ -24,7 +24,7 @@ from outrider.sandbox.runtimes.kernel.process_marks import started
 P = TypeVar("P")
 
 PREFIX = "outrider-"
-"""Prefix of the names of every node and of its folders, control groups and labels."""
+"""Prefix of the name of every node, and of the names of the node's folders, control groups and labels."""
 
 ID_FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
 """Two files of a machine. For each user, they list the ranges of user ids and of group ids that are set aside."""
@@ -61,8 +61,8 @@ class Host:
         end = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else secrets.token_hex(4)
         self.name = f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{started(os.getpid())}-{end}"
         self.no_room = Feed[str]()
-        """Publishes the kind of a session's sandbox, such as `kubernetes`, each time its external service has no room
-        for it."""
+        """Publishes a kind of sandbox, such as `kubernetes`, each time the external service of this kind has no room
+        for a session's sandbox."""
         self._stack = AsyncExitStack()
         self._parts: dict[object, Any] = {}
         self._opening: defaultdict[object, asyncio.Lock] = defaultdict(asyncio.Lock)

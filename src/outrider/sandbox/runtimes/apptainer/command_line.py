@@ -57,9 +57,9 @@ class Apptainer(msgspec.Struct, frozen=True):
 
 
 class Bind(msgspec.Struct, frozen=True):
-    """A file, folder or socket of the host, which the container sees read-only at `target`. If `device` is true, it is
-    a device file that programs may use. A file system mounted below `source` is read-only only if it has its own bind
-    (see kernel/mounts.py)."""
+    """A file, folder or socket of the host, and the path `target` at which the container sees it. The mount is
+    read-only, unless `device` is true: the source is then a device file that programs may use. A file system mounted
+    below `source` is read-only only if it has its own bind (see kernel/mounts.py)."""
 
     source: str
     target: str
@@ -71,8 +71,8 @@ class Bind(msgspec.Struct, frozen=True):
 
 
 def find_apptainer() -> Apptainer:
-    """Return a working Apptainer. Raises RuntimeUnavailable, with a hint on how to repair the installation, if there is
-    none. The call blocks."""
+    """Return a working Apptainer. If there is none, raises RuntimeUnavailable with a hint on how to repair the
+    installation. The call blocks."""
     path = apptainer_program()
     found = Apptainer(path, _version(path))
     # Apptainer works if it can start the portable Python interpreter in an empty root folder.

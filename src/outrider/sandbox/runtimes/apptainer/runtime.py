@@ -161,8 +161,8 @@ async def launch(
         await configure(tools, msgspec.structs.replace(setup({**image_env, **stored_env}), bridge_port=0))
 
         async def ended_inside() -> bool:
-            """Return whether programs inside the sandbox ended the tool server. They did if the sandbox's control group
-            reached its memory limit. The server's log proves nothing, because Apptainer also writes to it."""
+            """Return whether programs inside the sandbox ended the tool server. This is so if the sandbox's control
+            group reached its memory limit. The server's log is no evidence, because Apptainer also writes to it."""
             return group.ran_out()
 
         yield RunningServer(tools=tools, group=group, ended_inside=ended_inside)
@@ -216,8 +216,8 @@ def with_apptainer(resources: Resources) -> Resources:
 
 
 async def _end(child: Child, descendants: Descendants, mark: str) -> None:
-    """Kill the processes inside the sandbox, and wait until every process that was started for it has exited. `hold`
-    may miss a tool server that is still starting. This server exits by itself, because its connection is already
+    """Kill the processes inside the sandbox, and wait until every process that was started for the sandbox has exited.
+    `hold` may miss a tool server that is still starting. This server exits by itself, because its connection is already
     closed."""
     descendants.hold()
     descendants.kill_first_inside()

@@ -1,9 +1,9 @@
 """Builds the request of the Docker Engine API that creates a container. Only `ulimit` reads the state of this process.
 All other functions are pure.
 
-Invariant: a container has no network, and only the privileges that it needs for its own files. It cannot gain more. It
-sees only the host paths that are mounted here, all of them read-only. File systems mounted below these paths must be
-listed separately (see kernel/mounts.py).
+Invariant: a container has no network, and only the privileges that it needs for its own files. It cannot gain further
+privileges. It sees only the host paths that are mounted here, all of them read-only. File systems mounted below these
+paths must be listed separately (see kernel/mounts.py).
 """
 
 from __future__ import annotations

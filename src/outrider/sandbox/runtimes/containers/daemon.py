@@ -1,8 +1,8 @@
 """The container engines docker and podman, and a client of their daemon. All sandboxes of a node share the client.
 
 This module handles containers by name and label, and ignores the programs inside. Invariant: a container of this node
-is in `_ours` from before its creation is requested until `remove` has ended. `sweep` finds containers by their label.
-It removes this node's containers that are not in `_ours`, and all containers of dead nodes.
+is added to `_ours` before its creation is requested, and stays there until `remove` has ended. `sweep` finds containers
+by their label. It removes this node's containers that are not in `_ours`, and all containers of dead nodes.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class ContainerDaemon:
             await self._api.close()
 
     async def image(self, name: str) -> LocalImage:
-        """Return an image of the daemon. Raises RuntimeUnavailable if the daemon does not have it: images are never
-        pulled into a container engine for a task."""
+        """Return an image of the daemon. Raises RuntimeUnavailable if the daemon does not have the image, because
+        images are never pulled into a container engine for a task."""
         try:
             return await self._api.image(name)
         except self._error as error:

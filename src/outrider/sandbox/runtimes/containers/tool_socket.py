@@ -1,7 +1,7 @@
 """The command that starts a tool server in a container, and the socket by which the server connects to the host.
 
 The socket is in a mounted folder, so calls bypass the container daemon. Invariant: the socket is removed from the
-folder as soon as the server has connected, because any program in the container could connect to it.
+folder as soon as the server has connected, because any program in the container could otherwise connect to it.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ TEMPLATE = "base"
 PROBE_SECONDS = 5.0
 MEASURE = "import os; print(os.cpu_count(), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 20)"
 SETTLE_SECONDS = 2.0
-"""Seconds between two checks whether the sandbox still exists after its tool server or `envd` has ended. Programs in
-the sandbox are the cause of that end only if the sandbox exists both times."""
+"""When the tool server or `envd` has ended, the node checks twice, with this many seconds between the checks, whether
+the sandbox still exists. Programs in the sandbox are treated as the cause only if it exists both times."""
 KERNEL_SHARE = 0.85
 """Programs see at least this fraction of a machine's memory as the machine's size. The kernel takes the rest."""
 
@@ -142,9 +142,10 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         )
 
         async def ended_inside() -> bool:
-            """Return whether programs in the sandbox ended the tool server or `envd`. They did if one of the two has
-            ended and the sandbox still exists. The service is asked twice: when it ends a sandbox itself, it may report
-            the end of the tool server first. If the service does not respond, the cause is outside the sandbox."""
+            """Return whether programs in the sandbox ended the tool server or `envd`. This is so if one of the two has
+            ended and the sandbox still exists. The service is asked twice: if the service itself has ended the sandbox,
+            it may report the end of the tool server before the end of the sandbox. If the service does not respond, the
+            cause is outside the sandbox."""
             for pause in (0.0, SETTLE_SECONDS):
                 await asyncio.sleep(pause)
                 if not await service.exists(start) or not (process.exit is not None or await envd.is_closed()):

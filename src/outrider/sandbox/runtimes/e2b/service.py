@@ -2,7 +2,7 @@
 
 Invariants:
 
-- A sandbox of this node is in `_ours` from before its creation is requested until `remove` has ended.
+- A sandbox of this node is added to `_ours` before its creation is requested, and stays there until `remove` has ended.
 - `sweep` finds sandboxes by their label. It removes this node's sandboxes that are not in `_ours`, and all sandboxes of
   dead nodes.
 - A node extends the terms of its sandboxes. A sandbox that nobody removes ends TERM_SECONDS after the last extension.

@@ -71,7 +71,8 @@ class BridgedConnection:
         self._watch()
 
     def _ready(self, inward: Stream, outward: Stream, events: int) -> None:
-        """Handle events of a socket. `inward` is the stream that reads from it, and `outward` writes to it."""
+        """Handle events of a socket. `inward` is the stream that reads from the socket, and `outward` the stream that
+        writes to it."""
         try:
             if events & select.POLLOUT:
                 outward.push()

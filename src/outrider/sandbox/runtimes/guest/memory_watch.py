@@ -64,8 +64,8 @@ class ProcessMemory:
                 self.areas[inode] = max(last, self.areas.get(inode, 0))
 
     def divide(self) -> None:
-        """Count a page that forks share only once, by dividing it among them. If the process's files cannot be read,
-        such pages still count in full."""
+        """Divide each page that forks share among these forks, so that the page is counted only once. If the process's
+        files cannot be read, such pages still count in full."""
         text = read_or_empty(f"/proc/{self.pid}/smaps_rollup")
         if text:
             self.own = sum_of_fields(text, DIVIDED_FIELDS) + sum_of_fields(self.status, (b"VmPTE",))

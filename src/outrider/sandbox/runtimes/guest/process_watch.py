@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Minimum and maximum seconds between two scans."""
 IDLE_FACTOR = 5
-"""The pause before the next scan is 1/IDLE_FACTOR of the time since the last change, within the two limits above."""
+"""The pause before the next scan is 1/IDLE_FACTOR of the time since the last change, within the two limits above. After
+a slow scan, the pause is longer (REST_FACTOR)."""
 MOST_WATCHED = 100
 """While the sandbox has more processes than this, new processes are not recorded, and no process's files in /proc are
 read. Reading such a file waits while the process forks, so a fork bomb could block the server forever."""

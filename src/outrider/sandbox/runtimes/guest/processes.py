@@ -25,7 +25,8 @@ SIGINT, SIGKILL, SIGSTOP = _signal.SIGINT, _signal.SIGKILL, _signal.SIGSTOP
 OTHER_ERROR = 255
 """Exit code of a child of `fork_with_pipe` that raised an exception without an errno."""
 FAST_SCANS = 3
-"""How many scans of `kill_tree` kill each process at once. Later scans first stop every new process."""
+"""The first FAST_SCANS scans of `kill_tree` kill each process that they find. Later scans first stop every new
+process."""
 SCANS = 200
 """Maximum number of scans in `kill_tree`. Without a maximum, processes that fork faster than they are killed would keep
 it busy forever."""

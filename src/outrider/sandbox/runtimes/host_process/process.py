@@ -91,7 +91,7 @@ def gateway_url(context: SandboxContext) -> str:
 def plain_program(
     context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
 ) -> tuple[list[str], bytes]:
-    """Return the tool server's command, and its code without any confinement."""
+    """Return the tool server's command and code. The code does not confine the server."""
     return server_command(sys.executable), bytecode
 
 

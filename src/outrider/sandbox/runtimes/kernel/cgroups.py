@@ -39,7 +39,7 @@ groups can limit the sockets of a group separately."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""Name of the inner group into which this process moves with version 2 of control groups, because a group that contains
+"""Name of an inner group. With version 2 of control groups, this process moves into it, because a group that contains
 processes cannot pass its controllers on to inner groups."""
 
 
@@ -93,7 +93,8 @@ def by_controller(own: str) -> dict[str, str]:
 
 
 def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
-    """Return, for each controller, the control files to write, in this order, and their contents."""
+    """Return the control files to write and their contents, by controller. The files must be written in the returned
+    order."""
     found: dict[str, dict[str, str]] = {"pids": {"pids.max": str(resources.pids)}}
     memory = str(resources.most_memory_mb * MEBIBYTE)
     if version == 2:

@@ -38,8 +38,8 @@ class Child:
         cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
     ) -> Child:
         """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` maps descriptors of
-        the new process (> 2) to the descriptors of this process that they duplicate. `posix_spawn` is used because it
-        does not copy page tables, and no thread has to wait for the exit.
+        the new process (> 2) to the descriptors of this process that they duplicate. `posix_spawn` is used, because it
+        does not copy page tables, and needs no thread that waits for the exit.
 
         Raises RuntimeFailure if `argv[0]` cannot be executed, and OSError if no descriptor is left for the pidfd.
         """

@@ -1,8 +1,8 @@
 """The pods of one node in a cluster. This module creates them, follows their states, and removes them.
 
-It does not depend on the programs in a pod. Invariant: `_ours` contains the name of a pod of this node before the pod's
-creation is requested, and until `remove` has ended. `sweep` removes all other pods of this node, the pods of nodes that
-have certainly ended, and every pod that ended long ago.
+It does not depend on the programs in a pod. Invariant: the name of a pod of this node is added to `_ours` before the
+pod's creation is requested, and stays there until `remove` has ended. `sweep` removes all other pods of this node, the
+pods of nodes that have certainly ended, and every pod that ended long ago.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class PodCluster:
 
     async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock, *, ahead: bool = False) -> float:
         """Create a pod. The caller must then call `remove`, even if this method raises or is cancelled. Returns the
-        time, by `time.monotonic`, until which the pod may wait for the cluster. This is `queue_seconds` (a setting)
-        after the start's first turn in the node's queue.
+        time, by `time.monotonic`, until which the pod may wait for the cluster. This time is `queue_seconds` (a
+        setting) after the start first reached its turn in the node's queue.
 
         The method waits for a turn in the node's queue, for a slow or overloaded server, and for room in the
         namespace's quota. The session's time limits do not count these waits. A pod that is made `ahead` does not wait

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 RULES: tuple[dict[str, tuple[str, ...]], ...] = (
     {"apiGroups": ("",), "resources": ("pods",), "verbs": ("create", "get", "list", "watch", "delete")},
-    # A command in a pod is started by a GET request. Newer servers require both verbs for this request.
+    # A command in a pod is started by a GET request. Older servers require only `get` for it, newer servers both verbs.
     {"apiGroups": ("",), "resources": ("pods/exec",), "verbs": ("create", "get")},
 )
 PULL_RULES: tuple[dict[str, tuple[str, ...]], ...] = (

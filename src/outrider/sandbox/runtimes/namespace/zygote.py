@@ -102,8 +102,8 @@ class ZygoteClient:
 
     async def fork(self, plan: Plan, tool_server: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
         """Fork a new sandbox. Its tool server uses the socket `tool_server`. Returns the sandbox's process, and a
-        function that returns whether the zygote of this process still runs. Raises RuntimeFailure. Raises OSError if no
-        descriptors are left."""
+        function that returns whether the zygote from which this process was forked still runs. Raises RuntimeFailure.
+        Raises OSError if no descriptors are left."""
         if self._child is None:
             await shielded(self._await_deaths)
         if self._child is None:  # another call may have started a zygote meanwhile

@@ -187,8 +187,9 @@ def delivery(bytecode: bytes) -> bytes:
 
 
 def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
-    """Return the tool server's bytecode. `interpreter` compiles the bytecode inside a sandbox, which the command
-    `enter` enters. `stamp` identifies the state of the interpreter's file system.
+    """Return the tool server's bytecode, compiled by the Python `interpreter`. `enter` is the part of the command
+    before `interpreter`, such as a dynamic loader and its options. `stamp` identifies the state of the interpreter's
+    file system.
 
     Raises RuntimeUnavailable if there is no Python 3.8 or newer. The first call blocks for about 50 ms. A call also
     blocks while another thread compiles.
@@ -197,7 +198,7 @@ def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> 
         return _compiled(enter, interpreter, stamp)
 
 
-@functools.lru_cache(maxsize=64)  # cached, because `stamp` changes with the interpreter
+@functools.lru_cache(maxsize=64)  # can be cached, because `stamp` changes with the interpreter
 def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
     command = [*enter, interpreter, *FLAGS, "-c", COMPILE]
     try:

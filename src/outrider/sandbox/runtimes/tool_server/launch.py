@@ -90,8 +90,9 @@ def died_inside(tools: ToolClient, group: ControlGroup | None, *, killable: bool
     """Return whether programs in the sandbox ended the tool server. The server's control group and its log tell the
     cause:
 
-    - Usually the server is the first process of a pid namespace, so programs inside cannot kill it by a signal. If
-      programs ended the server, the server's log has the reason, or the sandbox ran out of memory.
+    - Usually the server is the first process of a pid namespace, so programs inside cannot kill it by a signal. They
+      can only use up the sandbox's memory, or cause an error that ends the server. The server's log then contains the
+      error.
     - A `killable` server is not the first process. Programs can kill such a server by a signal, and the server's log is
       then empty.
     - If the host ran out of memory, the cause is outside the sandbox."""
@@ -214,8 +215,8 @@ def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, 
     """Make a new connection, and yield both ends. The second end is for a new process, as its standard input and
     output.
 
-    The second end is closed when the block ends. The first end belongs to the caller. The first end is closed here only
-    if the block raises an error."""
+    The second end is closed when the block ends. The first end belongs to the caller, and is closed here only if the
+    block raises an error."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     with theirs:
         try:

@@ -71,7 +71,7 @@ def restore_layers(source: int, folders: list[str]) -> None:
             os.lseek(source, 0, os.SEEK_SET)
             unpack(source, f"{number}/")
             os.fchdir(old)
-            os.chroot(".")  # `old` was opened before the first chroot, so it leads back
+            os.chroot(".")  # `old` was opened before the first chroot, so it leads out again
     except BaseException as error:  # the parent raises an error with this text, and this fork exits
         os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace"))
     finally:

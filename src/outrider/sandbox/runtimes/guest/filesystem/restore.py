@@ -47,9 +47,9 @@ LEFT_OUT = (
 
 
 class Restore:
-    """One restore. The host sends the archive in any number of calls, one after the other. The server replies to the
-    last call when the child has restored all files and exited, and to every other call when the pipe to the child has
-    taken the call's data. The pipe is closed after the last data, or when the child exits early."""
+    """One restore. The host sends the archive in any number of calls, one after the other. The server replies to a call
+    when the pipe to the child has taken the call's data. Only the reply to the last call is later: it is sent when the
+    child has restored all files and exited. The pipe is closed after the last data, or when the child exits early."""
 
     def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
         self.calls = calls
@@ -178,7 +178,8 @@ class RestoredRoots:
                 raise
 
     def finish(self) -> None:
-        """Remove each root that the archive does not contain. It did not exist in the other sandbox."""
+        """Remove each root that the archive does not contain, because such a root did not exist in the other
+        sandbox."""
         for place in self.roots.values():
             if not place.filled:
                 remove_below(place.above, place.name)

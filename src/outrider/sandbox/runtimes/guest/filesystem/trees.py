@@ -150,7 +150,7 @@ class Packer:
 
     `adjust(member, folder, name)` may change a member before it is added. `limit` is the maximum size of all files
     together, in bytes. A file that exceeds the rest of the limit raises EFBIG before it is read. A sparse file counts
-    with its full size, because it takes no room on the disk, but would be stored in full size.
+    with its full size: it takes little room on the disk, but would be stored in full size.
     """
 
     def __init__(

@@ -42,17 +42,17 @@ USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
 setpcap, net_bind_service and sys_chroot. They are valid only for the sandbox's own users."""
 READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
 """Entries of /proc that are made read-only in the sandbox. The host's root owns them, and an owner may write without
-any capability. If the node runs as the host's root, the sandbox's programs also do, and could otherwise write to these
-entries."""
+any capability. If the node runs as the host's root, the sandbox's programs also run as this user, and could otherwise
+write to these entries."""
 COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
 """Entries of /proc that tell facts about the host. In the sandbox, an empty file or folder covers each. Container
 engines do the same."""
 PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
 DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
-"""Attributes for the mounts of devices. A read-only mount still lets programs write to the device, but keeps the owner
-of the host's device file from changing the file's mode and times. If the node runs as the host's root, this owner is
-the sandbox's root."""
+"""Attributes for the mounts of devices. Programs can write to a device even if its mount is read-only. The mount is
+read-only so that nobody can change the mode or the times of the host's device file. Otherwise its owner could, and if
+the node runs as the host's root, the sandbox's root is that owner."""
 PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
 PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
 """Options for the sandbox's terminals. `max` is needed, because all sandboxes share the host's maximum of some
@@ -63,7 +63,8 @@ IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
 With them, each of the three kinds takes less than 3 MiB. The pages of the segments are not included, because IPC_BYTES
 limits them."""
 WATCHES_SHARE, MIN_WATCHES = 16, 1024
-"""A sandbox may use 1/WATCHES_SHARE of the inotify watches that a user may have, and at least MIN_WATCHES."""
+"""Maximum inotify watches of a sandbox: 1/WATCHES_SHARE of a user's maximum, or MIN_WATCHES if this share is
+smaller."""
 INOTIFY_MAX = 32
 """Maximum number of inotify instances in a sandbox. The kernel also counts them for the node's user, who may have some
 128 for all sandboxes together."""
@@ -90,8 +91,8 @@ def mapping(ids: list[list[int]]) -> str:
 
 
 def bare_layers(plan: Plan) -> dict[int, int]:
-    """Copy each layer's folder that contains mounts of the host (see `Plan.inner`). The copies do not contain these
-    mounts. Returns the descriptor of each copy, by the layer's number.
+    """Copy the folder of each layer, if mounts of the host are in this folder (see `Plan.inner`). The copies do not
+    contain these mounts. Returns the descriptor of each copy, by the layer's number.
 
     Copies are needed, because an overlay cannot be mounted over a folder that contains a mount. Only the zygote can
     make the copies, because it is outside the sandbox's user namespace. A layer that cannot be copied is left out.
@@ -170,8 +171,9 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
             mount_layer(number, lower, target, bare.get(number))
         except OSError as error:
             must_not_be_scarce(error)
-            # Show the folder read-only, without a writable layer. But raise the error for the root, which needs its
-            # layer, and for a restored layer with files, because an agent's files must not be lost silently.
+            # Show the folder read-only, without a writable layer. In two cases, the error is raised instead: for the
+            # root, which needs its layer, and for a restored layer with files, because an agent's files must not be
+            # lost silently.
             if number == 0 or os.listdir(f"upper{number}"):
                 raise
             folders.insert(0, (syscalls.clone_tree(lower, SHOWN_MOUNT), target))

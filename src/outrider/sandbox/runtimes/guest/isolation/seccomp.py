@@ -40,8 +40,8 @@ EPERM, ENOSYS, EPROTONOSUPPORT = 1, 38, 93
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 AT_NUMBER, AT_MACHINE = 0, 4
 FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40
-"""Offsets of a call's first four arguments in `struct seccomp_data`. Each argument has 64 bits: the lower half is at
-its offset, and the upper half UPPER bytes after it."""
+"""Offsets of a call's first four arguments in `struct seccomp_data`. Each argument has 64 bits. Its lower half is at
+its offset. Its upper half begins UPPER bytes after that offset."""
 UPPER = 4
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -205,7 +205,7 @@ def when(at: int, value: int, steps: bytes) -> bytes:
 
 
 def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
-    """Return the instructions for each call in LOOKED_AT. If they do not refuse a call, it is allowed."""
+    """Return the instructions for each call in LOOKED_AT. A call that its instructions do not refuse is allowed."""
     asks = b"".join(accept(THIRD, protocol) for protocol in ASKED) + step(RETURN, ERRNO | EPROTONOSUPPORT)
     found = {
         "clone": refuse(FIRST, NAMESPACES, test=ANY_BIT),

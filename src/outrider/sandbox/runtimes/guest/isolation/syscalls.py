@@ -62,8 +62,8 @@ def syscall(name: str, number: int, *args: object) -> int:
 
 
 def clone(flags: int) -> int:
-    """Fork a child in new namespaces. Only a process with one thread may call this function, because it skips the usual
-    preparations for a fork, such as taking locks."""
+    """Fork a child in new namespaces. Only a process with one thread may call this function, because the function skips
+    the usual preparations for a fork, such as taking locks."""
     return syscall("clone", NUMBERS["clone"], flags | SIGCHLD, 0, 0, 0, 0)
 
 
@@ -173,8 +173,8 @@ def attach(tree: int, target: str) -> None:
 
 
 def keep_capabilities(kept: frozenset[int]) -> None:
-    """Keep these capabilities, and drop all others for good. They are also dropped from the bounding set. Otherwise a
-    program could get them back, if it has file capabilities or is executed by root."""
+    """Keep these capabilities, and drop all others for good. The others are also dropped from the bounding set.
+    Otherwise a program could get them back, if it has file capabilities or is executed by root."""
     for capability in range(64):
         if capability in kept:
             continue
@@ -201,7 +201,7 @@ def raise_loopback() -> None:
 
 def rename_process(name: bytes) -> None:
     """Replace the command line that `ps` shows for this process and its forks, because the command line contains paths
-    of the host. Fields 48 and 49 of /proc/PID/stat have its place in memory."""
+    of the host. Fields 48 and 49 of /proc/PID/stat have the place of the command line in memory."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])

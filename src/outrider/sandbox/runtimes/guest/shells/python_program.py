@@ -53,8 +53,8 @@ class InputResults:
 
     def watch_interrupts(self) -> None:
         """Install the handler for SIGINT again, because an input may have replaced it. Between inputs, the handler does
-        nothing. SIG_IGN is not used between inputs, because child processes inherit SIG_IGN, and a thread of an earlier
-        input may start a program between inputs."""
+        nothing. SIG_IGN is not used for this, because child processes inherit SIG_IGN, and a thread of an earlier input
+        may start a program between inputs."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 
