@@ -660,8 +660,8 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the policy. `version` is the last known version of its weights. `ok` is True if it accepts
-    generations while the policy is not paused."""
+    """An engine of the policy. `version` is the last known version of its weights. `ok` is True if the engine accepts
+    generations whenever the policy is not paused."""
 
     name: str
     version: int

@@ -247,9 +247,9 @@ class Sandboxes:
         sandbox. The check comes early: the sandbox is made only after the agent's run, and a failure at that time would
         lose the run. `field` is the task's field with this spec.
 
-        For two kinds of sandboxes, it is not checked whether this machine can run the kind at all: a kind whose
-        sandboxes run elsewhere, and the kind of the agent's sandbox (`agent` is its spec). Such a kind may be
-        unavailable only for a moment, and the start of the sandbox raises the right error.
+        In two cases, it is not checked whether this machine can run this kind of sandbox at all: if the sandboxes of
+        the kind run elsewhere, and if the agent's sandbox is of the same kind (`agent` is the spec of the agent's
+        sandbox). Such a kind may be unavailable only for a moment, and the start of the sandbox raises the right error.
 
         Raises RuntimeUnavailable. Raises RuntimeFailure if this machine cannot run the kind now, or if a file of a
         prepare step is missing. After RuntimeFailure, the session is tried again.
@@ -342,8 +342,8 @@ def _check(spec: RuntimeSpec, kind: RuntimeKind) -> None:
 @contextmanager
 def unavailable_here() -> Iterator[None]:
     """Within the block, an InvalidField is raised as RuntimeUnavailable, because the task itself has already been
-    accepted. The service may have checked the task on another machine, or with a default kind that is not this
-    machine's."""
+    accepted. The service may have checked the task on another machine, or with another default kind than this machine
+    has."""
     try:
         yield
     except InvalidField as error:

@@ -131,9 +131,9 @@ def _too_slow(path: Path, seconds: float) -> BadImage:
 
 
 def make_own(root: Path) -> None:
-    """Make all files below a folder readable and writable for this process's user, and give them to this user. The
-    owners are changed because root's unsquashfs keeps the original owners, but a sandbox of a SIF image has one user by
-    default."""
+    """Make all files below a folder readable and writable for this process's user, and give them to this user. If root
+    runs unsquashfs, the files keep their original owners. The owners are changed, because a sandbox of a SIF image has
+    one user by default."""
     user, group = os.getuid(), os.getgid()
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):

@@ -138,9 +138,9 @@ class ImageStore:
     def give(self, name: str, digest: str) -> RootImage:
         """Give a name to the image with this digest, and return the image.
 
-        If another image has this name, that image loses the name. If the other image has no further name, its digest
-        becomes its name, so that users can still list, use and remove it. Raises InvalidField for an invalid name, and
-        NotFound if no image has this digest.
+        If another image has this name, the other image loses it. If the other image then has no name, its digest
+        becomes its name, so that users can still list, use and remove this image. Raises InvalidField for an invalid
+        name, and NotFound if no image has this digest.
         """
         place = self._name(checked_name(name))
         with locked(self._names):

@@ -234,9 +234,9 @@ class Runtime(Protocol):
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
         """Return the content of a file.
 
-        Raises FileNotFoundError, also if a parent of the path is a file. Raises IsADirectoryError for a folder. Raises
-        RuntimeFailure for a file of more than `limit` bytes. If `follow` is false, a symbolic link also raises
-        RuntimeFailure."""
+        Raises FileNotFoundError if the file is missing, or if a parent of the path is a file. Raises IsADirectoryError
+        for a folder. Raises RuntimeFailure for a file of more than `limit` bytes. If `follow` is false, a symbolic link
+        also raises RuntimeFailure."""
         ...
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:

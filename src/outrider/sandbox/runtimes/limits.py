@@ -76,9 +76,10 @@ def open_files(soft: int, hard: int) -> int:
     """Return how many descriptors a program may have open. `soft` and `hard` are the limits of this process.
 
     For each user, the kernel counts the descriptors that were sent over a socket but not yet received. A process cannot
-    send another descriptor while this count exceeds the process's own limit of open descriptors. So the limit of a
-    sandbox's program is at most half of the node's limit, unless half is less than MIN_OPEN_FILES. A sandbox with this
-    lower limit stops sending before the count reaches the node's limit, and so never keeps the node from sending."""
+    send another descriptor while this count exceeds the process's own limit of open descriptors. So a sandbox's program
+    gets at most half of the node's limit. The sandbox then stops sending before the count reaches the node's limit, and
+    never keeps the node from sending. If half of the node's limit is less than MIN_OPEN_FILES, the program gets
+    MIN_OPEN_FILES, or the node's hard limit if that is lower."""
     soft, hard = (MAX_OPEN_FILES * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     return max(min(MAX_OPEN_FILES, soft // 2), min(MIN_OPEN_FILES, hard))
 

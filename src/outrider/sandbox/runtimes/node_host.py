@@ -113,7 +113,7 @@ def lives(name: str) -> bool:
     """Return whether the process of the node with this name still runs.
 
     Also returns True in two cases in which this cannot be determined: the name is not a node's, or the node is in
-    another pid namespace, such as a container's, whose process ids have no meaning here."""
+    another pid namespace, such as that of a container. The process ids of another namespace have no meaning here."""
     try:
         namespace, pid, since, _ = name.removeprefix(PREFIX).split("-")
         return namespace != _pid_namespace() or started(int(pid)) == since

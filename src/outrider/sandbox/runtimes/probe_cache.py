@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 class ProbeCache(Generic[T]):
     """The cached result of `probe`. The probe returns a value, or raises RuntimeUnavailable. It may block. Other
-    threads that call `get` meanwhile wait for the same result. After a failure, the probe runs again at the earliest
-    after `retry_seconds`."""
+    threads that call `get` meanwhile wait for the same result. After a failure, the probe does not run again before
+    `retry_seconds` have passed."""
 
     def __init__(self, probe: Callable[[], T], *, retry_seconds: float = RETRY_SECONDS) -> None:
         self._probe = probe

@@ -22,8 +22,8 @@ ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
 class MountPoint(msgspec.Struct, frozen=True):
-    """A mount point and the kind of its file system (such as `tmpfs`). `device` identifies the file system. `root` is
-    the path in the file system that the mount shows."""
+    """A mount point and the kind of its file system (such as `tmpfs`). `device` identifies the file system. The mount
+    shows the path `root` of this file system."""
 
     path: str
     kind: str
@@ -92,8 +92,9 @@ def place_of(path: str, mounts: Iterable[MountPoint]) -> tuple[str, str] | None:
     """Return the place to which an absolute path without links leads: a device, and the path within the device's file
     system. A file has the same place in all mounts of its file system. `mounts` has outer mounts before inner ones.
 
-    Returns None if no mount contains the path. Also returns None for NFS, because the place is unknown there: all
-    mounts of a server's file system have the same device, and the root `/` even if they show only a folder of it.
+    Returns None if no mount contains the path. Also returns None for NFS, where the place is unknown: all mounts of a
+    server's file system have the same device and the root `/`, even a mount that shows only one folder of the file
+    system.
     """
     above = [mount for mount in mounts if f"{path}/".startswith(f"{mount.path.rstrip('/')}/")]
     if not above or above[-1].kind in ("nfs", "nfs4"):

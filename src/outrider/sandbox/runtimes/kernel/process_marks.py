@@ -23,8 +23,8 @@ LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 0.002
 READ_BYTES = 1 << 16
 QUIET_LOOKS = 2
-"""How many scans of /proc in a row must find no marked process. A single scan can miss a process that starts during the
-scan and whose parent then exits."""
+"""`kill_marked` ends when this many scans of /proc in a row have found no marked process. A single scan can miss a
+process that starts during the scan and whose parent then exits."""
 
 
 def mark_of(directory: os.PathLike[str]) -> str:

@@ -50,9 +50,9 @@ class ClusterWaits(msgspec.Struct, frozen=True, kw_only=True):
     - `look`: if no event arrives for this time, the node requests the pod's state, because an event may have been lost.
     - `ping`: time between two pings on the connection to a command in a pod. Load balancers close connections that are
         silent for a minute.
-    - `silence`: if neither output of a command nor the reply to a ping arrives for this time, its connection is treated
-        as broken. This limit is much longer than `ping`, because replies to pings are late while the command does not
-        read its input.
+    - `silence`: if neither output of a command nor the reply to a ping arrives for this time, the connection to the
+      command is treated as broken. This limit is much longer than `ping`, because replies to pings are late while the
+      command does not read its input.
     """
 
     call: float = 60.0

@@ -46,7 +46,7 @@ from outrider.spec import RuntimeSpec
 SETTLE_SECONDS = 2.0
 """If a tool server has ended and the pod's state shows no cause outside the pod, the node waits this many seconds, and
 then requests the pod's state again. The cause of the end may appear in the state with a delay. The pod's programs are
-blamed only if the second state shows no outside cause either."""
+treated as the cause only if the second state shows no outside cause either."""
 OF_CLUSTER = ("KUBERNETES_", "OUTRIDER_")
 """Environment variables in a pod that have one of these prefixes do not come from its image."""
 

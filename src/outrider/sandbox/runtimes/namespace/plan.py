@@ -109,8 +109,8 @@ def host_root(skeleton: Path) -> Root:
 
 
 def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str], ...]:
-    """Return `Plan.inner` for a root. `mounts` are all mounts of the host, with outer mounts first. A mount inside
-    another visible mount is copied with the outer one, so it needs a pair of its own only if its kind is in
+    """Return `Plan.inner` for a root. `mounts` are all mounts of the host, with outer mounts first. A copy of a visible
+    mount also contains the mounts inside it. So such an inner mount needs its own pair only if its kind is in
     HIDDEN_KINDS."""
     found: list[tuple[str, str]] = []
     for folder, inside in (*root.layers[1:], *root.folders):

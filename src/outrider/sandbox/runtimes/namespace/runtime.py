@@ -156,9 +156,9 @@ async def launch(
             )
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # If a saved layer cannot be unpacked, blame the agent that wrote the layer. There are three exceptions: the
-            # zygote has exited, the host ran out of memory, or no writable layer could be mounted, because a file
-            # system is mounted below /usr.
+            # If a saved layer cannot be unpacked, the agent that wrote the layer is treated as the cause. There are
+            # three exceptions: the zygote has exited, the host ran out of memory, or no writable layer could be
+            # mounted, because a file system is mounted below /usr.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise

@@ -223,8 +223,8 @@ class ToolClient(asyncio.Protocol):
         room: int = 0,
     ) -> T:
         """Call a method, and wait for the reply. Raises FileNotFoundError or IsADirectoryError if the server reports
-        that a path in the sandbox is missing or a folder. Any other failure, such as arguments that cannot be encoded,
-        raises RuntimeFailure.
+        that a path in the sandbox is missing or is a folder. Any other failure, such as arguments that cannot be
+        encoded, raises RuntimeFailure.
 
         seconds: the call's time limit in the sandbox. If no reply arrives within GRACE_SECONDS after this time, the
             server is treated as stuck.

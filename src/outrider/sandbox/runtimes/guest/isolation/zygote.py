@@ -105,8 +105,8 @@ class Zygote:
 
 def give_users(pid: int, plan: dict[str, Any]) -> None:
     """Map several users into the child's user namespace. A zygote that runs as root writes the maps itself. Otherwise
-    the programs newuidmap and newgidmap write them, within the ranges in /etc/subuid and /etc/subgid. Raises OSError.
-    The caller then closes the child's pipe, and the child exits."""
+    the programs newuidmap and newgidmap write them, within the ranges in /etc/subuid and /etc/subgid. If this raises
+    OSError, the caller closes the child's pipe, and the child exits."""
     for kind in ("uid", "gid"):
         ids = plan[f"{kind}s"]
         if os.geteuid() == 0:
