@@ -1,6 +1,6 @@
 """Request bodies: the specs of groups, tasks and engines, and of all other requests.
 
-Invariant: every model refuses unknown fields, wrong types, NaN and absurd sizes, and its error names the field. Reading
+Invariant: every spec refuses unknown fields, wrong types, NaN and absurd sizes, and the error names the field. Reading
 a list of objects stops at the first invalid object (`fail_fast`), so an invalid request does not take much more time
 than a valid one. `service/admission.py` checks what depends on the machine.
 """
@@ -301,8 +301,8 @@ class RuntimeSpec(Spec):
 
     - `kind`: the kind of sandbox, by default the node's (`with_default_runtime`).
     - `network`: without it, the sandbox can reach only its model endpoint.
-    - `users`: the number of user and group ids inside the sandbox, starting at 0. The default covers the owners of the
-      image's files.
+    - `users`: the number of user and group ids inside the sandbox. The ids start at 0. The default covers the owners of
+      the image's files.
     - `lifetime_seconds`: the sandbox ends by itself after this time, even if its node is gone.
     """
 
@@ -475,7 +475,8 @@ class HarnessSpec(Spec):
 
     @property
     def name(self) -> str:
-        """The name of the harness in lists: that of the preset or the agent, or else its kind, such as "command"."""
+        """The harness's name in lists: the name of the preset or of the agent, or else the kind of harness, such as
+        "command"."""
         return self.preset or self.agent or next(kind for kind in HARNESS_KINDS if getattr(self, kind) is not None)
 
 
@@ -1014,11 +1015,12 @@ class SessionsSpec(Spec):
 
 
 class PauseSpec(Spec):
-    """Pauses the queue. The service then starts no sessions of groups that have all `labels` and use the `harness`.
-    Without `harness`, the harness of a group does not matter. With neither labels nor `harness`, all groups are paused.
+    """Pauses the queue. The service then starts no sessions of the groups that match. A group matches if it has all
+    `labels` and, if `harness` is given, uses that harness. If the request has neither `labels` nor `harness`, all
+    groups match.
 
-    The pause applies to the groups of the caller's tenant. The pause of an admin applies to the groups of all tenants
-    or, if `tenant` is given, to those of this tenant."""
+    The pause covers only the groups of the caller's tenant. The pause of an admin covers the groups of all tenants or,
+    if `tenant` is given, only the groups of that tenant."""
 
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
     harness: Name | None = None

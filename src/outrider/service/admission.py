@@ -71,14 +71,14 @@ S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]
 
 RUNTIME_METHODS = ("create", "available", "check_spec")
-"""Methods that a plugin must have to be accepted as a runtime."""
+"""A plugin is accepted as a runtime only if it has these methods."""
 
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a request. Without this limit, JSON decoders would accept deeper nesting than
 JSON encoders can write."""
 MAX_NAMES = 1024
-"""Maximum number of fields of a JSON object in a request, such as `env`. Exceptions are `options` and the rewards in a
-report, which may have more fields."""
+"""Maximum number of fields of a JSON object in a request, such as `env`. Only `options`, and the rewards in a report,
+may have more fields."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
 """Folders of a sandbox to which programs write. No virtual environment may be mounted over such a folder, because the
@@ -195,7 +195,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
         return
     graded = "" if not fits(agent) else ", with the sandboxes for grading,"
     short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
-    # Each resource alone may fit on some node, while no node has enough of all. Then the error names the memory.
+    # If each resource alone fits on some node, but no node has enough of all resources, the error names the memory.
     name = short[0] if short else "memory_mb"
     have = " or ".join(dict.fromkeys(total_of(node.resources).in_words() for node in nodes))
     raise InvalidField(
@@ -246,8 +246,8 @@ def check_group(
 
     paths: the files of this machine that a task may name.
     endpoints: the external graders.
-    here: True if sessions run on this machine. Then this machine's runtimes and harnesses are also checked. Another
-        machine checks its runtimes and harnesses when a session starts there.
+    here: True if sessions run on this machine. If so, this machine's runtimes and harnesses are also checked. Any other
+        machine checks its own runtimes and harnesses when a session starts there.
     pull: prefixes of image references. An image with such a prefix is pulled when a session needs it, so the image need
         not be on this machine.
     """
@@ -317,7 +317,7 @@ def _runtime_kind(name: str, *, field: str) -> RuntimeKind:
 class SubmissionChecks:
     """Runs the slow checks of evaluator specs, such as parsing a gold answer.
 
-    Of each tenant, one group is checked at a time, so that no tenant can occupy the whole machine. The checks of a
+    Only one group of each tenant is checked at a time, so that no tenant can occupy the whole machine. The checks of a
     group may take `seconds`, including the wait for the tenant's earlier groups.
     """
 
@@ -364,8 +364,8 @@ def _check_uploads(prepare: Sequence[PrepareStep], paths: HostPaths, *, field: s
 
 
 def _check_venv(task: TaskSpec, runtime: RuntimeKind, paths: HostPaths) -> None:
-    """Raise InvalidField unless the task's virtual environment and the folders that it needs are allowed and work in
-    the sandbox."""
+    """Raise InvalidField unless the task's virtual environment, and the folders that the environment needs, are allowed
+    and work in the sandbox."""
     path, spec = task.harness.venv, task.runtime
     if path is None:
         return

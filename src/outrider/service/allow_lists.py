@@ -111,7 +111,7 @@ class AllowLists:
 
     def socket(self, place: tuple[int, int, int, str, Sequence[Any]]) -> socket.socket:
         """Create the socket for a callback's connection. `place` is an entry of `socket.getaddrinfo`. Raises OSError if
-        callbacks may not use its address."""
+        callbacks may not use the address in `place`."""
         family, kind, protocol, _, address = place
         if self._refused(plain(ip_address(address[0]))):
             raise OSError(f"callbacks may not go to {address[0]}: the operator's setting is callbacks.allow")

@@ -65,8 +65,8 @@ class AuditLog:
         self._one_at_a_time = asyncio.Lock()
 
     async def add(self, entry: AuditEntry) -> None:
-        """Write a line. If a resource such as disk space is exhausted, write the line to the service's log instead.
-        This raises no error, because clients must still be able to cancel work."""
+        """Write a line. If a resource such as disk space is exhausted, write the line to the service's log instead, and
+        raise no error, because clients must still be able to cancel work."""
         async with self._one_at_a_time:
             try:
                 await asyncio.to_thread(self._write, msgspec.json.encode(entry) + b"\n")

@@ -21,7 +21,8 @@ from outrider.store.task_key import KEY_FILE, KeyFile, given_key
 DATABASE = "outrider.sqlite3"
 """Name of the database file in the data folder."""
 RUNS = "runs.sqlite3"
-"""Name of the file of the index of runs (`store/run_index/`). A service with any store makes it, within seconds."""
+"""Name of the file of the index of runs (`store/run_index/`). Every service makes this file within seconds of its
+start, whichever database its store uses."""
 
 
 @asynccontextmanager

@@ -57,8 +57,8 @@ MAX_PUSHES_EACH = 8
 """Maximum number of requests to one receiver at once, so that a slow receiver does not delay others. After a failure,
 the receiver gets one request at a time until one succeeds."""
 MAX_FAILING = 1000
-"""Maximum number of failing receivers that are remembered. A receiver that is no longer remembered may get several
-requests at once again, until one fails."""
+"""Maximum number of failing receivers that are remembered. A receiver that was forgotten may again get several requests
+at the same time, until one of these requests fails."""
 LOOK_AHEAD = 1000
 """Maximum number of outbox rows read at a time. It is much larger than MAX_PUSHES, because the first rows may all be
 for one slow receiver."""

@@ -41,8 +41,8 @@ async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
 async def remember_paces(
     store: Store, pools: Iterable[EnginePool], known: Mapping[str, RememberedPace], failures: Failures
 ) -> AsyncIterator[None]:
-    """While the block runs, store the pace of each engine of the pools when the pace is new or has changed. `known` are
-    the paces that are already stored."""
+    """While the block runs, watch the paces of the pools' engines, and store each pace that is new or has changed.
+    `known` are the paces that are already stored."""
     kept = dict(known)
 
     async def keep() -> None:

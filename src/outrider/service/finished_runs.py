@@ -157,7 +157,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class _FileSession:
-    """The rows of one session: their positions in the file, in bytes, and what the session's view needs."""
+    """The rows of one session: their positions in the file, in bytes, and the data that the session's view needs."""
 
     def __init__(self, line: _Line) -> None:
         self.first = line

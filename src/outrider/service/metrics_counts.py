@@ -29,8 +29,8 @@ V = TypeVar("V")
 TURNS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 """Upper bounds of the buckets in the histogram of turns per session."""
 VERSIONS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Upper bounds of the buckets in the histogram of staleness: how many policy versions old a session's oldest token is
-when its group is done. Sessions without tokens to train on are left out."""
+"""Upper bounds of the buckets in the histogram of staleness. A session's staleness is the number of policy versions by
+which its oldest token is behind when its group is done. Sessions without tokens to train on are left out."""
 
 
 class CountLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,11 +1,11 @@
 """Chooses a node for each session, and counts the sessions that are placed on each node.
 
-The sessions on a machine may together need up to twice its processors, memory and GPUs. They then wait on the machine
-until enough of these are free.
+The sessions on a machine may together need up to twice its processors, memory and GPUs. Some of the sessions then wait
+on the machine until enough of these resources are free.
 
-If no machine has room for a session, it stays in the queue. The machines that are large enough for this session then
-get no other session that needs the same scarce resources, because small sessions could otherwise starve a large one.
-Sessions that need none of these resources are still placed (see `room_behind`).
+If no machine has room for a session, the session stays in the queue. The machines that are large enough for this
+session then get no other session that needs the same scarce resources, because small sessions could otherwise starve a
+large one. Sessions that need none of these resources are still placed (see `room_behind`).
 
 Invariant: a node never gets more sessions than it has slots.
 """

@@ -15,7 +15,7 @@ ALLOWED: dict[Role, frozenset[Role]] = {
     "node": frozenset({"node"}),
     "admin": frozenset(get_args(Role)),
 }
-"""The roles whose rights a caller has, by the role of the caller's token."""
+"""For each role of a token, the roles whose rights a caller with that token has."""
 
 
 class Principal(NamedTuple):

@@ -31,7 +31,7 @@ log = logging.getLogger("outrider.retention")
 T = TypeVar("T")
 
 CHECK_SECONDS = 60.0
-"""Seconds between two searches for groups that are too old or too large in total."""
+"""Seconds between two searches for groups to remove."""
 STEP_ROWS = 100
 """Maximum number of rows deleted in one transaction, so that other writers of the store wait only a few
 milliseconds."""
@@ -87,7 +87,8 @@ class Retention:
         """Remove the groups that exceed the age or total size in `spec`, oldest first, for about REQUEST_SECONDS. A dry
         run only counts them.
 
-        If `spec` has no limits, those in the settings apply. Raises InvalidField if there are none either."""
+        If `spec` has no limits, those in the settings apply. Raises InvalidField if the settings have no limits
+        either."""
         if spec.days is None and spec.size_mb is None:
             spec = spec.model_copy(update={"days": self._settings.days, "size_mb": self._settings.size_mb})
         if spec.days is None and spec.size_mb is None:
@@ -105,7 +106,8 @@ class Retention:
             # A group's size does not count its images, which other groups may use, too.
             uses: dict[str, int] | None = {} if spec.size_mb is not None and await removals.has_images() else None
             while not more:
-                # A dry run removes nothing. So the bytes that the groups counted so far would free are subtracted here.
+                # A dry run removes nothing, so the stored size still includes the groups that were counted before. The
+                # bytes that their removal would free are subtracted here.
                 stored = 0 if spec.size_mb is None else await removals.size() - (freed if spec.dry_run else 0)
                 limit = COUNTED_AT_ONCE if spec.dry_run else SESSIONS_AT_ONCE
                 found = await removals.candidates(force=spec.force, after=place, limit=limit)
@@ -168,8 +170,8 @@ class Retention:
                 await _on_disk(partial(self._artifacts.remove, unknown))
 
     async def _erase(self) -> None:
-        """Delete all data of hidden groups. The files are deleted before the rows, because they can be found only by
-        the rows of the sessions."""
+        """Delete all data of hidden groups. The files are deleted before the rows, because the files can be found only
+        by the rows of the sessions."""
         await _on_disk(partial(self._artifacts.remove, await self._store.removals.hidden_sessions()))
         more = True
         while more:

@@ -89,8 +89,8 @@ class Runs:
         return GroupList(groups=listed.groups, after=ids[-1] if len(ids) == limit else None)
 
     async def diff(self, a: str, b: str, *, passed: float, caller: Principal) -> RunDiff:
-        """Compare two runs. `a` and `b` select a run by labels or by ids of groups, separated by commas, such as
-        `run=try,step=3`. Raises NotFound if a run has no sessions."""
+        """Compare two runs. `a` and `b` each select a run by its labels or by the ids of its groups, separated by
+        commas, such as `run=try,step=3`. Raises NotFound if a run has no sessions."""
         sides = []
         await self._index.catch_up()
         for field, selector in (("a", a), ("b", b)):
@@ -128,8 +128,8 @@ class Runs:
         task and tenant is submitted. The new group has one session for each match, and the label RETRY_LABEL.
 
         Raises Conflict if more than `max_matches` sessions match. The error of a group that cannot be retried, such as
-        an error of `Service.submit`, is raised in two cases: there is no other group, or the service is busy and has
-        accepted no group before. In all other cases, the reply contains the reason.
+        an error of `Service.submit`, is raised only in two cases: there is no other group, or the service is busy and
+        has accepted no group before. In all other cases, and if the group was removed, the reply contains the reason.
         """
         found, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
         ids = [id for id, _ in found]

@@ -492,7 +492,8 @@ class Scheduler:
         except Conflict as conflict:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
-        if placement.ending is not None:  # set while the attempt was running, so `end` has not finished the session
+        # `ending` was set while the attempt was running, so `end` has not finished the session.
+        if placement.ending is not None:
             await self._end_with_turns(session, placement.ending, task=placement.attempt.task)
 
     async def _finish(
@@ -518,12 +519,12 @@ class Scheduler:
             self._specs.pop(result.group_id, None)
             self._on_done()
         elif result.verdict is not None and (spec is None or spec.min_usable is not None):
-            # With this verdict, the group may have enough usable sessions. The group's other sessions are then ended.
+            # With this verdict, the group may have enough usable sessions. If so, the group's other sessions are ended.
             await self.end(await self._store.to_end(result.group_id))
 
     async def _renew_and_retake(self) -> None:
-        """Renew the leases of the running attempts. Put sessions whose lease has expired back into the queue: their
-        node was lost, or the start of an attempt was stored although the database reported a failure."""
+        """Renew the leases of the running attempts. Put sessions whose lease has expired back into the queue. Such a
+        session has lost its node, or the start of its attempt was stored although the database reported a failure."""
         held = {id: placement.attempt.session.attempt for id, placement in self._placements.items()}
         await self._store.renew_leases(held, time.time() + self._limits.seconds)
         await self._retake(time.time())
@@ -535,8 +536,8 @@ def _take_nothing() -> Callable[[], None]:
 
 
 def _may_be_killed(result: SessionResult) -> bool:
-    """Return whether a signal may have ended the agent's program, or broken its sandbox. When systemd, Slurm or a
-    shutdown stops a service, all its processes get the signal, including those in sandboxes."""
+    """Return True if a signal may have ended the agent's program or broken the agent's sandbox. When systemd, Slurm or
+    a shutdown stops a service, all its processes get the signal, including those in sandboxes."""
     left = result.harness_exit
     by_signal = left is not None and 128 < left.code <= 128 + signal.SIGRTMAX
     return by_signal or result.stop_reason is StopReason.AGENT_EXCESS

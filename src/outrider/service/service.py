@@ -199,8 +199,8 @@ class Service:
         self.runs = Runs(store, index, submit=self.submit, end=self.scheduler.end, wake=self.scheduler.wake)
         self.scheduler.sessions_done.subscribe(lambda _: self._back_pressure.note_done())
         self.call_failures = CallFailures()
-        """The failed model calls of the gateways in this process, except those from the sandboxes of this process's
-        node, which the node counts itself."""
+        """The failed model calls of the gateways in this process. Calls from the sandboxes of this process's node are
+        left out, because the node counts them itself."""
         self.counts = ServiceCounts(
             (*(dialect.name for dialect in DIALECTS), INPROCESS),
             has_engine=lambda name: name in pool or any(name in other for other in self._frozen.values()),

@@ -18,8 +18,8 @@ def tokenizer_check(tokenizer: Tokenizer, frozen: str | None) -> Callable[[Engin
     """Return a function that checks an engine before it is added to a pool. `frozen` is the name of the frozen model
     that the pool serves, or None for the policy.
 
-    An engine that cannot tokenise is accepted. The check raises ModelMismatch, or EngineUnavailable if there is no
-    response."""
+    An engine that cannot tokenise is accepted. The check raises ModelMismatch, or EngineUnavailable if the engine does
+    not respond."""
     expected = tokenizer.encode(PROBE)
 
     async def check(engine: Engine | ChatEngine) -> None:

@@ -98,8 +98,8 @@ class TraceExport:
                 await self._store.keep_position(NAME, self._cursor)
 
     async def _traces(self, event: EventView) -> list[list[TraceSpan]]:
-        """Return the trace of the session whose end the event reports, in a list. The list is empty if the session's
-        group was removed in the meantime."""
+        """Return a list with one trace: that of the session whose end the event reports. The list is empty if the
+        session's group was removed in the meantime."""
         assert event.session_id is not None
         try:
             return [await self._spans(event.group_id, event.session_id)]

@@ -94,7 +94,7 @@ class KeptFiles:
 
 async def make_folders(runtime: Runtime) -> None:
     """Create the session's folders in a started sandbox. If this fails, for example because the image's user lacks the
-    permission, only a warning is logged, because the agent may not need the folders."""
+    permission, only a warning is logged. The agent may not need the folders."""
     folders = folders_in(runtime)
     try:  # writing a file creates its folder, and a hidden file is never collected as an artifact
         for folder in (folders.artifacts, folders.logs):
@@ -115,9 +115,9 @@ class ArtifactCollector:
         self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int, kept: KeptFiles
     ) -> ArtifactList:
         """Keep the artifacts of an attempt and return the list of them. Call this once per step of the task, always
-        with the same `kept`. New artifacts are added to `kept`, so the list also has the artifacts of earlier steps. Of
-        the left-out files, it has only those of this step. The list is stored if it has entries or the task names
-        artifacts."""
+        with the same `kept`. New artifacts are added to `kept`, so the list also has the artifacts of earlier steps.
+        Files that were left out are listed only for this step. The list is stored if it has entries or if the task
+        names artifacts."""
         collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt, kept)
         try:
             try:
@@ -233,11 +233,11 @@ class ArtifactCollection:
     async def keep(self, path: str) -> None:
         """Store the bytes of a file, unless an earlier step has stored the same file. If the file cannot be stored,
         list it as left out, with the reason. An earlier step's file of the same path is then no longer listed, because
-        it may be outdated. It stays listed if the path is now missing or a folder."""
+        it may be outdated. If the path is now missing or a folder, the earlier file stays listed."""
         earlier = self.kept.artifacts.get(path)
         bytes_left = self.limits.total_bytes - self.kept.stored_bytes
-        # A file as large as the earlier one is read even if there is no room for another file, because it may be
-        # unchanged.
+        # A file as large as the earlier file of this path is read even if there is no room for another file, because
+        # the file may be unchanged.
         limit = min(self.limits.file_bytes, bytes_left if earlier is None else max(bytes_left, earlier.size))
         full = f" ({self.limits.total_bytes} bytes are kept in all)" if bytes_left < self.limits.file_bytes else ""
         try:

@@ -98,7 +98,7 @@ class AttemptStore(Protocol):
 
 def continues_turns(session: SessionRow, task: TaskSpec) -> bool:
     """Return True if the next attempt of an external session continues the turns of the earlier attempts. Only a remote
-    agent may start from the beginning instead: it does so after every failure except the loss of the service."""
+    agent may start from the beginning instead: after every failure except the loss of the service."""
     error = session.last_error
     return task.harness.remote is None or error is None or error.code == LEASE_EXPIRED
 

@@ -40,8 +40,8 @@ class Stage(StrEnum):
     GRADE = "grade"
     """The agent's outcome is evaluated. If the task carries files to a new sandbox, the files are copied first."""
     CONFIRM = "confirm"
-    """A sandbox that no agent has touched is graded, to find out whether the agent is to blame for a failure of its
-    sandbox or of the grading."""
+    """A sandbox that no agent has touched is graded, to find out whether the agent is to blame for a failure of the
+    agent's sandbox or of the grading."""
 
 
 class End(StrEnum):
@@ -116,8 +116,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     inside: bool = False
     """The failure came from inside a sandbox in which the agent had worked."""
     sandbox_failed: bool = False
-    """True if the failure that the stage CONFIRM examines was one of the sandbox or of a program. False if it was one
-    of the evaluator. Not used in other stages."""
+    """Used only in the stage CONFIRM, which examines an earlier failure. True if the sandbox or a program had failed,
+    False if the evaluator had failed."""
 
     @property
     def may_be_harmed(self) -> bool:
@@ -149,8 +149,8 @@ class Blame(StrEnum):
     AGENT = "agent_excess"
     """The session ends with `agent_excess` if the failed operation succeeds in a sandbox that no agent has touched.
 
-    If the agent's work can still be graded, its verdict counts. Otherwise the reward is 0, or the reward for doing
-    nothing if that is lower."""
+    If the agent's work can still be graded, its verdict counts. Otherwise the reward is the lower of 0 and the reward
+    for doing nothing."""
     ERROR = "error"
     """The attempt fails. It is tried again if the error is retryable and the task has attempts left."""
 
@@ -181,7 +181,7 @@ class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
         are true.
     cause: the error with which the attempt ends, or None.
     reason: the stop reason of the attempt, if `cause` is None. The attempt is then graded, unless the stop reason is
-        SESSION_TIMEOUT. If `reason` is None, too, the stop reason is that of the limit that was reached.
+        SESSION_TIMEOUT. If `cause` and `reason` are both None, the stop reason is that of the limit that was reached.
     maybe_agent: if True, the agent is blamed instead, provided that the error came from inside the sandbox and the
         model had replied.
     """
@@ -207,8 +207,7 @@ class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
 
 RULES = (
     # The failures of the infrastructure come first, from broad to narrow, because a broad failure may have caused a
-    # narrow one. The last of these rules is "sandbox failed", because it is the only one of them that can blame the
-    # agent.
+    # narrow one. The last of these rules is "sandbox failed", because none of the others can blame the agent.
     BlameRule(
         name="turn not stored",
         when=("unrecorded",),

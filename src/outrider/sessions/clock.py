@@ -22,7 +22,8 @@ is paused and almost no time is left."""
 class Budget:
     """Seconds left to spend. `async with budget.spend():` raises TimeoutError when they run out inside the block.
 
-    `exhausted` is then true. `stalled_seconds` returns the total seconds so far in which the clock was stopped.
+    `exhausted` is True after the seconds have run out. `stalled_seconds` returns the total seconds so far in which the
+    clock was stopped.
     """
 
     def __init__(self, seconds: float, stalled_seconds: Callable[[], float]) -> None:

@@ -63,7 +63,8 @@ MAX_IMAGES = 128
 MAX_IMAGE_BYTES = 1 << 30
 """Maximum total size of the images in a prompt, in bytes of pixel values as they are sent to the engine."""
 MAX_GRIDS = 4096
-"""Maximum number of images of a session whose grid (size in patches) is cached. Beyond it, the cache is cleared."""
+"""Maximum number of images of a session whose grid (size in patches) is cached. If there are more, the cache is
+cleared."""
 IMAGES = "the decoder of images"
 """Name of two kinds of wait: until a file is decoded, and until there is memory for pixels. Both end before the engine
 gets the request."""
@@ -74,8 +75,8 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Seconds after which storing a turn counts as overdue. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""For each of this many bytes of a turn's text and images, storing the turn may take one second more before it counts
-as overdue. A large turn is no fault of the store, because the agent determines the size of its turns."""
+"""For every STORE_BYTES_PER_SECOND bytes of a turn's text and images, storing the turn may take one second more before
+it counts as overdue. A large turn is no fault of the store, because the agent determines the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -168,8 +169,8 @@ class Conversation:
     Long work on a request runs in the worker thread (`offload`).
 
     record: stores a turn. It is awaited before the completion of a call is returned.
-    on_limit: called at most once, when the session can make no more calls. This is so if a call was refused because the
-        session's turns or tokens were used up, and if they are still used up when no call is running any more.
+    on_limit: called at most once, when the session can make no more calls: a call was refused because the session's
+        turns or tokens were used up, no call is running any more, and the turns or tokens are still used up.
     limit: why the last call was refused; None after a call that was admitted.
     step, step_turns: the index of the task's current step, and the number of its turns.
     keep_failed: stores the failed calls that no later call has made up for. It is awaited whenever these calls change,
@@ -233,7 +234,7 @@ class Conversation:
         decoded."""
         self._reading = asyncio.Lock()
         self._not_begun: dict[object, tuple[float, float]] = {}
-        """The calls whose request is still being received or read. The value is the result of `_waited` at the
+        """The calls whose requests are still being received or read. Each value is the result of `_waited` at the
         beginning of the call."""
 
     async def resume(self, turns: Sequence[Turn], failed: Sequence[FailedCall]) -> None:
@@ -429,8 +430,8 @@ class Conversation:
     @contextmanager
     def _may_be_given_up(self) -> Iterator[None]:
         """Record a call as given up if the block is cancelled, or if the run ends during the block. The block receives
-        or reads the request of the call. The end of the run counts, because the client may have disconnected before:
-        while the request waits for an engine, the connection is not read, so a disconnection is not noticed."""
+        or reads the request of the call. The end of the run counts, because the client may already have disconnected.
+        While the request waits for an engine, the connection is not read, so a disconnection is not noticed."""
         key, waited = object(), self._waited()
         self._not_begun[key] = waited
         try:
@@ -481,7 +482,7 @@ class Conversation:
         raise LimitReached(reason, self._frozen)
 
     def _end_at_limit(self) -> None:
-        """Call `on_limit` if a call was refused and every later call would be refused, too. This is decided only while
+        """Call `on_limit` if a call was refused and every later call would also be refused. This is decided only while
         no call is running, because a running call that fails gives its turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
@@ -571,8 +572,8 @@ class Conversation:
         return None if reader is None else partial(reader.pages, pictures=pictures)
 
     async def _read_files(self, readable: ReadableMessages, form: ImageForm | None, work: Callable[[], Steps[T]]) -> T:
-        """Run `work` on the messages of a request. If it needs a document or image that is not prepared, the file is
-        read or decoded, and `work` is run again. Raises RequestError for too many images."""
+        """Run `work` on the messages of a request. If `work` needs a document or image that is not prepared, the file
+        is read or decoded, and `work` is run again. Raises RequestError for too many images."""
         for _ in range(2 * MAX_IMAGES + 1):  # each round prepares the files of one more message
             try:
                 async with self._reading:
@@ -605,7 +606,7 @@ class Conversation:
     ) -> tuple[RequestImage, ...]:
         """Return the images of a prompt. An image that has left the cache is decoded again from the request's messages.
         Waits until there is memory for the pixel values; closing `held` frees this memory. Raises RequestError if the
-        images are too many or too large, or if an image cannot be decoded as before."""
+        images are too many or too large, or if an image cannot be decoded again to the same grid."""
         spans = prompt.all_images()
         if not spans:
             return ()
@@ -730,8 +731,8 @@ def _bytes_of(turn: Turn) -> int:
 
 
 def overdue_error(overdue: float, what: str) -> OutriderError:
-    """Return the error for a run that ended badly, or for a call that was given up. Before that, waits had taken
-    `overdue` seconds longer than usual in total. Most of this time was spent on waits for `what`."""
+    """Return the error for a run that ended badly, or for a call that was given up, after waits had taken `overdue`
+    seconds longer than usual in total. Most of these seconds were spent on waits for `what`."""
     kind = ServiceError if what in (STORE, IMAGES) else EngineSilent
     return kind(
         f"the agent waited {overdue:.1f} s longer than usual, mostly for {what or 'an engine'}, and then gave a call up"

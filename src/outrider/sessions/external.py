@@ -179,7 +179,8 @@ class ExternalSessions:
         return live.models
 
     async def refusal(self, key: str) -> OutriderError:
-        """Return the error for a model call whose credential gives access to no model: `models` has returned None."""
+        """Return the error for a model call whose credential gives access to no model, so that `models` has returned
+        None."""
         session_id = self._store.session_of_credential(key)
         if session_id is None:
             return Unauthorized("this session key is unknown, or its run is over")

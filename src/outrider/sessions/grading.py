@@ -220,9 +220,9 @@ class Grading:
         """Grade the agent's work in `sandbox`. If files are carried to a new sandbox, `sandbox` is stopped first,
         unless another step follows in it.
 
-        `failure` is the error from inside the sandbox that ended the agent's run, if any. The work up to this failure
-        is still graded if possible. `gpus` are the session's GPUs, which the agent uses until `sandbox` is stopped.
-        Raises the failure of the run or of the grading if the agent is not to blame.
+        `failure` is set if the agent's run was ended by an error that came from inside the sandbox. The work up to this
+        failure is still graded if possible. `gpus` are the session's GPUs, which the agent uses until `sandbox` is
+        stopped. Raises the failure of the run or of the grading if the agent is not to blame.
         """
         verdict: Verdict | None = None
         origin = self._agents
@@ -644,7 +644,8 @@ class GraderSandbox:
                     EntryKind.SANDBOX, sandbox.kind or "", began, time.time(), sandbox=GRADING, warm=False
                 )
                 self._sandbox = sandbox
-        except Exception as error:  # `ready` raises it; raised here, it would end the node's background tasks
+        # `ready` raises the error. If it were raised here, it would end the node's background tasks.
+        except Exception as error:
             late = f"a sandbox for grading was not ready within {seconds:g} s"
             self._failure = RuntimeFailure(late) if limit.exhausted else error
 

@@ -279,8 +279,8 @@ class HarborRemoteRun:
 
 
 def reward_of(rewards: Mapping[str, float], name: str | None) -> float:
-    """Return the reward called `name`. If `name` is None, return the only reward, or the one called `reward`. Raises
-    RemoteRunFailed if the run has no such reward."""
+    """Return the reward called `name`. If `name` is None, return the only reward or, if there are several, the reward
+    called `reward`. Raises RemoteRunFailed if the run has no such reward."""
     if name is None:
         name = next(iter(rewards)) if len(rewards) == 1 else "reward"
     if name not in rewards:

@@ -1,4 +1,5 @@
-"""The lanes of a node. A lane is a stage of sessions with a limited number of slots, a queue and statistics."""
+"""The lanes of a node. A lane is one stage that sessions pass through. It has a queue, statistics, and a limited number
+of slots."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from outrider.sessions.priority_semaphore import URGENT, PrioritySemaphore, Slot
 
 
 class Lane:
-    """A stage of sessions with `size` slots. `name` identifies the stage in the settings and statistics."""
+    """A stage that sessions pass through, with `size` slots. `name` identifies the stage in the settings and
+    statistics."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
@@ -56,8 +58,8 @@ class HeldSlot:
 
     @asynccontextmanager
     async def off_the_clock(self) -> AsyncIterator[None]:
-        """Release the slot while the block runs, and take a slot again afterwards. For this, the session is first in
-        line, because it has already waited once. If the block raises, no slot is taken again."""
+        """Release the slot while the block runs. Afterwards, take a slot again, ahead of the sessions that wait for
+        their first slot, because this session has already waited once. If the block raises, no slot is taken again."""
         self._release()
         yield
         slot = await self._lane.take(URGENT, self._tenant)

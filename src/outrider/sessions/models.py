@@ -40,13 +40,15 @@ MAX_NAME = 100
 
 class FailureCounts:
     """Counts an attempt's model calls that were answered with an error, by name. The name is the error's code, followed
-    by the faulty field of the request if there is one. For an unknown path, it is the code, the method and the path."""
+    by the faulty field of the request if there is one. If the gateway does not serve the called path, the name is the
+    code, the method and the path."""
 
     def __init__(self) -> None:
         self.counted: dict[str, int] = {}
 
     def note(self, error: OutriderError, unserved: str | None = None) -> None:
-        """Count a call that was answered with `error`. `unserved` is the method and path, if the path is unknown."""
+        """Count a call that was answered with `error`. If the gateway does not serve the called path, `unserved` is the
+        call's method and path; else None."""
         about = unserved or error.field
         name = f"{error.code}: {about}" if about else error.code
         name = "".join(char if char.isprintable() else "?" for char in name[:MAX_NAME])

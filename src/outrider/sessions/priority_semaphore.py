@@ -37,9 +37,9 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
-    """Return the part of `room` that later requests may use while a request with these `needs` waits. Of a resource
-    that is too scarce for the waiting request, later requests get nothing. Of every other resource, they may use all
-    that is free. If the waiting request is the first in line, the amount that it needs is subtracted."""
+    """Return the part of `room` that later requests may use while a request with these `needs` waits. Later requests
+    get nothing of a resource that is too scarce for the waiting request. They may use whatever is free of every other
+    resource, but if the waiting request is the first in line, the amount that it needs is subtracted."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 

@@ -64,8 +64,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def required(runtime: RuntimeSpec) -> ResourceAmount:
-    """Return the resources to set aside for a task's sandbox. For each resource, this is the sandbox's limit, or 0 if
-    the sandbox has none. Nothing is set aside for a sandbox on other machines, such as E2B's or a Kubernetes
+    """Return the resources to set aside for a task's sandbox. The amount of each resource is the sandbox's limit, or 0
+    if the sandbox has no limit. Nothing is set aside for a sandbox on other machines, such as E2B's or a Kubernetes
     cluster's."""
     if runtime.sandbox_kind in ELSEWHERE:
         return ResourceAmount()
@@ -87,8 +87,8 @@ def session_needs(task: TaskSpec) -> ResourceAmount:
     - the agent's sandbox, with a sandbox that grades an earlier step and has no GPUs
     - the sandbox that grades the last step, after the agent's sandbox has stopped
 
-    All are taken at once. If sessions requested the second sandbox's resources later, each could wait for resources of
-    the others.
+    A session takes all these resources at once. If sessions requested the second sandbox's resources later, each could
+    wait for resources that another session holds.
     """
     agent = required(task.runtime)
     *beside, last = [

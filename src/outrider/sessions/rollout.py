@@ -334,7 +334,7 @@ class Rollout:
     def _made(self) -> tuple[Harness, tuple[Path, ...], list[Evaluator]]:
         """Create the harness, and the evaluator of each step. Returns the harness, the host paths that the harness's
         programs need, and the evaluators. Raises InvalidField if the task names a host path that tasks must not use.
-        Raises RuntimeUnavailable if an evaluator needs something that the task's kind of sandbox cannot do, and
+        Raises RuntimeUnavailable if an evaluator needs something that the task's kind of sandbox cannot provide, and
         EvaluatorError if an evaluator cannot be made on this machine."""
         for number, step in enumerate(self._steps):
             if step.evaluator.carry == "all":

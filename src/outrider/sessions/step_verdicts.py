@@ -15,9 +15,9 @@ def verdict_on_steps(verdicts: Sequence[Verdict], reward: Literal["mean", "final
     `mean`: the reward and each metric is the mean over the steps. A step without the metric counts as 0.
     `final`: the reward and the metrics are those of the last step.
 
-    In both cases the numbers of each step are added as metrics `step1.reward`, `step1.NAME` and so on. Rewards for the
-    same turn are added up. If several steps give a reward for the same row, the reward of the last of these steps
-    counts.
+    In both cases the numbers of each step are added as metrics `step1.reward`, `step1.NAME` and so on. If several steps
+    give rewards for one turn, their sum counts. If several steps give rewards for one training row, the row's reward
+    from the last of these steps counts.
     """
     final = verdicts[-1]
     names = {name for verdict in verdicts for name in verdict.metrics}

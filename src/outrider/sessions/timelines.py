@@ -64,8 +64,8 @@ class Timelines:
             self._ended.append(timeline)
 
     async def store(self) -> None:
-        """Store all new entries. If the store fails, its error is raised, and the next call stores the entries. Of
-        entries that exceed `most_unstored`, the oldest are dropped."""
+        """Store all new entries. If the store fails, its error is raised, and the next call stores the entries. If the
+        entries exceed `most_unstored`, the oldest are dropped."""
         async with self._storing:
             self._take_all()
             while batch := self._next_batch():
@@ -88,8 +88,8 @@ class Timelines:
             size -= len(self._unstored.popleft().entries)
 
     def _next_batch(self) -> list[TimelinePart]:
-        """Return the oldest parts that have at most BATCH_BYTES together, or a single part if it is larger. The size is
-        limited because a node on another machine sends all returned parts in one message."""
+        """Return the oldest parts that have at most BATCH_BYTES together, or only the oldest part if that part alone is
+        larger. The size is limited because a node on another machine sends all returned parts in one message."""
         batch: list[TimelinePart] = []
         size = 0
         for part in islice(self._unstored, MOST_PARTS):
@@ -143,7 +143,8 @@ class SandboxTimeline:
         self._processes: dict[int, int] = {}
         """The numbers of living processes' timeline entries, by process id."""
         self._network: dict[tuple[str, str], tuple[int, ServerUse]] = {}
-        """By phase and server: the number of the timeline entry, and the newest state of the use."""
+        """By phase and server: the number of the timeline entry, and the newest statistics of the sandbox's
+        requests."""
 
     def note_command(self, command: CommandRun) -> None:
         if command.end is None:
@@ -191,7 +192,8 @@ class SandboxTimeline:
 
 
 def noting_stored(timeline: Timeline, record: Callable[..., Awaitable[None]], model: str | None = None) -> Any:
-    """Return a function that stores a turn by calling `record`, and then notes in the timeline that it was stored."""
+    """Return a function that stores a turn by calling `record`, and then notes in the timeline that the turn was
+    stored."""
 
     async def store(turn: Turn) -> None:
         await record(turn)

@@ -29,7 +29,7 @@ GROUPS_READ = 100
 RESULTS_READ = 500
 """Maximum number of results in one page of the store."""
 MOST_SESSIONS = 200_000
-"""Maximum number of sessions in a diagnosis. Of a larger run, only the newest groups are read."""
+"""Maximum number of sessions in a diagnosis. If a run has more sessions, only its newest groups are read."""
 MOST_GROUPS = 100_000
 """Maximum number of groups that are examined, so that the search for a rare label does not read the whole history."""
 MOST_TURNS = 200

@@ -39,7 +39,8 @@ SAMPLED_GROUPS = 100
 SAMPLED_SESSIONS = 400
 """Maximum number of sessions whose turns are read."""
 LEAST_SIBLINGS = 4
-"""Minimum number of sessions to sample from each group. If there are few groups, more are sampled from each."""
+"""Minimum number of sessions to sample from each group. If there are few groups, more sessions are sampled from
+each."""
 LEAST_SPREAD = 1e-9
 """Rewards count as equal if they differ by at most this number."""
 STALE_VERSIONS = 4
@@ -51,8 +52,8 @@ usual wait."""
 STALL_TIMES = 10.0
 """See STALL_SECONDS. The usual wait is the median of the sessions' median waits."""
 TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "cases")
-"""Names of metrics that contain the number of tests that ran, in order of preference. A name that ends with one of them
-after a dot, a slash or a colon, such as `unit/tests`, also counts."""
+"""Names of metrics that contain the number of tests that ran, in order of preference. A metric also counts if its name
+ends with one of these names after a dot, a slash or a colon, such as `unit/tests`."""
 
 OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
 """Stop reasons of sessions that were cancelled, or that their group no longer needed. Such sessions count neither as
@@ -107,8 +108,8 @@ class GroupPoint(msgspec.Struct, frozen=True):
     run: the name of the run (`run_of`).
     reward: the mean reward.
     tokens, tests: the mean logarithm of the number of sampled tokens, and of tests; nan if unknown.
-    fewest_tests, shortest: among the sessions with the best reward, the id of the one with the fewest tests, and of the
-        one with the fewest tokens.
+    fewest_tests, shortest: the ids of two of the sessions with the best reward: the session with the fewest tests, and
+        the session with the fewest tokens.
     """
 
     run: str
@@ -419,8 +420,8 @@ def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most
 
 
 def _changed_head(before: Sequence[str], after: Sequence[str]) -> ChangedLine | None:
-    """Find a conversation in `after` that is a changed version of one in `before`, and return its first changed line,
-    or None."""
+    """Return the first line that differs between a conversation in `before` and a changed version of it in `after`.
+    Returns None if no conversation in `after` is a changed version."""
     known = frozenset(before)
     for head in after:
         if head not in known:

@@ -18,14 +18,15 @@ from outrider.timeline import Entry, EntryKind
 from outrider.trajectory import HEAD_CHANGES, FinishReason, JoinKind, Turn
 
 MOST_TOOLS = 100
-"""Maximum number of a session's tools whose results are counted, and also of programs whose seconds are counted. All
+"""Maximum number of tools in a session whose results are counted, and of programs whose seconds are counted. All
 further tools and programs are left out, because a model may invent any number of names."""
 MOST_HEADS = 8
 """Maximum number of a session's conversations whose beginnings are compared."""
 MISSING = (126, 127)
 """Exit codes of a shell for a program that cannot be run, or that does not exist."""
 SEARCHED = 400
-"""A tool's result is searched for signs of failure only in its first and its last characters, this many each."""
+"""Only this many characters at the beginning, and this many at the end, of a tool's result are searched for signs of
+failure."""
 LEAST_OUTPUT = 8
 """An engine's speed is measured only from turns with at least this many sampled tokens."""
 LEAST_CACHED = 256
@@ -72,7 +73,7 @@ class SessionFacts(msgspec.Struct, kw_only=True):
     first_wait: the time from the request to the first token of the first turn. It is None if no token was sampled or
         the policy's version changed during the turn.
     waits: the same time for each later turn. A turn is left out if it sampled no token, or if the policy's version
-        changed during it or since the earlier turns.
+        changed during the turn or since the earlier turns.
     cacheable: number of tokens of earlier prompts and replies that the prefix cache could have kept.
     missed: how many of these tokens the engine computed again.
     oldest, newest: the oldest and newest policy version of the sampled tokens, or None.

@@ -124,7 +124,7 @@ def least_difference(first: Moments, second: Moments) -> float:
 
 def student_quantile(freedom: float) -> float:
     """Return the quantile of Student's distribution for the error probability of Z, from two terms of the
-    Cornish-Fisher expansion. It is 1.4 % too low at 9 degrees of freedom, and closer above."""
+    Cornish-Fisher expansion. The result is 1.4 % too low at 9 degrees of freedom, and more exact above 9."""
     return Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)
 
 

@@ -2,10 +2,10 @@
 sample.
 
 A body with too many bytes or JSON values is refused before it is parsed. So a body that cannot fit into the model's
-context takes only the time in which its bytes and values are counted. The checks work for the request format of every
-API, because JSON's separators are always the same. Invariant: the bytes held for calls are limited for each session
-and, for bodies above LARGE, over all sessions. A body's bytes count from their arrival to the end of the call. The
-number of a session's calls is limited in `api/gateway.py`.
+context costs only the time to count its bytes and values. The checks work for the request format of every API, because
+JSON's separators are always the same. Invariant: the bytes held for calls are limited for each session and, for bodies
+above LARGE, over all sessions. A body's bytes count from their arrival to the end of the call. The number of a
+session's calls is limited in `api/gateway.py`.
 
 Concurrent calls of a session share the session's tokens (`Allowance`). Before a call begins, some tokens are promised
 to it, and other calls cannot use these tokens. If too few tokens are free, a new call waits while other calls run,
@@ -299,7 +299,7 @@ def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
 
 class LimitReached(RequestError):
     """A call was refused because the session has used up its turns or tokens of a model, or because the running calls
-    may use up the remaining ones. `model` is None for the policy."""
+    may use up the rest. `model` is None for the policy."""
 
     code = "limit_reached"
     http_status = 429

@@ -241,9 +241,9 @@ class CapturedTurns:
         self._openings: list[ConversationStart] = []
         self._replies: dict[tuple[bytes, bytes], dict[ConversationStart, int]] = {}
         self._paths: dict[tuple[bytes, bytes], int] | None = None
-        """The indexes of turns, by the digest of the tools and the digest of the messages with the reply. None until
-        `known_ids` is first called: only engines that keep ids need it, and digesting a long conversation takes
-        milliseconds."""
+        """The indexes of turns, by the digest of the tools and the digest of the messages with the reply. The value is
+        None until `known_ids` is first called, because only engines that keep ids need the indexes, and digesting a
+        long conversation takes milliseconds."""
 
     def restore(self, turns: Sequence[Turn]) -> None:
         """Take over the stored turns of an earlier attempt, in the order of their index. An index may be missing,
@@ -289,8 +289,8 @@ class CapturedTurns:
         messages.
 
         Requests with the same `opening` belong to one conversation. If the tools or the system prompt change, another
-        conversation begins. The new conversation is a fork of an earlier one if both have the same first message and
-        the new one quotes a reply of the earlier one."""
+        conversation begins. The new conversation is a fork of an earlier conversation if both have the same first
+        message, and if the new conversation quotes a reply of the earlier conversation."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
