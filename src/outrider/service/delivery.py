@@ -5,8 +5,8 @@ The request's body is the reply to `GET /v1/groups/{id}`. A group submitted thro
 (`GroupRow.translator`) is sent in that system's format instead. The header `Idempotency-Key` is the group's id, so that
 receivers can recognise repeated requests.
 
-Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin discards it. A delivery that is given
-up stays in the outbox as a dead letter.
+Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin discards the delivery. A delivery that
+is given up stays in the outbox as a dead letter.
 """
 
 from __future__ import annotations

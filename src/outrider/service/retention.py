@@ -4,7 +4,7 @@ A group is removed when it is too old, or when it is the oldest and the total si
 protects groups that a consumer or a callback still needs.
 
 Invariants: a group disappears from all API replies, except the stream of events, before any of its data is deleted; if
-the service is killed during a deletion, the next service completes it.
+the service is killed during a deletion, the next service completes the deletion.
 """
 
 from __future__ import annotations

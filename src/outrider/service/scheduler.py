@@ -1,7 +1,7 @@
 """Schedules sessions: takes them from the queue in order, places them on nodes, and stores how each attempt ended.
 
-`store/queue.py` defines the order. `placing.py` chooses the node of a session, or leaves it in the queue until a node
-has room.
+`store/queue.py` defines the order. `placing.py` chooses the node of a session, or leaves the session in the queue until
+a node has room.
 
 Invariant: every started attempt ends with exactly one call of `Store.finish` or `Store.requeue`. If the node or this
 process is killed, the attempt's lease expires instead, and `Store.recover` puts the session back into the queue.
@@ -71,8 +71,8 @@ may be changed during a wait, and this clock decides when sessions are due."""
 class LeaseLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the leases of attempts.
 
-    - `seconds`: lifetime of the lease of a running attempt. The scheduler renews it three times in this period. If it
-      expires, the session goes back into the queue.
+    - `seconds`: lifetime of the lease of a running attempt. The scheduler renews the lease three times in this period.
+      If the lease expires, the session goes back into the queue.
     - `recovered`: maximum number of new attempts that a session gets because its node was lost. The loss of a node does
       not count as a failure of the session, but there is a limit, because the session may have caused the loss.
     """

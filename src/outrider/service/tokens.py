@@ -47,8 +47,8 @@ class TokenRegistry:
         self._calls: dict[asyncio.Task[object], str] = {}
         """The token name of each running call, by the asyncio task of the call."""
         self._revoked: set[str] = set()
-        """Names of the tokens that this process has revoked. `call` refuses them, because a call may be
-        authenticated just before its token is revoked, and begin just after it."""
+        """Names of the tokens that this process has revoked. `call` refuses these tokens, because a call may be
+        authenticated just before its token is revoked, and begin just after that."""
 
     async def required(self) -> bool:
         """Return True if callers need a token."""

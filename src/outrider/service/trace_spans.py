@@ -52,9 +52,9 @@ def session_trace(
     labels: Mapping[str, str],
     traceparent: str | None,
 ) -> list[TraceSpan]:
-    """Return the spans of a session that is done, beginning with the root. `timelines` are those of its attempts,
-    without the arguments of commands. The root has a link to `traceparent`, the W3C trace context of the request that
-    submitted the session."""
+    """Return the spans of a session that is done, beginning with the root. `timelines` are the timelines of the
+    session's attempts, without the arguments of commands. The root has a link to `traceparent`, the W3C trace context
+    of the request that submitted the session."""
     return list(_Trace(session, agent, model, labels, traceparent).spans(timelines))
 
 

@@ -184,7 +184,8 @@ class ViewReader:
     async def built(
         self, results: Sequence[SessionResult], build: Callable[[Sequence[Turn], SessionResult], B]
     ) -> list[B]:
-        """Call `build` with the turns and the result of each session. Returns its values in the order of `results`."""
+        """Call `build` with the turns and the result of each session. Returns the values of `build` in the order of
+        `results`."""
         return await self._made(results, lambda stored, result: build(stored.turns(), result))
 
     async def _made(self, results: Sequence[SessionResult], make: Callable[[StoredTurns, SessionResult], B]) -> list[B]:

@@ -1,8 +1,8 @@
 """Grades the outcome of an agent's run. If grading is impossible, decides whether the agent is to blame.
 
-An outcome is graded in the agent's own sandbox. If the task carries files to the grading (`evaluator.carry`), it is
-graded in a new sandbox that no agent has touched. The new sandbox has the evaluator's runtime or, if there is none, the
-agent's.
+An outcome is graded in the agent's own sandbox. If the task carries files to the grading (`evaluator.carry`), the
+outcome is graded in a new sandbox that no agent has touched. The new sandbox has the evaluator's runtime or, if there
+is none, the agent's.
 
 - If the task carries paths or a diff, the new sandbox gets nothing else of the agent's work, and may start while the
   agent still runs.
@@ -218,7 +218,7 @@ class Grading:
         gpus: tuple[str, ...],
     ) -> Grade:
         """Grade the agent's work in `sandbox`. If files are carried to a new sandbox, `sandbox` is stopped first,
-        unless another step follows in it.
+        unless another step follows in `sandbox`.
 
         `failure` is set if the agent's run was ended by an error that came from inside the sandbox. The work up to this
         failure is still graded if possible. `gpus` are the session's GPUs, which the agent uses until `sandbox` is

@@ -58,8 +58,8 @@ class HeldSlot:
 
     @asynccontextmanager
     async def off_the_clock(self) -> AsyncIterator[None]:
-        """Release the slot while the block runs. Afterwards, take a slot again, ahead of the sessions that wait for
-        their first slot, because this session has already waited once. If the block raises, no slot is taken again."""
+        """Release the slot while the block runs. Afterwards, take a slot again, with URGENT priority, because the
+        session has already waited once. If the block raises, no slot is taken again."""
         self._release()
         yield
         slot = await self._lane.take(URGENT, self._tenant)
@@ -79,8 +79,8 @@ class Lanes:
 
     init: for agents' sandboxes while they are being prepared. A prepared sandbox holds no slot of `init`, so it does
         not delay the preparation of others.
-    ready: for agents' sandboxes while they are being prepared or wait for a slot of `run`. By default it has twice as
-        many slots as `init`.
+    ready: for agents' sandboxes while they are being prepared or wait for a slot of `run`. By default the lane `ready`
+        has twice as many slots as `init`.
     grading: for the starts of sandboxes for grading.
     """
 

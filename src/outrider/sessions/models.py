@@ -191,7 +191,7 @@ async def completed(
         tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
         sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
         # Agents in this process send images only as screenshots of a desktop that they control. Without the images,
-        # they cannot control it.
+        # they cannot control the desktop.
         needs_images=True,
     )
     async with aclosing(conversation.call(request, dialect=INPROCESS)) as batches:

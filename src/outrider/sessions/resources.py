@@ -212,8 +212,8 @@ def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceA
 
 
 def _group_folders(mount: Path, group: str | None) -> Iterator[Path]:
-    """Yield the folder of a control group and the folders of all groups above it, because each of these limits the
-    group.
+    """Yield the folder of a control group and the folders of all groups above it, because the limits of all these
+    groups apply.
 
     In a container, /proc may show the group's path on the host. If this path does not exist below the container's
     mount, the mount itself is the folder of the process's group.
