@@ -220,9 +220,9 @@ class Grading:
         """Grade the agent's work in `sandbox`. If files are carried to a new sandbox, `sandbox` is stopped first,
         unless another step follows in `sandbox`.
 
-        `failure` is set if the agent's run was ended by an error that came from inside the sandbox. The work up to this
-        failure is still graded if possible. `gpus` are the session's GPUs, which the agent uses until `sandbox` is
-        stopped. Raises the failure of the run or of the grading if the agent is not to blame.
+        If an error from inside the sandbox ended the agent's run, `failure` is that error. The work up to this failure
+        is still graded if possible. `gpus` are the session's GPUs, which the agent uses until `sandbox` is stopped.
+        Raises the failure of the run or of the grading if the agent is not to blame.
         """
         verdict: Verdict | None = None
         origin = self._agents
