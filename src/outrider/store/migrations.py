@@ -64,7 +64,7 @@ MIGRATIONS: Migrations = (
         # due: earliest start of the next attempt. Set after a failed attempt.
         # recovered: number of attempts that were lost with their node.
         # ending: why the session is to be ended. Set once this is decided.
-        # expires: the session is ended if it has not started by this time. NULL after the first start.
+        # expires: if the session has not started by this time, it is ended. NULL after the first start.
         """CREATE TABLE sessions (
             id TEXT PRIMARY KEY,
             group_id TEXT NOT NULL REFERENCES groups (id),
@@ -94,9 +94,9 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_to_end ON sessions (group_id) WHERE ending IS NOT NULL AND state <> 'done'",
         "CREATE INDEX sessions_expiring ON sessions (expires) WHERE waiting = 1 AND expires IS NOT NULL",
         # A row stands for one bucket of sessions in the queue at one priority (see queue.py). `waiting` is 1 if
-        # sessions of the bucket may be waiting at this priority. Each start of a session sets `served` of its row to a
-        # new highest number, so the row with the lowest number was served least recently. `since` is the creation time
-        # of the row's first group.
+        # sessions of the bucket may be waiting at this priority. When a session starts, `served` in the row of the
+        # session's bucket and priority becomes the new highest number. The row with the lowest number was therefore
+        # served least recently. `since` is the creation time of the row's first group.
         """CREATE TABLE queue_shares (
             priority INTEGER NOT NULL,
             bucket TEXT NOT NULL,
@@ -133,8 +133,8 @@ MIGRATIONS: Migrations = (
         # `digest` is the SHA-256 of `data`. The digest identifies an image, so each image is stored once.
         "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
         # Each row records that a session uses an image. The image is removed together with the last session that uses
-        # it. Here and in other tables, `tenant` is a copy of the group's tenant. With it, a query for one tenant can
-        # skip the rows of other tenants.
+        # it. Here and in other tables, `tenant` is a copy of the group's tenant. With this copy, a query for one tenant
+        # can skip the rows of other tenants.
         """CREATE TABLE image_uses (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             digest TEXT NOT NULL REFERENCES images (digest),
@@ -254,8 +254,8 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # A row is the newest run of a session at an external agent service. Outrider chose its `name`, and the service
-        # returned its id `run`.
+        # A row is the newest run of a session at an external agent service. `name` is the name that Outrider chose for
+        # the run. `run` is the id that the service returned for the run.
         """CREATE TABLE remote_runs (
             session_id TEXT PRIMARY KEY REFERENCES sessions (id),
             name TEXT NOT NULL,

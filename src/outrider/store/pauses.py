@@ -50,9 +50,9 @@ class Pauses:
         self._clock = clock
 
     async def pause(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None, who: str) -> int:
-        """Hold all queued sessions that match, and matching sessions that are queued later. Returns the number of
-        sessions that were waiting and are now held. A second call with the same arguments adds no second pause. Raises
-        Conflict if the owner already has MAX_PAUSES pauses."""
+        """Hold all queued sessions that match, and all matching sessions that enter the queue later. Returns the number
+        of sessions that were waiting and are now held. A second call with the same arguments adds no second pause.
+        Raises Conflict if the owner already has MAX_PAUSES pauses."""
         pause = Pause(tenant or ALL_TENANTS, dict(labels), harness or "")
 
         async def body(tx: Connection) -> int:

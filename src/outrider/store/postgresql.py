@@ -2,8 +2,8 @@
 up to READERS reading transactions at the same time.
 
 Each writing transaction first takes a lock that only one writer of the database can hold. So results and events become
-visible in the order of their cursors: once a reader has seen cursor 7, no row with a lower cursor appears. Neither
-sequences nor SERIALIZABLE transactions guarantee this.
+visible in the order of their cursors: after a reader has seen cursor 7, no new row with a lower cursor can appear.
+Neither sequences nor SERIALIZABLE transactions guarantee this.
 
 Writes that arrive during a commit share the next commit and its cost. An acknowledged commit survives a loss of power,
 unless the server's setting synchronous_commit is off. Besides the store's tables, there is a table of this module,
@@ -160,8 +160,8 @@ class PostgresqlDatabase:
             await _closed(self._idle.pop())
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        # `volatile` is ignored. Even volatile changes must survive the end of any process. An asynchronous commit would
-        # not: it is lost if the server process is killed.
+        # `volatile` is ignored. Even volatile changes must survive the end of any process, but PostgreSQL loses an
+        # asynchronous commit if the server process is killed.
         if self._writer is None:
             raise ServiceError("the store is not open")
         return await self._writer.put(body)
@@ -264,8 +264,8 @@ class _Server:
 
 
 class _Batch:
-    """Bodies that run in one transaction. `results` is set just before the COMMIT is sent. It is set to None again if
-    the COMMIT certainly failed."""
+    """Bodies (functions that each make one write) that run in one transaction. `results` is set just before the COMMIT
+    is sent. It is set to None again if the COMMIT certainly failed."""
 
     def __init__(self, number: int, bodies: Sequence[Body[Any]]) -> None:
         self.number = number
@@ -274,8 +274,8 @@ class _Batch:
 
 
 class _Writer:
-    """Runs all writes on one connection, from a queue. The queue needs no limit: each caller waits for its own write
-    before it queues another."""
+    """Runs all writes on one connection, from a queue. The queue needs no limit, because each caller waits for its own
+    write before it queues another write."""
 
     def __init__(self, server: _Server, *, sole: bool, patience: float, commits: Histogram) -> None:
         self._server = server

@@ -12,8 +12,8 @@ Clients choose priorities and labels, so these must not affect other tenants. A 
 tenant. A client that names a new run for each group delays only sessions of its own tenant.
 
 The functions run in the caller's transaction. Invariant: if a session of a bucket waits at a priority, the row in
-`queue_shares` for this bucket and priority has `waiting` = 1. For a while, a row may have `waiting` = 1 although no
-session is waiting: when a pass finds such a row, `close_empty_shares` corrects it.
+`queue_shares` for this bucket and priority has `waiting` = 1. A row may still have `waiting` = 1 when its last session
+no longer waits. If a pass over the queue (`QueuePass`) finds such a row, `close_empty_shares` sets `waiting` to 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.store.database import Connection, Row
 from outrider.store.rows import SessionRow
 
 BUCKET_LABELS = ("run", "user")
-"""Labels that determine a group's bucket. If a group has several of them, the first in this order is used."""
+"""Labels that determine a group's bucket. If a group has both labels, the first one is used."""
 
 COUNT_WAITING = """SELECT COUNT(*) FROM (
     SELECT 1 FROM queue_shares JOIN sessions
@@ -135,8 +135,8 @@ class QueuePass:
     """Picks sessions to start, in one pass over the queue.
 
     now: the current time. A session is picked only if its `due` is not later.
-    latest: a session whose `due` is later than this is picked, too. Retries are never delayed for so long, so the
-        system clock must have been set back.
+    latest: a session whose `due` is later than `latest` is picked, too. No retry is ever delayed until after `latest`,
+        so such a `due` shows that the system clock was set back.
     under_way: number of sessions in progress, by bucket.
     skip: buckets to leave out. A tenant with MOST_SKIPPED_BUCKETS of them is left out entirely.
     kind: the kind of sessions to pick. None means every kind except EXTERNAL.
@@ -221,7 +221,7 @@ class _Line:
         self._buckets: list[tuple[int, int, str]] = []
         """A heap of tuples: the number of sessions under way, the order among equals, and the bucket."""
         self._last: tuple[int, float, str] | None = (-1, 0.0, "")
-        """`served`, `since` and name of the last bucket that was read; None once all buckets were read."""
+        """The last bucket that was read: its `served`, its `since` and its name. None after all buckets were read."""
         self._read: dict[str, list[Row]] = {}
         self._taken: dict[str, int] = {}
 
@@ -286,6 +286,6 @@ class _Line:
         return read.pop()
 
     async def _is_empty(self, bucket: str) -> bool:
-        """Return True if the bucket has no waiting session, not even one that is not due yet."""
+        """Return True if the bucket has no waiting session. A session that is not due yet also counts as waiting."""
         sql = "SELECT 1 FROM sessions WHERE waiting = 1 AND priority = ? AND bucket = ? LIMIT 1"
         return not await self._pass.tx.fetch(sql, (self._priority, bucket))

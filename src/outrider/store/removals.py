@@ -86,8 +86,8 @@ class Removals:
         """Return the size in bytes of the images that are removed together with a group. This assumes that the groups
         of all earlier calls with the same `uses` are removed, too.
 
-        Pass an empty `uses` to the first call. The method stores in it, for each image of the group that remains in
-        use, the number of sessions that still use the image."""
+        Pass an empty `uses` to the first call. For each image of the group that other sessions still use, the method
+        stores the number of these sessions in `uses`."""
         sql = """SELECT digest, own, (SELECT LENGTH(data) FROM images WHERE images.digest = used.digest) FROM
             (SELECT digest, COUNT(*) AS own FROM sessions JOIN image_uses ON image_uses.session_id = sessions.id
                 WHERE sessions.group_id = ? GROUP BY digest) AS used"""
@@ -175,8 +175,7 @@ class Removals:
     async def erase(self, rows: int) -> bool:
         """Delete about `rows` rows of hidden groups. Returns True if more may be left.
 
-        The caller must first delete the sessions' other data, such as files: once the rows are gone, nothing refers to
-        this data.
+        The caller must first delete the sessions' other data, such as files, because only the rows refer to this data.
         """
 
         async def body(tx: Connection) -> bool:
@@ -222,8 +221,8 @@ class Removals:
 
 
 def _removable(force: bool) -> str:
-    """Return the SQL condition for groups that may be removed. A group has a `cursor` only from the time when it is
-    done until it is hidden."""
+    """Return the SQL condition for groups that may be removed. A group gets a `cursor` when it is done, and loses the
+    `cursor` when it is hidden."""
     return REMOVABLE if force else f"{ACKNOWLEDGED} AND {REMOVABLE}"
 
 

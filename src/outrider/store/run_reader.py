@@ -90,7 +90,8 @@ class RunReader:
         return await self._db.read(body)
 
     async def retries(self, after: int, limit: int) -> tuple[list[Retry], int]:
-        """Return up to `limit` retries after a cursor, and the cursor of the last one (0 if no more retries follow)."""
+        """Return up to `limit` retries after a cursor, and the cursor with which to ask for more retries. This is the
+        cursor of the last returned retry, or 0 if no more retries follow."""
         sql = """SELECT cursor, at, kind, group_id, session_id, data FROM events WHERE kind = ? AND cursor > ?
             ORDER BY cursor LIMIT ?"""
         found = await self._db.read(lambda tx: tx.fetch(sql, (EventKind.SESSION_RETRY.value, after, limit)))

@@ -6,9 +6,9 @@ into the database file. Every commit survives the end of the process.
 
 A commit with a non-volatile write waits for the disk (synchronous=FULL). This commit and all earlier ones then survive
 a loss of power. A commit with only volatile writes does not wait (synchronous=NORMAL). A loss of power may undo such
-commits of the last seconds, but never a part of a commit.
+commits if they were made in the last seconds, but it never undoes only a part of a commit.
 
-Invariant: if a body fails, only its own changes are undone.
+Invariant: if a body (the function that makes one write) fails, only the changes of this body are undone.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ class _Connection:
 
 
 class _Jobs:
-    """Queue of bodies that one or more threads run. The queue needs no limit: each caller waits for its own body before
-    it queues another."""
+    """Queue of bodies that one or more threads run. The queue needs no limit, because each caller waits for its own
+    body before it queues another body."""
 
     def __init__(
         self,
@@ -306,7 +306,8 @@ class _Jobs:
 
 
 class _Thread:
-    """A thread that opens a connection and passes it to `serve`. `stop` makes `serve` return.
+    """A thread that opens a connection, and then runs `serve` with this connection. A call of `stop` makes `serve`
+    return.
 
     The future `opened` is done once the connection is open. If the connection cannot be opened, the future fails with
     ServiceError.

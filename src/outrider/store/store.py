@@ -70,10 +70,11 @@ MOST_REFUSED = 10_000
 MOST_VALUES = 500
 """Maximum number of values in one SQL statement. Databases limit this number."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
-"""The states that `set_state` refuses. They are set by `requeue`, `recover`, `start_attempt` and `finish` instead."""
+"""The states that `set_state` refuses. Only `requeue`, `recover`, `start_attempt` and `finish` set these states."""
 
-# A model call waits for this write, so one statement both checks the attempt and inserts the turn. `lease_until` is set
-# exactly while an attempt is in progress. If no row was inserted, a second statement finds out why.
+# A model call waits for this write, so one statement both checks that the attempt is in progress and inserts the turn.
+# `lease_until` is set exactly while an attempt is in progress. If no row was inserted, a second statement finds out the
+# reason.
 ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
     SELECT id, attempt, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
@@ -163,7 +164,7 @@ class Store:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
             key = await asyncio.to_thread(self._key_source.load)
             if key is None:
-                # If the key is lost, do not make a new one: the tasks in the queue could not be decrypted with it.
+                # If the key is lost, do not make a new key, because a new key could not decrypt the tasks in the queue.
                 any_group = "SELECT 1 FROM groups WHERE state <> ? LIMIT 1"
                 if await self._db.read(lambda tx: tx.fetch(any_group, (REMOVED,))):
                     raise self._key_source.missing()
@@ -609,8 +610,8 @@ class Store:
         return await self._db.write(body)
 
     async def adopt_turns(self, session_id: str, attempt: int, of: str) -> SessionRow:
-        """Copy the turns of another session, `of`, to an attempt in progress. Returns the session `of`. Repeating the
-        call changes nothing. Raises Conflict if `of` is not done."""
+        """Copy the turns of another session, `of`, to an attempt in progress. Returns the session `of`. A second call
+        with the same arguments changes nothing. Raises Conflict if `of` is not done."""
 
         async def body(tx: Connection) -> SessionRow:
             await _under_way(tx, session_id, attempt)
@@ -732,7 +733,7 @@ class Store:
 
     def credential_of(self, session_id: str) -> str:
         """Return the credential of a session whose agent runs outside Outrider. The credential is derived from the
-        store's key. So it is not stored, and is still valid after a restart."""
+        store's key. It is therefore not stored, but is still valid after a restart."""
         return f"{EXTERNAL_KEY}{session_id}_{self._key.keyed_digest(_key_of(session_id))}"
 
     def session_of_credential(self, credential: str) -> str | None:
@@ -833,8 +834,9 @@ class Store:
             await insert_images(tx, session_id, taken.images)
 
         # The write is volatile, because the agent waits for it. A loss of power that undoes the write also ends the
-        # attempt. The session then starts again from its task. If its agent runs outside Outrider, the session may go
-        # on without the turn. When the end of an attempt is stored, all its turns are stored, too.
+        # attempt. The session then starts again from its task. If the agent runs outside Outrider, it may continue, and
+        # the session then lacks the turn. The write that stores the end of an attempt is not volatile, so it also makes
+        # all turns of the attempt durable.
         await self._db.write(body, volatile=True)
         self.turns_added.publish(AddedTurn(session_id, attempt, turn, model))
 
@@ -1157,8 +1159,8 @@ class Store:
     ) -> list[Delivery]:
         """List callbacks that are due for a try, except those to the receivers in `busy`.
 
-        A callback whose next try is later than `latest` is due, too. Tries are never delayed for so long, so the system
-        clock must have been set back.
+        A callback whose next try is later than `latest` is due, too. No try is ever delayed until after `latest`, so
+        such a time shows that the system clock was set back.
         """
         others = f" AND receiver NOT IN ({', '.join('?' * len(busy))})" if busy else ""
         sql = f"SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NULL AND next_try"
@@ -1312,7 +1314,8 @@ async def _find_session(tx: Connection, session_id: str, tenant: str | None = No
 async def _rows_of_attempt(
     tx: Connection, sql: str, session_id: str, attempt: int | None, tenant: str | None
 ) -> list[Row]:
-    """Run a query whose placeholders are `session_id` and `attempt` (default: the newest), and return its rows."""
+    """Run a query with `session_id` and `attempt` (default: the newest attempt) as the values of its placeholders.
+    Return the query's rows."""
     own = session_of_tenant(tenant)
     newest = f"SELECT attempt FROM sessions WHERE state <> ? AND id = ?{own.sql}"
     found = await tx.fetch(newest, (REMOVED, session_id, *own.values))
@@ -1337,8 +1340,9 @@ async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionR
 
 
 async def _continue_turns(tx: Connection, session_id: str, attempt: int) -> None:
-    """Move the turns of earlier attempts to the attempt that starts. At most one earlier attempt has turns. If the
-    service was lost before it stored a turn, the later turns are renumbered to close the gap."""
+    """Move the turns of earlier attempts to the attempt that starts. At most one earlier attempt has turns. The turns
+    may have a gap where the service ended before it stored a turn. In this case, the later turns are renumbered to
+    close the gap."""
     for table in TURN_TABLES:
         sql = f"UPDATE {table} SET attempt = ? WHERE session_id = ? AND attempt < ?"
         await tx.execute(sql, (attempt, session_id, attempt))

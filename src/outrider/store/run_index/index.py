@@ -1,7 +1,8 @@
 """Keeps the index of runs up to date with the store, and reads it for lists.
 
 The index file stores the cursor of the newest event that the index includes. Later events show what has changed since
-then. A new file has no cursor, and is filled from all groups. Removals have no event, so `forget` reports them.
+then. A new file has no cursor, and is filled from all groups. No event records the removal of a group, so removed
+groups are passed to `forget`.
 
 Invariants: after `catch_up`, the index includes all events that were stored before the call, and no group that was
 passed to `forget` before the call; only one thread writes to the file.
@@ -29,15 +30,15 @@ from outrider.store.store import Store
 T = TypeVar("T")
 
 CHORE_SECONDS = 5.0
-"""Seconds between two background updates of the index. With frequent updates, a reader waits only until a few changes
-are copied."""
+"""Seconds between two background updates of the index. Updates are frequent, so that only a few changes are left to
+copy when a reader waits for the index."""
 EVENTS_AT_ONCE = 1000
 GROUPS_AT_ONCE = 50
 SESSIONS_AT_ONCE = 16
 """Maximum number of sessions whose turns are copied in one step."""
 CATCH_UP_SECONDS = 20.0
-"""Maximum seconds that a reader waits for the index before it gets Busy. Filling a new file from many sessions takes
-longer."""
+"""Maximum seconds that a reader waits until the index is up to date. After that, the reader gets Busy. This can happen
+while a new file is filled from many sessions."""
 READ_SECONDS = 10.0
 """Maximum seconds of one read by the service itself."""
 STEPS_BETWEEN_CLOCK_CHECKS = 10_000
@@ -49,8 +50,8 @@ CURSOR, CURSOR_AT, FILLED = "cursor", "cursor_at", "filled"
 
 
 class RunIndex:
-    """The index of one store's runs, in the file `path`: `async with RunIndex(store, path) as index`. A file that is
-    damaged when it is opened, or has other tables, is replaced by a new one. A file that was made for another store is
+    """The index of one store's runs, in the file `path`: `async with RunIndex(store, path) as index`. If the file is
+    damaged or has other tables when it is opened, a new file replaces it. If the file was made for another store, it is
     emptied.
 
     Methods raise ServiceError if the file cannot be used, and Busy if the index cannot be brought up to date in time.
@@ -234,8 +235,8 @@ class RunIndex:
         self._cursor, self._cursor_at, self._filled = 0, 0.0, False
 
     async def _step_of_turns(self, last: int | None) -> bool:
-        """Copy the turns of the next sessions in the table `unread_turns`, up to the row `last`. None means no limit.
-        Returns True if more sessions may be left."""
+        """Copy the turns of the next few sessions that the table `unread_turns` lists, at most up to the row `last`. If
+        `last` is None, there is no such limit. Returns True if more sessions may be left."""
         async with self._one_at_a_time:
             found = await self._on_writer(lambda db: _unread(db, last))
             if not found:

@@ -98,8 +98,8 @@ def find_groups(
 ) -> list[str]:
     """Return the ids of up to `limit` groups that follow the group `after`.
 
-    `states` are states of groups, and the bounds of the reward apply to a group's mean reward. `stop_reason`, `error`
-    and `text` must all match the same session of the group. `ids` is ignored."""
+    In the filter `wanted`, `states` are states of groups, and the bounds of the reward apply to a group's mean reward.
+    If `stop_reason`, `error` or `text` are given, one session of the group must match all of them. `ids` is ignored."""
     of_group = msgspec.structs.replace(wanted, stop_reason=None, error=None, text=None, ids=())
     conditions = _conditions(of_group, tenant, "kept_groups")
     of_session = SessionFilter(stop_reason=wanted.stop_reason, error=wanted.error, text=wanted.text)

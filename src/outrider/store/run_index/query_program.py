@@ -9,11 +9,11 @@ A query may come from an attacker. These measures confine it:
   recursion, the functions in FUNCTIONS, and reads of the views.
 - The views show only the rows of the caller's tenant. Each view reads a hidden view, and only hidden views may read
   tables. For a read of a table, SQLite gives the authoriser only the name of the innermost view or common table
-  expression that contains the read. So hidden views have random names. Otherwise, a query could use the name of a view:
-  `WITH sessions AS (SELECT * FROM kept_sessions) ...`.
+  expression that contains the read. A query can choose the name of a common table expression, as in
+  `WITH sessions AS (SELECT * FROM kept_sessions) ...`. So hidden views have random names, which no query can guess.
 - SQLite's memory, the process's address space and processor time, and the number and size of rows are limited.
 
-Before the query, the program tries such attacks itself. If one of them works, the program refuses the query.
+Before the program runs the query, it tries such attacks itself. If one of them works, the program refuses the query.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class QueryGuard:
             if first in TABLE_FUNCTIONS:
                 return sqlite3.SQLITE_OK
             # Allow a query to read a common table expression without any of its columns, as in `SELECT count(*) FROM
-            # ...`. SQLite reports such a read without a column and a schema.
+            # ...`. For such a read, SQLite's report names neither a column nor a schema.
             if (
                 first
                 and not second

@@ -99,8 +99,8 @@ _OF_SESSION = (
     ViewColumn("session_id", "s.id", "the session"),
     ViewColumn("group_id", "s.group_id", "its group"),
 )
-# For each of its tables, a view compares a column other than the row number, such as `tenant` here. Without this,
-# SQLite would report the table as read outside of any view if a query used only the row number of the table.
+# For each of its tables, a view compares a column other than the row number, such as `tenant` here. Otherwise, if a
+# query used only the row number of a table, SQLite would report that the table is read outside of any view.
 _WITH_GROUP = "kept_sessions AS s JOIN kept_groups AS g ON g.no = s.group_no AND g.tenant = s.tenant"
 
 VIEWS = (

@@ -60,7 +60,7 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_l
 
 TASK_TOML = "task.toml"
 OLDER = "task.yaml"
-"""Name of the settings file of Terminal-Bench's tasks before Harbor."""
+"""Name of the settings file in the older task format that Terminal-Bench used before Harbor."""
 HINTS = {"task.name": 'Harbor refuses it too: write a name with an organisation, such as "my-org/my-task"'}
 """Hints for fields that are invalid in some public task folders, by field."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")

@@ -69,10 +69,10 @@ UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     """The purpose of a turn.
 
-    parent: the earlier turn from which the turn's segment comes. The segment forked from the earlier turn, begins with
-        a summary that the earlier turn wrote, or was started by the earlier turn. If the turn has a different kind from
-        its segment, `parent` is the previous turn. For a reply that the agent did not use, `parent` is the turn whose
-        reply the agent used instead.
+    parent: the earlier turn from which the turn's segment comes. This is one of: the turn from which the segment
+        forked; the turn that wrote the summary with which the segment begins; the turn that started the segment. If the
+        turn has a different kind from its segment, `parent` is the previous turn. For a reply that the agent did not
+        use, `parent` is the turn whose reply the agent used instead.
     depth: 0 in the main conversation.
     rule: the name of the rule that decided.
     main_line: True in the main conversation, and in segments that continue the main conversation from a summary or from
@@ -467,8 +467,9 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
         may_be_side_call = before.kind in (BranchKind.AUXILIARY, BranchKind.UNSURE)
         if not may_be_side_call:
             return Decision("forked", before.kind, origin, before.label)
-        # A fork of a side call is usually the same side call, repeated. But if a later request quotes the segment, the
-        # agent may have asked the question again and used the new answer. In that case, the rules below decide.
+        # A fork of a side call is usually the same side call, repeated, and is then a side call too. It may instead be
+        # work of the task: the agent asked its question again and used the new answer. This is possible if a later
+        # request quotes a reply of the fork. Then the rules below decide.
         if not signals.is_quoted(segment):
             # the parent of a side call is its caller, even if the call is repeated
             label = signals.label(segment) or before.label
