@@ -28,8 +28,9 @@ LONG_KEY = re.compile(
     rf"|{BASIC}\"?|'[^'\n]*+'?|#[^\n]*+"
 )
 """Matches a key of more than MAX_DEPTH parts (`a.b.c` has three). Such keys are refused, because tomllib takes
-quadratic time in the number of parts. Strings and comments are matched as a whole, so that a text inside them that
-looks like a long key is skipped. A string without an end is also matched, so that the search takes linear time."""
+quadratic time in the number of parts. Strings and comments are matched as a whole. So a text inside a string or comment
+is skipped, even if the text looks like a long key. A string without an end is also matched, so that the search takes
+linear time."""
 
 TOML_HEADER = re.compile(r"[ \t]*(\[\[?)([^\[\]]+)\]")
 TOML_KEY = re.compile(r"[ \t]*([\w\"'.-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*)[ \t]*=")
@@ -53,8 +54,8 @@ def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str
 
 
 def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str = "") -> dict[str, Any]:
-    """Read a TOML file. Raises InvalidField for the reasons that `read_text_file` gives, and for TOML that is invalid
-    or nested too deeply."""
+    """Read a TOML file. Raises InvalidField if `read_text_file` does, or if the TOML is invalid or nested too
+    deeply."""
     try:
         return parse_toml(read_text_file(path, field=field, limit=limit, what=what))
     except ValueError as error:

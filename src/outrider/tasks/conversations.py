@@ -20,9 +20,9 @@ def is_conversation(value: Any) -> bool:
 
 
 def text_of(messages: list[Any]) -> str:
-    """Return the text of a conversation. Empty lines separate its messages. If there are several messages besides those
-    with a role in FIRST, each of them begins with its role (`User: …`). Raises ValueError for content that a text
-    cannot show, such as images and tool calls."""
+    """Return the text of a conversation. Empty lines separate its messages. If the conversation has several messages
+    whose role is not in FIRST, each of these messages begins with its role (`User: …`). Raises ValueError for content
+    that a text cannot show, such as images and tool calls."""
     texts = [(message.get("role"), content_of(message, number)) for number, message in enumerate(messages)]
     texts = [(role, text) for role, text in texts if text]
     if not texts:

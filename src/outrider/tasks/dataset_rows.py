@@ -85,7 +85,7 @@ class Columns:
 
     def tests(self, name: str, *, needed: bool = False) -> list[str]:
         """Return the names of the tests in a column. The column has a list, or a list as JSON or Python text. If
-        `needed` is true, an empty list is a fault, because every run would count as solved."""
+        `needed` is true, an empty list is a fault, because without tests every run would count as solved."""
         value = self.get(name)
         if value is None and needed:
             self.missing(name)

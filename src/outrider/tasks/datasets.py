@@ -36,15 +36,16 @@ from outrider.tasks.row_values import known_columns, value_at
 from outrider.text_files import check_depth
 
 FORMAT = 1
-"""Part of the hash in a Parquet file's name. Increase this number if the code makes other rows from the same source
-than before."""
+"""Part of the hash in a Parquet file's name. Increase this number after a change to the code that makes different rows
+from the same source."""
 ANY_ROWS, ROWS_RATIO = 64 << 20, 200
-"""A compressed file of rows may unpack to at most ANY_ROWS bytes plus ROWS_RATIO times its size. Text is usually
-compressed to a fifth of its size. A file that is compressed to a two-hundredth only repeats the same text."""
+"""A compressed file of rows may unpack to at most ANY_ROWS bytes plus ROWS_RATIO times the size of the compressed file.
+Compression usually reduces text to a fifth of its size. Only a file that repeats the same text shrinks to a
+two-hundredth."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 WHOLE_ROW = "{row}"
 JSON_TYPES = (list, dict, bool)
-"""Types of values that are written as JSON within a longer text."""
+"""Types of values that are written as JSON if their placeholder is a part of a longer text."""
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
 COPY_AGAIN = "the file may be incomplete: copy it again"
 HUMAN_EVAL: dict[str, Any] = {

@@ -36,7 +36,8 @@ from outrider.tasks.datasets import Example
 from outrider.tasks.swebench import swebench_example
 
 FORMAT = 2
-"""Part of the key in the cache. Increase this number if the code makes other tasks of the same releases than before."""
+"""Part of the key in the cache. Increase this number after a change to the code that makes different tasks from the
+same releases."""
 TOOLS = ("pytest==8.4.2", "markupsafe==3.0.3")
 PARSER = "parse_log_pytest"
 PASSING = frozenset(("PASSED", "XFAIL"))
@@ -199,8 +200,8 @@ def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
 def source_of(pair: ReleasePair, version: str) -> dict[str, bytes]:
     """Return the files of a release's source distribution. Paths are relative to its top folder."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as folder:
-        # Only the package itself is downloaded as source. With `:all:`, its build tools would be downloaded as source,
-        # too.
+        # This option downloads only the package itself as source. The value `:all:` would also download the package's
+        # build tools as source.
         wanted = ("--no-deps", "--no-binary", pair.name, f"{pair.name}=={version}")
         pip("download", *wanted, "--dest", folder)
         [archive] = Path(folder).glob("*.tar.gz")

@@ -100,7 +100,7 @@ for test in json.load(open(sys.argv[1]))["tests"]:
     status = "PASSED" if test["status"] == "PASSED" else "FAILED"
     print(status, re.sub(r"[%\\s]", lambda blank: "%%%02X" % ord(blank.group()), test["name"]))
 """
-"""Program that prints what an instance's own parser has found, in a format that swebench's parser reads."""
+"""Program that prints the results of an instance's own parser. The output has a format that swebench's parser reads."""
 
 
 def swe_gym(columns: Columns, given: Additions) -> Draft:
@@ -167,8 +167,8 @@ def swebench_pro(columns: Columns, given: Additions) -> Draft:
     patch = columns.patch("test_patch")
     lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
     selected = columns.tests("selected_test_files_to_run")
-    # As in SWE-bench Pro's own harness, only the last line of this column is run. That line puts the graded tests in
-    # place.
+    # As in SWE-bench Pro's own harness, only the last line of this column is run. The last line puts the graded tests
+    # in place.
     before = (columns.optional_text("before_repo_set_cmd") or "").strip().rpartition("\n")[2]
     options: dict[str, Any] = {"instance_id": name, "log_parser": PARSER, "test_patch": patch}
     if given.test_command is not None:
@@ -216,14 +216,14 @@ def script_of(columns: Columns, path: Path) -> str:
 
 
 def quoted(test: str) -> str:
-    """Return a test's name with its whitespace escaped, as PRO_REPORT prints it. The log parser would cut an unescaped
-    name at a space."""
+    """Return a test's name with its whitespace escaped, as PRO_REPORT prints it. Without the escapes, the log parser
+    would cut the name at a space."""
     return re.sub(r"[%\s]", lambda blank: f"%{ord(blank.group()):02X}", test)
 
 
 def r2e_gym(columns: Columns, given: Additions) -> Draft:
     """R2E-Gym: instead of a test patch and lists of tests, a row has the expected status of each test in the image. The
-    commit's new versions of the Python files that it changed, except test files, are the known solution."""
+    known solution is the commit's new version of each Python file that the commit changed, except test files."""
     repo, commit = columns.text("repo_name"), columns.text("commit_hash")
     name = f"{repo}__{commit}"
     expected = expected_of(columns)

@@ -139,8 +139,8 @@ def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -
     command = given.test_command or columns.optional_text("test_command")
     if columns.optional_text("eval_script") is not None and command is None:
         options["eval_script"] = columns.text("eval_script")
-        # If `files_of` cannot parse the test patch, the patch is left out. This is no fault of the row, because the
-        # row's script applies the patch itself, and may accept more kinds of diffs.
+        # If `files_of` cannot parse the test patch, the patch is left out. Such a patch is no fault of the row, because
+        # the row's script applies the patch itself, and the script may accept more kinds of diffs.
         with suppress(ValueError):
             options |= {"test_patch": columns.text("test_patch")} if files_of(columns.text("test_patch")) else {}
     else:

@@ -51,8 +51,8 @@ class AttachedEngines:
         """The error of the newest call of `attach` that failed."""
 
     async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False) -> bool:
-        """Attach those of the engines that the service does not have, for example because the service has restarted.
-        Unless `renamed` is True, the service is asked for its engines at most once in `look_seconds`.
+        """Attach each engine that the service does not have, for example because the service has restarted. Unless
+        `renamed` is True, the service is asked for its engines at most once in `look_seconds`.
 
         Each item of `engines` has `url`, `model` and any other fields of `spec.EngineSpec` except the name. The name is
         made from the item's position, so an item must have the same position in every call. The first call also removes

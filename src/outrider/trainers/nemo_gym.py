@@ -69,7 +69,7 @@ TEMPLATE = "chat_template_kwargs"
 its `metadata`, or in both."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
 """Options of the engines that are attached for NeMo RL's vLLM workers (engine kind `openai`). NeMo RL 0.7 always sets
-this `logprobs_mode`; later versions read it from the workers' configuration."""
+this `logprobs_mode`. Later versions read `logprobs_mode` from the workers' configuration."""
 LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "row"}
 """The columns of a NeMo Gym row that become labels of the task. Each label's name gets the prefix `nemo_gym.`."""
 

@@ -76,7 +76,7 @@ class Executor:
         row, including the task.
 
         Raises the session's error. Raises InvalidField if the session has several training rows and the setting `rows`
-        is "all". Any error ends OpenRLHF's training, because OpenRLHF has no other way to report a failed sample."""
+        is "all". Any error ends OpenRLHF's training. OpenRLHF offers no way to report only a failed sample."""
         refuse_images(images, "the prompt", field="images")
         cap = self._settings.max_row_tokens
         settings = self._settings.model_copy(update={"max_row_tokens": min(cap, max_length) if cap else max_length})

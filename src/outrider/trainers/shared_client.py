@@ -31,8 +31,8 @@ from outrider.trainers.trajectories import Trajectory, trajectories_of
 T = TypeVar("T")
 
 FIRST_PATIENCE = 10.0
-"""Until a service has replied for the first time, failed requests are repeated for this number of seconds. The time is
-short, because the address may be wrong."""
+"""Until a service has replied for the first time, failed requests are repeated for this number of seconds. The number
+is small, because the address may be wrong."""
 
 
 class SharedClientLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -288,7 +288,7 @@ def _usual_metrics(
 
 def _refuse_what_engines_do_not_report(generator_cfg: Any) -> None:
     """Raise InvalidField if SkyRL is configured to use columns that the service's samples do not have. SkyRL would
-    train without them, and only some versions would report this."""
+    train without these columns, and only some of its versions would report this."""
     engine = getattr(generator_cfg, "inference_engine", None)
     for name in ("enable_return_sample_support_set", "enable_return_routed_experts"):
         if getattr(engine, name, False):

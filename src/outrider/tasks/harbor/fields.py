@@ -25,8 +25,8 @@ class Use(StrEnum):
 class FieldUse(NamedTuple):
     """A row of the table. `names` are the paths of fields, separated by spaces, and `how` is the text for the docs.
 
-    Some fields share a path: the path of a list also stands for its elements. Fields of a step, and of a verifier's
-    environment, have the path of the same field of the task."""
+    One path may stand for several fields. The path of a list also stands for the list's elements. The path of a field
+    of the task also stands for the same field of a step or of a verifier's environment."""
 
     names: str
     use: Use

@@ -100,8 +100,8 @@ def write_step(data: bytes, to: str, *, executable: bool) -> dict[str, Any]:
 
 
 def check_links(folders: Iterable[Path], task: Path) -> None:
-    """Check the links below folders without reading files. Raises InvalidField (see `files_below`). Used for tests that
-    are not sent with the task, because the verifier's own image contains these tests."""
+    """Check the links below folders without reading files. Raises InvalidField (see `files_below`). This function is
+    used for tests that are not sent with the task. They are not sent if the verifier's own image contains them."""
     for folder in folders:
         for _ in files_below(folder, task) if folder.exists() else ():
             pass

@@ -46,8 +46,8 @@ UV_INSTALLER = re.compile(
     r"(?:astral\.sh/uv/(?:([0-9.]+)/)?install\.sh|github\.com/astral-sh/uv/releases/download/([0-9.]+)/uv-installer\.sh)"
     r"[^|;&\n]{0,100}\|\s*((?:env\s+)?(?:\w+=[^\s|;&]*\s+){0,8})(?:ba)?sh\b"
 )
-"""Matches a command that downloads uv's installer and runs it. Groups 1 and 2 match uv's version, one for each form of
-the URL, and group 3 the environment variables for the installer."""
+"""Matches a command that downloads uv's installer and runs it. Group 1 or group 2, depending on the form of the URL,
+matches uv's version. Group 3 matches the environment variables for the installer."""
 
 
 class NetworkUse(NamedTuple):
@@ -74,7 +74,7 @@ def network_uses(script: str) -> Iterator[NetworkUse]:
 
 
 def needed(command: str, line: str) -> str:
-    """Return the mirror, or the host and port, that a line needs, or "" if that is unknown."""
+    """Return what a line needs: a mirror, or a host and port. Returns "" if this is unknown."""
     for word, mirror in MIRRORS:
         if word.match(command):
             return mirror
@@ -83,8 +83,8 @@ def needed(command: str, line: str) -> str:
 
 
 def covered(needs: str, destinations: Sequence[str]) -> bool:
-    """Return True if a sandbox whose network has the `destinations` reaches the destination `needs`. If `needs` is "",
-    one destination of any kind is enough."""
+    """Return True if a sandbox with the network `destinations` reaches the destination `needs`. If `needs` is "", the
+    result is True if the network has any destination at all."""
     if not needs or "*" in destinations:
         return bool(destinations)
     try:

@@ -265,8 +265,8 @@ class HarborFolder:
         return notes
 
     def _later(self, step: HarborStep, runtime: dict[str, Any], *, after: HarborStep) -> dict[str, Any]:
-        """Return the element of `task.then` for a step. As in Harbor, the step first empties folders that the previous
-        step has used."""
+        """Return the element of `task.then` for a step. As in Harbor, the folders that the previous step has used are
+        emptied first."""
         needs = after.min_reward
         left = OF_AGENTS if mode(self._config, after) == "separate" else (*OF_AGENTS, *OF_VERIFIERS)
         return {
@@ -367,8 +367,8 @@ class HarborFolder:
         return None, None
 
     def _loose_files(self) -> list[dict[str, Any]]:
-        """Return prepare steps for the files of a task with a named image and no Dockerfile. As in Harbor, the files go
-        to the working directory."""
+        """Return prepare steps for the files of a task with a named image and no Dockerfile. As in Harbor, the prepare
+        steps write the files to the working directory."""
         folder = self._folder / "environment"
         named = self._config.environment.docker_image or self._image
         if not named or (folder / DOCKERFILE).exists() or not folder.is_dir():
@@ -392,8 +392,8 @@ class HarborFolder:
         workdir = environment.workdir
         if image is not None:
             runtime["image"] = image
-            # By default, use the image's working directory. The image may be missing here: it may be on another machine
-            # or in a container engine.
+            # By default, use the image's working directory. This machine may lack the image, because the image may be
+            # on another machine or in a container engine.
             with suppress(InvalidField, NotFound):
                 workdir = workdir or ImageStore().image(image).workdir or "/"
         if workdir is not None:
@@ -553,8 +553,8 @@ def reached(runtime: Mapping[str, Any], phase: str) -> list[str]:
 
 
 def with_uv(script: str, network: Sequence[str]) -> str:
-    """Return the script. It is changed to install uv from the mirror of Python packages if the network has this mirror,
-    but not the site of uv's installer."""
+    """Return the script. If the network has the mirror of Python packages but not the site of uv's installer, the
+    script is changed to install uv from the mirror."""
     from_mirror = covered(PIP, network) and not covered(f"{UV_HOST}:443", network)
     return with_uv_of_mirror(script) if from_mirror else script
 

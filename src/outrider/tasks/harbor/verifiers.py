@@ -24,8 +24,8 @@ class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
     environment: all settings except the image.
     field: the path of the table with these settings.
     context: None if the sandbox has the same image as the agent's. Otherwise, the folder with the tests.
-    image: the name of the image with the tests. If it is None and `context` is given, the image is built from
-        `context`."""
+    image: the name of the image with the tests. If `image` is None and `context` is given, the image with the tests is
+        built from `context`."""
 
     environment: Environment
     field: str

@@ -81,8 +81,9 @@ MAX_TOOL_TEXTS = 1000
 conversation."""
 
 LOOK_BACK = 100
-"""Maximum number of earlier turns, and of earlier segments, that are searched for the history that a segment shortens.
-A client that asks for a summary continues from the summary immediately, so no earlier turns are needed."""
+"""Maximum number of turns before a segment, and of segments before it, that are searched for the history that the
+segment shortens. A client that asks for a summary continues from the summary immediately, so older turns need not be
+searched."""
 
 
 class Continuation(msgspec.Struct, frozen=True):
@@ -121,7 +122,8 @@ class AgentTurns:
                 earlier.append(turn)
 
     def newest_outside(self, conversation: int, agent: str, index: int) -> Turn | None:
-        """Return the agent's last turn before turn `index` that belongs to a different conversation, or None."""
+        """Return the agent's newest turn that comes before turn `index` and belongs to a conversation other than
+        `conversation`. Returns None if there is no such turn."""
         turns = self._turns.get(agent, [])
         at = bisect_left(turns, index, key=lambda turn: turn.index)
         return self._outside(turns[at - 1], conversation) if at else None
@@ -175,7 +177,8 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
 
 
 def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
-    """Return the last turn of a segment before `first` whose reply the client received, or None."""
+    """Return the newest of the segment's turns that come before `first` and whose reply the client received. Returns
+    None if there is no such turn."""
     turn = segment.last_before(first.index)
     while turn is not None and turn.reply is None:
         turn = segment.last_before(turn.index)
@@ -185,8 +188,8 @@ def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
 def _is_quoted(
     session: SegmentedSession, source: Turn, first: Turn, fresh: Sequence[Message], candidates: Sequence[Segment]
 ) -> bool:
-    """Return True if a message in `fresh` quotes the reply of `source`, so that the reply may be a summary. A reply
-    with a tool call is never a summary.
+    """Return True if a message in `fresh` quotes the reply of `source`. The reply may then be a summary. A reply with a
+    tool call is never a summary.
 
     Clients also send replies back unchanged, as assistant messages. So an assistant message counts only if the reply
     belongs to another conversation, or if the message replaces the history before it."""
@@ -225,9 +228,9 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
     must contain the segment's history, as messages or as text. If several segments qualify, the one with the most
     replies in the request wins.
 
-    Some programs send the summariser only the kinds of the history's events, and not the history itself. No segment
-    qualifies then. In that case, if `source` is a single question directly before the request `first`, the reply of
-    `source` counts as a summary of the history that `first` has cut off."""
+    Some programs ask for a summary in a request that lists only the kinds of the history's events. Such a request does
+    not contain the history itself, so no segment qualifies. In that case, if `source` is a single question directly
+    before the request `first`, the reply of `source` counts as a summary of the history that `first` has cut off."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -249,9 +252,9 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
 
 
 def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
-    """Return True if the request text `asked` contains the segment's history. The segment's first user messages are
-    enough. Clients may leave those messages out, so part of one of the segment's newest LOOK_BACK replies before
-    `source` is also enough."""
+    """Return True if the request text `asked` contains the segment's history. It is enough if `asked` contains the
+    segment's first user messages. Clients may leave these messages out. So it is also enough if `asked` contains a part
+    of one of the segment's newest LOOK_BACK replies before `source`."""
     opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
     if opening and opening in asked:
         return True
@@ -286,7 +289,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
                 found[segment.number] = Spawn(best.turn, best.agent_type, best.tool, is_most)
         for call in turn.reply.tool_calls if turn.reply else ():
             for one in _texts_given(turn.index, call):
-                given.pop(one.text, None)  # so that the text moves to the end of the dictionary, as the newest
+                given.pop(one.text, None)  # the text, which is now the newest, must move to the end of the dictionary
                 given[one.text] = one
                 if len(given) > MAX_TOOL_TEXTS:
                     del given[next(iter(given))]
@@ -332,8 +335,8 @@ def find_label(segment: Segment) -> str:
 
 def find_handovers(session: SegmentedSession, summaries: set[int], label: Callable[[Segment], str]) -> set[int]:
     """Return the numbers of the segments that continue an earlier conversation with other tools or another system
-    prompt. For example, the agent is resumed with one tool fewer, or hands over to another agent. The request of a side
-    call about the history may look the same. Later turns then show whether it was a side call.
+    prompt. For example, the agent is resumed with one tool fewer, or hands over to another agent. A side call about the
+    history may have a request that looks the same. Later turns then show whether the request was a side call.
 
     `summaries` are the turns that wrote a summary. `label` returns the label of a side call.
     """
@@ -367,8 +370,8 @@ class _Handovers:
         history of `source` are candidates. Returns None if no candidate continues the conversation.
 
         If later turns continue some of the candidates, the last candidate with later turns is chosen. All other turns
-        and segments that continue `source` must have ended before the chosen segment began, because an agent that calls
-        a sub-agent waits until the sub-agent ends.
+        and segments that continue `source` must have ended before the chosen segment began. They may be sub-agents, and
+        an agent that calls a sub-agent waits until the sub-agent ends.
 
         If later turns continue none of the candidates, the last candidate is chosen, but only if no turn continues
         `source` with the same tools and system prompt as `source`.

@@ -63,7 +63,7 @@ SUMMARY = "summary"
 """The label of turns that write a summary with which a later history begins."""
 
 UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
-"""The kinds of replies that the agent did not use."""
+"""The kinds of turns whose replies the agent did not use."""
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +117,7 @@ class Signals:
         self._mains: dict[int, Segment] = {}
         """For each step of the task, the first segment of the main conversation."""
         # For each step and agent, the first segment of the agent's highest-ranked conversation. Only this conversation
-        # is the agent's own work in the step. The agent's other conversations are side calls.
+        # is the agent's own work in the step. The agent's other conversations in the step are side calls.
         self._work_of: dict[tuple[int, str | None], Segment] = {}
         for segment in ranked:
             step = segment.first.step
@@ -145,7 +145,8 @@ class Signals:
         return any(turn.index in self._quoted_in for turn in segment.turns)
 
     def _is_passed_on(self, segment: Segment) -> bool:
-        """Return True if a later request quotes a reply of the segment, and does not have the words of a side call."""
+        """Return True if a request without the words of a side call quotes a reply of the segment. For each reply, only
+        the first request that quotes the reply is considered."""
         quoting = (self._quoted_in.get(turn.index) for turn in segment.turns)
         return any(at is not None and not self.label(self.session.segment_of(at)) for at in quoting)
 
@@ -210,8 +211,9 @@ class Signals:
         )
 
     def main(self, segment: Segment) -> Segment:
-        """Return the first segment of the main conversation in the step in which `segment` began. If the agent only
-        continued an earlier conversation in this step, the last earlier step with a main conversation is used."""
+        """Return the first segment of the main conversation in the step in which `segment` began. A step has no main
+        conversation of its own if the agent only continued an earlier conversation. In this case, the last earlier step
+        with a main conversation is used."""
         return next(self._mains[step] for step in range(segment.first.step, -1, -1) if step in self._mains)
 
     def label(self, segment: Segment) -> str:

@@ -20,14 +20,14 @@ from outrider.trajectory import Turn
 MAX_PARTS = 8
 """Maximum number of parts of one reply that are searched for. The longest parts are used."""
 MAX_COMPARED_PARTS = 4 * MAX_PARTS
-"""Maximum number of parts of a reply that are compared with the request that the reply answers."""
+"""Maximum number of parts of a reply that are compared with the reply's own request."""
 MAX_WAITING = 100
 """Maximum number of replies (the newest ones) that are searched for in each request. Without this limit, a session with
 many unquoted replies would take quadratic time."""
 MAX_COMPARED = 10**9
 """Maximum number of characters that the search reads in a session, about one second of work. After that, the search
-ends, and replies that were not found count as quoted. Otherwise a reply that the agent used might be lost from the
-training data."""
+ends, and every reply that was not found yet counts as quoted. If these replies counted as unquoted, a reply that the
+agent used might be lost from the training data."""
 
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n")
 
@@ -58,7 +58,7 @@ class _Answer:
 
 def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[int, int]:
     """Find which turns in `replies` have a reply that a later request quotes. Returns a dictionary from each of these
-    turns to the first turn whose request quotes it.
+    turns to the first turn whose request quotes the reply.
 
     A message quotes a reply if the message equals the reply, or contains a part of the reply that was not in the
     reply's own request. A part is a line or a JSON string of at least QUOTE_LENGTH characters. Messages that are

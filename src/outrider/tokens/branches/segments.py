@@ -28,8 +28,8 @@ request adds to the parent's ids."""
 QUOTE_LENGTH = 12
 """Minimum length of a quoted text, in characters. Shorter texts, such as "Done.", appear in many conversations."""
 SUMMARY_LENGTH = 16
-"""Minimum length of a summary, in characters. If a shorter answer appears again, it is a handover, such as "Over to
-QA."."""
+"""Minimum length of a summary, in characters. A shorter answer that appears again is a handover, such as "Over to QA.",
+and not a summary."""
 QUOTE_SHARE = 0.8
 """A text quotes a summary if it contains lines with at least this fraction of the summary's characters. The fraction is
 below 1 because clients wrap summaries in other text and leave parts out."""
@@ -40,8 +40,8 @@ STEPS_PER_TURN = 100
 a session with many long histories would take quadratic time."""
 
 MAX_ENDS = 20
-"""Maximum number of earlier conversations that are compared with the opening of a new one. The conversations with the
-newest last replies are compared."""
+"""Maximum number of earlier conversations that are compared with the opening of a new conversation. The earlier
+conversations with the newest last replies are chosen."""
 
 _SUMMARY = ("<summary>", "</summary>")
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
@@ -139,8 +139,9 @@ class SegmentedSession:
 
         `sampled` maps the digests of earlier replies to their turns. If the segment continues a history with other
         tools or another system prompt, the result is the segment's `history_source`. If the segment starts a
-        conversation for another reason, the client may have rewritten the beginning of a history. The result is then
-        the turn in `sampled` that sampled the last known reply of the segment's first request."""
+        conversation for another reason, the client may have rewritten the beginning of a history. In this case, the
+        last reply in the segment's first request that is in `sampled` decides: the result is the turn that sampled this
+        reply."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
@@ -395,9 +396,8 @@ def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
     2. the last reply that another request contains
     3. the last reply
 
-    Replies that were cut off are ignored. If the agent sent the request again before it had received a reply, it may
-    have used all replies. Case 3 then does not apply, and a request to which neither case 1 nor case 2 applies is left
-    out."""
+    Replies that were cut off are ignored. If the agent sent the request again before it had received any reply, it may
+    have used all replies. Such a request is left out if neither case 1 nor case 2 applies to it."""
     answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:

@@ -101,9 +101,9 @@ def _object_or_text(arguments: str) -> Any:
 
 
 class ChatTemplate:
-    """A model's own chat template, rendered as it was for the model's training. The template renders only whole
-    conversations. Messages that follow a rendered conversation are appended by the rules of the model family. `render`
-    raises jinja2.TemplateError if the template rejects the conversation."""
+    """A model's own chat template. It is rendered in the same way as for the model's training. The template renders
+    only whole conversations. Messages that follow a rendered conversation are appended by the rules of the model
+    family. `render` raises jinja2.TemplateError if the template rejects the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
         # Published templates are written for `transformers`, so these settings, `tojson` and `raise_exception` are the

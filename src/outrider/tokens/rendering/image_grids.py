@@ -39,8 +39,8 @@ class ImageForm(StrEnum):
     PATCHES = "patches"
     """The image's patches, in the format of vLLM's features: a `MultiModalKwargsItem` in base64."""
     PNG = "png"
-    """The scaled image as a PNG, in base64. The server does not scale it again, and divides it into the same
-    patches."""
+    """The scaled image as a PNG, in base64. The server does not scale the image again, and divides it into the same
+    patches as this module."""
 
 
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):

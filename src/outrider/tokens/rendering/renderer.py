@@ -31,8 +31,8 @@ from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 from outrider.trajectory import Ids, ImageSpan
 
 History = Literal["recorded", "template"]
-"""How earlier turns appear in a prompt. With "recorded", they keep their recorded ids. With "template", their reasoning
-is left out if the chat template drops reasoning."""
+"""How earlier turns appear in a prompt. With "recorded", earlier turns keep their recorded ids. With "template", the
+reasoning of earlier turns is left out if the chat template drops it."""
 
 
 class Markup(msgspec.Struct, frozen=True):
@@ -88,8 +88,8 @@ which replies with an error."""
 
 
 class ThinkingSwitch(msgspec.Struct, frozen=True):
-    """The change to the end of a prompt that turns thinking on (`thinking` is True) or off (False). The ids `usual_end`
-    are the family's default end. They are replaced by the ids `switched_end`."""
+    """A change to the end of a prompt. If `thinking` is True, the change turns thinking on, otherwise off. The ids
+    `usual_end`, the family's default end of a prompt, are replaced by the ids `switched_end`."""
 
     thinking: bool
     usual_end: list[int]
@@ -180,9 +180,8 @@ class Renderer:
 
     def _fill(self, *parts: tuple[Sequence[int], Sequence[Message]]) -> list[list[int]]:
         """Replace the placeholder of each long text with the text's ids, and repeat the placeholder of each image once
-        for each of the image's tokens. Each part of the prompt is passed with the messages of the part. Raises
-        RequestError if the number of image placeholders in a part differs from the number of images in the part's
-        messages."""
+        for each of the image's tokens. Each argument is a part of the prompt, together with its messages. Raises
+        RequestError if a part and its messages have different numbers of image placeholders and images."""
         ids = [part for part, _ in parts]
         filled = [list(part) for part in ids] if self._placeholders is None else self._placeholders.fill(ids)
         if self._image_id is None:
@@ -379,8 +378,8 @@ class Renderer:
         return bool(self._switches)
 
     def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
-        """Return the ids that turn thinking on or off at the end of a prompt. Returns None if nothing must be changed:
-        `thinking` is None or already the default, or the family cannot turn thinking on and off."""
+        """Return the change that turns thinking on or off at the end of a prompt. Returns None if `thinking` is None or
+        already the default, or if the family cannot turn thinking on and off."""
         found = self._switches.get(thinking) if thinking is not None else None
         return found if found is not None and found.switched_end != found.usual_end else None
 
@@ -534,9 +533,9 @@ def _create(
     layout: PlaceholderTokenizer | None = None,
     **settings: Any,
 ) -> Any:
-    """Make the `renderers` package's renderer for a family. If `retention` is "all", the made renderer renders the
-    reasoning of earlier turns. If `retention` is None, the family's template decides whether this reasoning is
-    rendered. Raises InvalidField if the family is unknown or does not match the tokenizer."""
+    """Make the `renderers` package's renderer for a family. If `retention` is "all", prompts include the reasoning of
+    earlier turns. If `retention` is None, the family's template decides whether prompts include this reasoning. Raises
+    InvalidField if the family is unknown or does not match the tokenizer."""
     try:
         config = _settings_of_families().validate_python({"name": family, "thinking_retention": retention, **settings})
         return renderers.create_renderer(layout or tokenizer, config)

@@ -139,7 +139,7 @@ class ReplyStream:
             spoken = self._ids[: self._end]
             if self._held_to_calls:
                 # A grammar constrains only the text, so the model may have sampled a marker as several tokens. The
-                # parser only recognises a marker's own token, so the text is encoded again.
+                # parser recognises only the single token of a marker. So encode the text again, which gives this token.
                 tokenizer = self._renderer.tokenizer
                 spoken = tokenizer.encode(tokenizer.decode(spoken))
             parsed = self._renderer.parse(self._tail, spoken, self._tools)
@@ -223,7 +223,8 @@ class ReplyStream:
                 elif final or (stripped and not self._think_open.startswith(stripped)):
                     self._state = self._first
             case _State.HELD if self._held_from is _State.REASONING:
-                # If the marker that closes reasoning follows, the apparent tool call was part of the reasoning.
+                # If the marker that closes reasoning comes later in the text, the apparent tool call was part of the
+                # reasoning.
                 shown, close, behind = self._pending.partition(self._think_close)
                 if close:
                     self._state, self._pending = _State.CONTENT, behind

@@ -117,8 +117,8 @@ class Tokenizer:
         return list(ids)
 
     def can_encode(self, text: str) -> bool:
-        """Return True if the text is short enough to be encoded. Encoding a long text needs much memory (MAX_SLOW_TEXT,
-        MAX_FAST_TEXT)."""
+        """Return True if the text is short enough to be encoded. A limit is needed, because encoding a long text takes
+        much memory (MAX_SLOW_TEXT, MAX_FAST_TEXT)."""
         return len(text) <= MAX_SLOW_TEXT or self._is_fast(text)
 
     def _is_fast(self, text: str) -> bool:
@@ -179,7 +179,7 @@ class Tokenizer:
     def without_special(self, text: str) -> str:
         """Insert a zero-width space into each special token of the text, so that the token is encoded as plain text."""
         for token in self._special:
-            # One call of `replace` skips occurrences that overlap, so the call is repeated.
+            # One call of `replace` skips occurrences that overlap with each other, so `replace` is called again.
             while token in text:
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text

@@ -129,8 +129,8 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
     call_ids: bytes | None = None
 
     def may_echo_reasoning(self, recorded: bytes | None) -> bool:
-        """Return True if this message's reasoning is missing, or is the recorded text once or twice. The message may
-        then be a copy of the recorded message."""
+        """Return True if this message has no reasoning, or if its reasoning is the recorded text, once or twice in a
+        row. The message may then be a copy of the recorded message."""
         return (
             self.reasoning is None
             or self.reasoning == recorded

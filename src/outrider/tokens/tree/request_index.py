@@ -33,8 +33,8 @@ UNSTABLE_TAIL = 4
 """How many of a request's newest messages a stored prefix leaves out. Clients often change the bytes of the newest
 messages, because they move their cache markers."""
 REMEMBER_EVERY = 8
-"""How many new messages a request must have before a longer prefix replaces the stored one. Copying the prefix for
-every request would take longer than indexing these few messages again."""
+"""A longer prefix replaces the stored prefix when a request has this many new messages. If the prefix were copied for
+every request, the copies would take longer than indexing the few new messages again."""
 MAX_REMEMBERED = 4
 """Maximum number of stored prefixes. Each concurrent agent needs one stored prefix."""
 MAX_MESSAGE_KEYS = 1 << 14
@@ -51,13 +51,13 @@ whose context length is not known."""
 class PromptNode:
     """The prompt of a turn: the ids of `parent`, then `delta` (packed int32). `length` is in tokens.
 
-    Its request has `message_count` messages: first `system_count` system messages (`system_digest`), then the history
-    (`history_digest`). `tools_digest` is empty if there are no tools. `prefix_digest` covers the tools and all
+    The prompt's request has `message_count` messages: first `system_count` system messages (`system_digest`), then the
+    history (`history_digest`). `tools_digest` is empty if there are no tools. `prefix_digest` covers the tools and all
     messages.
 
     matched: the turn whose conversation the request extends, even if the prompt does not use this turn's ids.
-    rendered_replies: the assistant messages whose ids were rendered and not sampled. Each is a pair of its position and
-        the digest of its reasoning (None if it has no reasoning).
+    rendered_replies: a pair for each assistant message whose ids were rendered and not sampled: the message's position,
+        and the digest of its reasoning (None if it has no reasoning).
     splice: set if the prompt's history was recorded after other tools or system messages, and the prompt uses the
         recorded ids.
     thinking: True or False if the end of the prompt turns the model's reasoning on or off; None for the family's
@@ -344,8 +344,8 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         splice: Splice | None = None,
         sampled: Sequence[tuple[int, bytes | None]] = (),
     ) -> PromptNode:
-        """Make the prompt of this request: the ids of `parent`, then `delta` (packed). `sampled` lists the assistant
-        messages whose ids in `delta` were sampled. Each is a pair of its position and the digest of its recorded
+        """Make the prompt of this request: the ids of `parent`, then `delta` (packed). `sampled` has a pair for each
+        assistant message whose ids in `delta` were sampled: the message's position, and the digest of its recorded
         reasoning."""
         first = self.covered if parent is not None else 0
         replies = {at: key.reasoning for at, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT}

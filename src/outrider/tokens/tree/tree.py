@@ -56,14 +56,14 @@ LONG_TEXT = 256 << 10
 of many megabytes that is too long for the context is refused early. Encoding such a text at once would take seconds and
 a hundred times the text's memory."""
 SEAM_TOKENS = 16
-"""Maximum number of tokens that are added if two adjacent parts of a text are encoded separately."""
+"""If two adjacent parts of a text are encoded separately, they have at most this many tokens more than if they are
+encoded together."""
 BYTES_OF_A_KEY = 100
 """When a turn is restored, each message of the turn's conversation counts as this many bytes of work. The number is
 small, because the digests of most messages are already known."""
 MAX_SEEN_PREFIXES = 1 << 16
-"""Maximum number of stored prefixes of requests (10 MB). Above this number, all prefixes are dropped. After that, the
-requests recorded so far are no longer found as the origin of a fork, but the recorded ids of their turns are still
-used."""
+"""Maximum number of stored prefixes of requests (10 MB). Above this number, all prefixes are dropped. After that, a
+request recorded so far is no longer found as the origin of a fork, but the recorded ids of its turns are still used."""
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -351,15 +351,15 @@ class TokenTree:
         return pack_ids(request.with_switch(self._renderer.render(request.parse_from(0), request.tools)))
 
     def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
-        """Return a prompt that combines the request's own head (tools and system messages), the ids of its history as
-        recorded after a different head, and the later messages. Returns None if the history's first messages have
-        different ids after the two heads, or if the later messages cannot be appended."""
+        """Return a prompt that combines three parts: the request's own head (tools and system messages), the recorded
+        ids of its history, and the later messages. The history was recorded after a different head. Returns None if the
+        history's first messages have different ids after the two heads, or if the later messages cannot be appended."""
         turn = match.turn
         origin = turn.prompt
         while origin.parent is not None:
             origin = origin.parent.prompt
         recorded_head = None
-        if origin.splice is not None:  # the history begins with a prompt that was itself made in this way
+        if origin.splice is not None:  # the prompt with which the history begins was itself made by this method
             recorded_head, origin = origin.splice.head, origin.splice.origin
         first_messages = range(request.system_count + origin.message_count - origin.system_count)
         split = self._renderer.render_split([request.messages.parse(at) for at in first_messages], request.tools)
@@ -381,8 +381,8 @@ class TokenTree:
             splice=Splice(len(split.head), origin),
             sampled=[(at + shift, reasoning) for at, reasoning in recorded_reasoning(turn)],
         )
-        # Two agents may alternate on the same history. If the ids begin with those of this agent's own last turn, make
-        # that turn the parent, so that all turns of the agent are in one training row.
+        # Two agents may alternate on the same history. If the ids begin with the ids of this agent's own last turn,
+        # make this last turn the parent, so that all turns of the agent are in one training row.
         own = request.matched
         if own is not None and ids.startswith(before := own.prompt.ids().tobytes() + own.output):
             return msgspec.structs.replace(layout, parent=own, delta=ids[len(before) :])
@@ -408,8 +408,8 @@ class TokenTree:
         if len(self._first_with_prefix) > MAX_SEEN_PREFIXES:
             self._first_with_prefix.clear()
         for prefix in reversed(request.prefixes):
-            # If a prefix is already stored, all shorter prefixes are, too. So the loop can end here, and its cost
-            # depends only on the new messages.
+            # If a prefix is already stored, all shorter prefixes are stored, too. So the loop can end here, and the
+            # cost of the loop depends only on the new messages.
             if self._first_with_prefix.setdefault(prefix, prompt) is not prompt:
                 break
         if prompt.parent is not None:
