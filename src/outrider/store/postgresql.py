@@ -49,7 +49,7 @@ PATIENCE_SECONDS = 30.0
 """How long a transaction is retried while the server cannot be reached, in seconds. The server may be restarting."""
 HANDOVER_SECONDS = 5.0
 """Seconds to wait for the lock that another service holds on the database. After a service is killed, the server may
-keep its lock for a while."""
+keep the service's lock for a while."""
 PAUSES = RetryPolicy(first=0.05, longest=1.0)
 
 # An advisory lock belongs to one database and is identified by two numbers. The first of ours is LOCKS ("outr" in

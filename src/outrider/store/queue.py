@@ -55,7 +55,8 @@ ABOVE_ALL = (1 << 31) - 1
 """Higher than every priority."""
 
 MOST_SKIPPED_BUCKETS = 64
-"""A tenant with this many skipped buckets is left out of the pass over the queue. This limits the cost of the pass."""
+"""If this many buckets of a tenant are to be skipped (`QueuePass.skip`), the whole tenant is left out of the pass over
+the queue. This limits the cost of the pass."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -73,8 +74,8 @@ class QueueKind(IntEnum):
     EVALUATION = 1
     """Sessions of groups with EVALUATION_LABEL. They may also use the slots that are reserved for evaluations."""
     EXTERNAL = 2
-    """Sessions whose agents run outside Outrider. They need no slot, so they do not wait behind sessions that need
-    one."""
+    """Sessions whose agents run outside Outrider. They need no slot, so they do not wait behind sessions that need a
+    slot."""
 
 
 def kind_of(labels: Mapping[str, str], *, external: bool) -> QueueKind:

@@ -56,8 +56,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 class Held(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of finished groups that must not be removed yet. A group may be in both counts.
 
-    unacknowledged: a consumer has not acknowledged the group.
-    undelivered: the group's callback is not delivered.
+    unacknowledged: groups that a consumer has not acknowledged.
+    undelivered: groups whose callback is not delivered.
     """
 
     unacknowledged: int

@@ -80,8 +80,9 @@ def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: Ke
 
 
 def make_private(path: Path) -> None:
-    """If there is no file, create an empty one for SQLite that only its owner can read. SQLite gives the -wal and -shm
-    files the same mode. Errors are ignored, because SQLite then fails to open the file, too, and reports the cause."""
+    """If there is no file at `path`, create an empty file for SQLite. Only the owner can read the file. SQLite gives
+    the -wal and -shm files the same mode. Errors are ignored, because SQLite then fails to open the file, too, and
+    reports the cause."""
     # O_EXCL, because an existing file must not be opened here: closing it would end the locks that SQLite has in this
     # process.
     with suppress(OSError):

@@ -950,14 +950,14 @@ class Store:
         """Store the result of a session. The session is then done. Returns True if its group is now done, too.
 
         A group is done when all its sessions are done. It then gets a cursor, an event and, if it has a callback URL,
-        an outbox row. If enough sessions are usable before that (`min_usable`), `ending` is set for the other sessions.
-        A queued session may be finished, too, for example after a cancellation. In this case, `attempt` is the
-        session's newest attempt.
+        an outbox row. If enough sessions are usable (`min_usable`) before the group is done, `ending` is set for the
+        group's other sessions. A queued session may be finished, too, for example after a cancellation. In this case,
+        `attempt` is the session's newest attempt.
 
         under_way: set if the attempt itself ends the session. Conflict is then raised if the attempt is no longer in
             progress, for example because its lease has ended.
         of_all_turns: set if `result` was computed while the attempt could still add turns. Raises MoreTurns if a turn
-            was added after that.
+            was added after `result` was computed.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished

@@ -114,8 +114,9 @@ Adapter = Callable[[Columns, Additions], Draft]
 
 
 def names_of(value: Any) -> Any:
-    """Return the list that a value represents: a list, its JSON text, or its Python text, as in SWE-bench Pro. A value
-    that is neither a list nor a string is returned unchanged. Raises ValueError for any other string."""
+    """Return the list that a value stands for. The value may be the list itself, the list's JSON text, or the list's
+    Python text, as in SWE-bench Pro. A value that is neither a list nor a string is returned unchanged. Raises
+    ValueError for any other string."""
     try:
         return listed(value)
     except ValueError:

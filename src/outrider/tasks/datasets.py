@@ -134,8 +134,8 @@ def template_examples(
     """Return an example for each row: the task `template`, in which the row's columns replace placeholders (see
     `filled`).
 
-    The id is the value of the column `id_column` or, if that is None, the row's number. Raises InvalidField for a
-    missing column, and for two rows with the same id.
+    The example's id is the value of the column `id_column`. If `id_column` is None, the id is the row's number. Raises
+    InvalidField for a missing column, and for two rows with the same id.
     """
     if not isinstance(template, Mapping):
         raise InvalidField(f"the template is a {type(template).__name__}; it must be an object", field="template")

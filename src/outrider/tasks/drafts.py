@@ -16,8 +16,8 @@ from outrider.tasks.examples import Example, Fault
 
 def example_of(adapter: Adapter, row: Mapping[str, Any], given: Additions, where: str, number: int = 0) -> Example:
     """Return the example of a row, with the row's faults. Placeholders in the user's own fields are replaced by the
-    row's columns. The user's fields override the fields of the adapter's task. Prepare steps are the exception: both
-    are kept, and the user's steps come first."""
+    row's columns. The user's fields override the fields of the adapter's task. Prepare steps are the exception: the
+    user's steps and the adapter's steps are both kept, and the user's come first."""
     columns = Columns(row, number)
     draft = adapter(columns, given)
     task, steps = draft.task, draft.task.get("runtime", {}).get("prepare", [])

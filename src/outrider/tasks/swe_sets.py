@@ -132,7 +132,7 @@ def swe_rebench(columns: Columns, given: Additions) -> Draft:
 
 def swe_smith(columns: Columns, given: Additions) -> Draft:
     """SWE-smith: the repository contains the tests, and `patch` adds the bug. A prepare step applies the patch, and the
-    known solution removes it. If a row has no problem statement, the instruction lists the failing tests."""
+    known solution removes the bug. If a row has no problem statement, the instruction lists the failing tests."""
     name = columns.text("instance_id")
     bug = columns.patch("patch")
     fail_to_pass = columns.tests("FAIL_TO_PASS", needed=True)

@@ -390,7 +390,8 @@ class _Handovers:
         """Return True if the segment may continue the conversation of `source`. One of these conditions must hold:
 
         - Another conversation passed its work on to the segment (`handed_over`).
-        - The client names the same agent for both, and the segment is not a side call about the history."""
+        - The client names the same agent for the segment and for `source`, and the segment is not a side call about the
+          history."""
         first = segment.first
         if segment.number in self._session.handed_over:
             return True

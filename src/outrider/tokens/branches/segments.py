@@ -139,9 +139,9 @@ class SegmentedSession:
 
         `sampled` maps the digests of earlier replies to their turns. If the segment continues a history with other
         tools or another system prompt, the result is the segment's `history_source`. If the segment starts a
-        conversation for another reason, the client may have rewritten the beginning of a history. In this case, the
-        last reply in the segment's first request that is in `sampled` decides: the result is the turn that sampled this
-        reply."""
+        conversation for another reason, the client may have rewritten the beginning of a history. In this case, find
+        the last reply in the segment's first request that is also in `sampled`. The result is the turn that sampled
+        this reply."""
         if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)

@@ -491,7 +491,7 @@ class PlaceholderTokenizer:
 def make_renderer(tokenizer: Tokenizer, name: str | None, *, image_tokens: int = 0) -> Renderer:
     """Make a renderer. `name` is a model family, or `template:FAMILY`. With `template:`, the chat template in the
     tokenizer's folder renders whole prompts, and the rules of the family append later messages. If `name` is None, the
-    family is the one that a table of the `renderers` package lists for the model's name.
+    family is looked up by the model's name in a table of the `renderers` package.
 
     An image may have at most `image_tokens` tokens. If this is 0, or if the folder has no image processor, images are
     refused.

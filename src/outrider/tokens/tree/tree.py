@@ -200,13 +200,13 @@ class TokenTree:
         return turn
 
     def restore(self, turns: Sequence[Turn]) -> Steps[None]:
-        """Fill this empty tree with the stored turns of an earlier attempt, sorted by index. A later request then
-        continues the same turns as it would have continued in the earlier attempt. The ids in the tree are the stored
+        """Fill this empty tree with the stored turns of an earlier attempt, sorted by index. Later requests then
+        continue the same turns as they would have continued in the earlier attempt. The ids in the tree are the stored
         ids. Only requests whose tools or system prompt changed are rendered again, to find out which of the stored ids
         belong to the new head and which to the history.
 
-        The indexes may have gaps where a turn was not stored. No stored turn continues such a turn, because no client
-        received its reply."""
+        The indexes may have gaps where a turn was not stored. No stored turn continues a missing turn, because no
+        client received the missing turn's reply."""
         nodes: dict[int, TurnNode] = {}
         conversations: dict[int, list[Message]] = {}
         tools: dict[int, tuple[ToolSpec, ...]] = {}
@@ -304,7 +304,7 @@ class TokenTree:
                 break
             shared, count = sharing, count + 1
         if count <= request.system_count:
-            shared = None  # only system messages are shared, and many agents have the same ones
+            shared = None  # only system messages are shared, and many agents have the same system messages
         before = parent.prompt if parent is not None else shared
         prompt.conversation = before.conversation if before is not None else self._conversations
         if match is not None:
