@@ -18,7 +18,7 @@ NAMES = {"gpus": "GPUs"}
 
 @command
 def doctor(terminal: Terminal) -> None:
-    """Show what works on this machine, and how to get what does not.
+    """Show what works on this machine, and how to get the rest.
 
     The command checks runtimes, harnesses, engines, file formats, stores, the
     service's port, the limit of open files, and GPUs and networks of sandboxes.

@@ -47,7 +47,7 @@ def trace(
     ] = None,
     output: Output = None,
 ) -> None:
-    """Write what happened when as a trace for ui.perfetto.dev.
+    """Write the timelines of sessions as a trace for ui.perfetto.dev.
 
     In the trace, each session is a process, with rows for its stages, model
     calls, commands and processes. Only the newest attempt of a session is
