@@ -186,29 +186,28 @@ def delivery(bytecode: bytes) -> bytes:
     return len(bytecode).to_bytes(4, "big") + bytecode
 
 
-def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
-    """Return the tool server's bytecode, compiled by the Python `interpreter`. `enter` is the part of the command
-    before `interpreter`, such as a dynamic loader and its options. `stamp` identifies the state of the interpreter's
-    file system.
+def compiled(python: tuple[str, ...]) -> bytes:
+    """Return the tool server's bytecode, compiled by a Python interpreter of this machine. `python` is the command that
+    starts the interpreter.
 
-    Raises RuntimeUnavailable if there is no Python 3.8 or newer. The first call blocks for about 50 ms. A call also
-    blocks while another thread compiles.
+    Raises RuntimeUnavailable if the command does not start a Python of 3.8 or newer. The first call blocks for about 50
+    ms. A call also blocks while another thread compiles.
     """
     with COMPILING:
-        return _compiled(enter, interpreter, stamp)
+        return _compiled(python)
 
 
-@functools.lru_cache(maxsize=64)  # can be cached, because `stamp` changes with the interpreter
-def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
-    command = [*enter, interpreter, *FLAGS, "-c", COMPILE]
+@functools.lru_cache(maxsize=8)  # can be cached, because no interpreter changes while the service runs
+def _compiled(python: tuple[str, ...]) -> bytes:
+    command = [*python, *FLAGS, "-c", COMPILE]
     try:
         done = subprocess.run(command, input=program().encode(), capture_output=True, env={}, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeUnavailable(f"cannot run {interpreter} in the sandbox: {error}") from error
+        raise RuntimeUnavailable(f"cannot run {python[-1]}: {error}") from error
     if done.returncode != 0:
         raise RuntimeUnavailable(
-            f"no usable Python in the sandbox at {interpreter}",
-            hint="the root file system needs Python 3.8 or newer",
+            f"{python[-1]} is no usable Python",
+            hint="the tool server needs Python 3.8 or newer",
             log_tail=done.stderr.decode(errors="replace")[-2000:],
         )
     return done.stdout
@@ -218,5 +217,4 @@ def portable_server() -> tuple[Path, bytes]:
     """Return the folder of the portable interpreter, and the tool server's bytecode for this interpreter. The call
     blocks. Raises RuntimeUnavailable."""
     folder = portable_python()
-    *enter, program = portable_command(str(folder))
-    return folder, compiled(tuple(enter), program, ())
+    return folder, compiled(tuple(portable_command(str(folder))))
