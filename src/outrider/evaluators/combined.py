@@ -1,5 +1,5 @@
-"""The evaluators that combine others, their parts: `weighted` adds up the parts' rewards, `all` requires every part to
-pass.
+"""The evaluators that combine other evaluators (their parts): `weighted` adds up the parts' rewards, `all` requires
+every part to pass.
 
 Invariants: the parts grade the same outcome in order, one at a time, and share one time limit; if one part cannot
 grade, the whole evaluation fails.

@@ -175,8 +175,8 @@ which to test the feature."""
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `outrider harness check` found about the features of a preset's program, in its default dialect. A test with
-    the real programs compares these values.
+    """What `outrider harness check` found about the features of a preset's program, in its default dialect. A test runs
+    the real programs and compares what it finds with these values.
 
     image: when the model opens an image file with a tool, the program sends the image to the model.
     subagent: the program has a tool that starts a sub-agent."""

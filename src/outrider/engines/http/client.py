@@ -118,8 +118,8 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         cut: Cut | None = None,
     ) -> AsyncGenerator[list[bytes], None]:
-        """POST `body(attempt)`, and yield the payloads of the response's server-sent events until `[DONE]` or the end
-        of the response. Each list has the payloads of one read, and is never empty.
+        """POST `body(attempt)`, and yield lists of the payloads of the response's server-sent events, until `[DONE]` or
+        the end of the response. Each list has the payloads of one read, and is never empty.
 
         Until the first payload arrives, the request is sent again after a connection failure or a transient status.
         Closing the generator closes the connection, so that the server aborts its work. Before the first payload,

@@ -22,8 +22,8 @@ class SseReader:
     def feed(self, chunk: bytes) -> list[bytes]:
         """Parse a chunk, and return the payloads of the events that it completes."""
         if chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") and not (self._partial or self._data):
-            # Engines usually send whole events of one line each. Splitting such a chunk takes half as long as the
-            # general parser below, which also handles line breaks in a payload.
+            # Engines usually send chunks of whole events with one line each. Splitting such a chunk takes half as long
+            # as the general parser below, which also handles line breaks in a payload.
             payloads = chunk[6:-2].split(b"\n\ndata: ")
             if chunk.count(b"\n") == 2 * len(payloads) and b"\r" not in chunk:
                 self._after_cr = False

@@ -26,8 +26,8 @@ from outrider.trajectory import VersionSpan
 
 ROUNDING = 1e-3
 """The largest accepted log-probability. Values slightly above 0 are rounding errors: an engine subtracts the
-log-sum-exp of all logits from the token's logit, both in float32. For a nearly certain token the two are equal except
-for rounding (2.4e-4 for logits of 2,048). An accepted value is recorded as it is."""
+log-sum-exp of all logits from the token's logit, both in float32. For a nearly certain token, these two values are
+equal except for rounding (2.4e-4 for logits of 2,048). An accepted value is recorded as it is."""
 
 LOWEST = -9999.0
 """vLLM sends this number in place of -inf, NaN and missing log-probabilities. The log-probabilities of sampled tokens

@@ -1,9 +1,10 @@
 """Manages the policy that the engines of a pool serve: its version, the pauses for new weights, and which engines have
 the new weights.
 
-The module handles no requests. While the policy is paused, no generation begins. Once `pause` has returned, none is
-running. An engine that fails during an operation is marked as failed (`lost`), and must get the current weights before
-it serves again. Invariants: the version decreases only on request. An engine with an older version serves no session.
+The module handles no requests. While the policy is paused, no generation begins. Once `pause` has returned, no
+generation is running. An engine that fails during an operation is marked as failed (`lost`), and must get the current
+weights before it serves again. Invariants: the version decreases only on request. An engine with an older version
+serves no session.
 """
 
 from __future__ import annotations
@@ -172,9 +173,9 @@ class Policy:
         """Pause, load `weights` (if given) in place on every engine, set the version, and resume. `meanwhile` is
         awaited between the loading and the resume.
 
-        If only some engines fail, they stop serving and catch up later. If no engine has loaded the weights, raises an
-        engine's error, and the policy stays as it was. Raises Conflict if `version` is lower than the current version,
-        unless `go_back` is set. Raises InvalidField if engines cannot load weights.
+        If only some engines fail, they stop serving and catch up later. If no engine has loaded the weights, raises the
+        error of one of them, and the policy stays as it was. Raises Conflict if `version` is lower than the current
+        version, unless `go_back` is set. Raises InvalidField if engines cannot load weights.
         """
         self._check_forward(version, go_back)
         if weights is not None:
@@ -290,8 +291,8 @@ class Policy:
                 self._lost(failure.member, failure.error)
 
     async def _load(self, weights: str, version: int) -> list[EngineRecord]:
-        """Load the weights on all engines, and return the engines that have loaded them. If all fail, raises an
-        engine's error. Raises EngineUnavailable if there are no engines."""
+        """Load the weights on all engines, and return the engines that have loaded them. If all engines fail, raises
+        the error of one of them. Raises EngineUnavailable if there are no engines."""
 
         async def load(member: EngineRecord) -> None:
             await cast(LoadsWeights, member.engine).update_weights(weights, version)
@@ -314,9 +315,9 @@ class Policy:
 
     async def _resume_engines(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
         """Set the version if `known` is given, and resume the engines that respond. Engines that fail are marked as
-        failed. Engines that must first load the current weights in `catch_up` are left out. `loaded` are the engines
-        that have just loaded new weights, or None if there were no weights to load. If `loaded` is given, any other
-        engine has joined the pool since the loading, and is marked as failed, too."""
+        failed. Engines that must first load the current weights in `catch_up` are left out. `loaded` is None if there
+        were no weights to load. Otherwise it has the engines that have just loaded them. Any other engine has joined
+        the pool since the loading, and is marked as failed, too."""
         if known is not None and known.version < self.version:
             # Not only the policy's version is undone: an engine that has failed may still have another version above
             # the new one.

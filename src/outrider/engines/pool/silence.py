@@ -239,7 +239,7 @@ async def _raise_if_engine_to_blame(
     engine: str, given_up: GivenUp, token_probe: TokenProbe | None, before: float
 ) -> None:
     """Raise EngineUnavailable if the engine is to blame for a call that a client gave up. `before` is the total length,
-    in seconds, of the calls that the session gave up directly before."""
+    in seconds, of the calls that the session gave up directly before this one."""
     silent = given_up.waited
     if token_probe is not None:
         if token_probe.task is not None:
@@ -268,8 +268,8 @@ def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
 
 
 def probe_request(request: AnyRequest) -> AnyRequest:
-    """Return a request for one token, of the same type as `request`. Its prompt is the first 16 ids of the original
-    prompt or fewer, or one short message."""
+    """Return a request for one token, of the same type as `request`. A prompt of ids is cut to its first 16 ids or
+    fewer. Messages are replaced by one short message."""
     sampling = SamplingParams(max_tokens=1)
     if isinstance(request, GenerateRequest):
         # images are left out, so their placeholders must be left out, too

@@ -766,7 +766,7 @@ def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
 
 def _total(parts: list[Value]) -> Quantity | None:
     """Return the sum of two quantities, as in `6 hours 30 minutes`. Their units must have the same dimensions, and the
-    first unit must be the greater one. Returns None for any other parts."""
+    first unit must be the greater one. Returns None if `parts` is anything else."""
     match parts:
         case [Quantity(value=great, unit=Unit() as unit), Quantity(value=small, unit=Unit() as less)]:
             if unit.dimensions == less.dimensions and unit.factor > less.factor:

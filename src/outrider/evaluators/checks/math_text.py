@@ -122,7 +122,7 @@ def clean(text: str) -> str:
 
 def _without_condition(found: re.Match[str]) -> str:
     """Remove a condition such as "for all x". If the condition's variable does not occur in the text before the
-    condition, return the whole match."""
+    condition, the condition stays."""
     text, name = found[1], found[2] or found[3] or found[4]
     return text if re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])|(?<=\d){name}\b", text) else found[0]
 

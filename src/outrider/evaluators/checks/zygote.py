@@ -2,7 +2,7 @@
 
 It has imported and warmed up the library, so that a fork takes only milliseconds. It has also confined itself
 (`confinement.py`). Each check runs in its own fork, sees no data of other checks, and can be killed without affecting
-them. The zygote is started by `python -I -S -c`, with one end of a control socket as standard input.
+other checks. The zygote is started by `python -I -S -c`, with one end of a control socket as standard input.
 
 A request is one message in the format LIMITS on the control socket, with one file descriptor: the connection of the new
 check. The check reads a JSON object from its connection until the end of input, and writes its result as a JSON object.

@@ -245,8 +245,9 @@ class CandidateProgram:
         return done
 
     async def _confirm_broken(self) -> None:
-        """Start a new sandbox to find out whether the candidate broke its own. If Python works in the new sandbox, the
-        candidate is the cause: set `broke_sandbox`. Otherwise, the failure of the new sandbox is raised."""
+        """Start a new sandbox to find out whether the candidate broke its own sandbox. If Python works in the new
+        sandbox, the candidate is the cause: set `broke_sandbox`. Otherwise, the failure of the new sandbox is
+        raised."""
         async with self._outcome.beside(small(self._outcome.task.runtime.resources)) as other:
             await probe(other, self._options.python)
         self.broke_sandbox = True
