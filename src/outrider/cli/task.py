@@ -139,7 +139,7 @@ def task_table(listed: Sequence[Listed]) -> RenderableType:
 
 
 def faulty_tables(listed: Sequence[Listed]) -> list[RenderableType]:
-    """Return a table of the rows that lack something to become tasks, and the remedy for each kind of fault."""
+    """Return a table of the rows that cannot become tasks, and below the table the remedy for each kind of fault."""
     bad = [one for one in listed if one.missing]
     rows = [
         (

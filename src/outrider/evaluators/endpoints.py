@@ -79,8 +79,8 @@ class Endpoints:
             ) from None
 
     def _key(self, name: str | None, grader: GraderConfig, field: str) -> str | None:
-        """Return the value of the environment variable `name`. If the variable is not set, raises InvalidField if
-        `called_here` is True. Otherwise returns None, because only a process that calls the grader needs the value."""
+        """Return the value of the environment variable `name`. Only a process that calls the grader needs the value. So
+        for a variable that is not set, raises InvalidField if `called_here` is True, and returns None if not."""
         try:
             return variable(name, grader.name)
         except EvaluatorError as error:

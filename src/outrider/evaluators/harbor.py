@@ -57,9 +57,9 @@ class HarborOptions(Spec):
     """Options of kind `harbor`.
 
     tests: the test files, in the form of the prepare step `write`.
-    alone: true to empty /tests before they are written.
+    alone: true to empty the folder /tests before the test files are written to it.
     env: environment variables of test.sh.
-    without: files to remove from carried folders.
+    without: files to remove from folders in `evaluator.carry`.
     mean: true if the reward is the mean of all values, limited to the range from 0 to 1."""
 
     tests: Annotated[list[Write], Field(max_length=2048)] = Field(default_factory=list)

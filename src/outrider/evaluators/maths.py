@@ -32,7 +32,7 @@ Gold = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 
 def answers_of(given: Any) -> list[Any]:
-    """Return the gold answers as a list in which finite numbers are strings."""
+    """Return the gold answers as a list. Finite numbers are converted to strings."""
     answers = given if isinstance(given, list | tuple) else [given]
     return [str(one) if type(one) in (int, float) and isfinite(one) else one for one in answers]
 

@@ -2,8 +2,8 @@
 
 Sandboxes of one kind have the same runtime spec, uploaded files and harness mounts. Invariants:
 
-- A sandbox in the pool is unused. While the sandbox is alive and young, the pool may give it to one session. Otherwise
-  the pool stops it.
+- A sandbox in the pool is unused. It leaves the pool in one of two ways: the pool gives it to one session, if it is
+  alive and young, or the pool stops it.
 - The memory of all sandboxes of the pool, including those being started or stopped, stays within the limit.
 - If an external service such as Kubernetes has no room for a session's sandbox, the pool stops one of its warm
   sandboxes.

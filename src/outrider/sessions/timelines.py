@@ -139,9 +139,9 @@ class SandboxTimeline:
         self._runtime = runtime
         self._use = use
         self._commands: dict[int, int] = {}
-        """The numbers of running commands' timeline entries, by the number of the command."""
+        """Maps the number of a running command to the number that identifies its timeline entry."""
         self._processes: dict[int, int] = {}
-        """The numbers of living processes' timeline entries, by process id."""
+        """Maps the process id of a living process to the number that identifies its timeline entry."""
         self._network: dict[tuple[str, str], tuple[int, ServerUse]] = {}
         """By phase and server: the number of the timeline entry, and the newest statistics of the sandbox's
         requests."""

@@ -26,8 +26,8 @@ END_SECONDS = 90
 """Seconds for the end of a job, in addition to the service's `stop_seconds`. In this time, the script interrupts
 sessions, ends the nodes, counts the unfinished sessions, and queues the job again."""
 LEAST_SECONDS = 30
-"""A job that has been queued again at least three times is not queued again if its nodes ran for fewer seconds than
-this, because the job's time may be too short for any session."""
+"""From the fourth time on, a job is queued again only if its nodes ran for at least this number of seconds. If they ran
+for fewer seconds, the job's time may be too short for any session."""
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")

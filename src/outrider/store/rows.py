@@ -166,7 +166,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the outbox: a finished group whose result must still be sent to its callback URL.
 
     next_try: time of the next try.
-    since: when the group was done, or when a given-up delivery was last made due again.
+    since: when the group was done. If the service gave up and was requested to try again, the time of the last request.
     tries: number of failed tries.
     fault: why the last try failed.
     given_up: when the service gave up. The delivery is then retried only on request.

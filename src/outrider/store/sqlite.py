@@ -354,8 +354,8 @@ class _Thread:
 
 
 def _run(body: Body[T], connection: _Connection) -> T:
-    """Run a body without an event loop. One step completes the body, because its connection never suspends. Raises
-    TypeError if the body awaits anything else."""
+    """Run a body without an event loop. The body may await only its connection. The connection never suspends, so one
+    `send` runs the whole body. Raises TypeError if the body awaits anything else."""
     coroutine = body(connection)
     try:
         coroutine.send(None)

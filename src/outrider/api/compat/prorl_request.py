@@ -27,9 +27,9 @@ from outrider.tasks.drafts import example_of, whole
 from outrider.text_files import read_toml_file
 
 JOB_LABEL = "prorl.job"
-"""Label of a job's group that holds the job's id."""
+"""Name of the label with the job's id. The job's group has this label."""
 REQUEST_LABEL = "prorl.request"
-"""Label of a job's group that holds a digest of the request."""
+"""Name of the label with a digest of the request. The job's group has this label."""
 IDEMPOTENCY_PREFIX = "prorl:"
 """The idempotency key of a job's group consists of this prefix and the job's id."""
 THE_INSTANCE = "the instance"

@@ -111,8 +111,8 @@ class _Source(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """The place of one of our messages in the request: the request's messages [first, last), or only the blocks
-    [start, stop) of a single user message."""
+    """The part of the request from which one `Message` is made: the request's messages [first, last), or only the
+    blocks [start, stop) of a single user message."""
 
     role: Role
     first: int

@@ -30,8 +30,8 @@ _SEAL = "outrider1:"
 """The prefix that marks `encrypted_content` as written by Outrider and not by another provider."""
 _JOIN = "__"
 _AS_JSON = "~json"
-"""Appended to the id of a custom call if the model's arguments are not an object with only a string `input`. The client
-then gets the whole text of the arguments as the input."""
+"""Appended to the id of a custom call if the model's arguments do not have the form `{"input": "..."}`. The client then
+gets the whole text of the arguments as the input."""
 _AS_TEXT = "~text"
 """Appended to the id of a custom call whose input is text, but only if the call's id already ends with `_AS_JSON` or
 `_AS_TEXT`. Without this addition, the original ending would be taken for ours, and removed, when the client sends the

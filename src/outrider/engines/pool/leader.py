@@ -1,5 +1,4 @@
-"""The leading pool's side of pools in several processes. If several processes have pools, the service's pool leads and
-the other pools follow.
+"""What the service's pool does for the pools of other processes. The service's pool leads, and the other pools follow.
 
 The leading pool manages the list of engines, probes the engines and changes their weights. The following pools
 (`follower.py`) generate.

@@ -332,8 +332,9 @@ class Placement:
         1. The least loaded near engine, unless it is overloaded compared with the engine of rule 2.
         2. The least loaded engine of all.
 
-        A suspect engine, or the engine named `avoid`, is assigned only if there is no other one of its kind. `kinds`
-        are the accepted values of `takes_tokens`, in order of preference. Returns None if no engine can be assigned.
+        `kinds` are the accepted values of `takes_tokens`, in order of preference. A suspect engine, or the engine named
+        `avoid`, is assigned only if no other engine has the same value of `takes_tokens`. Returns None if no engine can
+        be assigned.
         """
         place = self._places.get(session_key)
         if place is not None and place.member.serves and place.member.takes_tokens in kinds:

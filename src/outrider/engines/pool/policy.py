@@ -173,9 +173,9 @@ class Policy:
         """Pause, load `weights` (if given) in place on every engine, set the version, and resume. `meanwhile` is
         awaited between the loading and the resume.
 
-        If only some engines fail, they stop serving and catch up later. If no engine has loaded the weights, raises the
-        error of one of them, and the policy stays as it was. Raises Conflict if `version` is lower than the current
-        version, unless `go_back` is set. Raises InvalidField if engines cannot load weights.
+        If only some engines fail, they stop serving and catch up later. If no engine has loaded the weights, raises an
+        error of one of the engines, and the policy stays as it was. Raises Conflict if `version` is lower than the
+        current version, unless `go_back` is set. Raises InvalidField if engines cannot load weights.
         """
         self._check_forward(version, go_back)
         if weights is not None:
@@ -316,8 +316,8 @@ class Policy:
     async def _resume_engines(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
         """Set the version if `known` is given, and resume the engines that respond. Engines that fail are marked as
         failed. Engines that must first load the current weights in `catch_up` are left out. `loaded` is None if there
-        were no weights to load. Otherwise it has the engines that have just loaded them. Any other engine has joined
-        the pool since the loading, and is marked as failed, too."""
+        were no weights to load. Otherwise it has the engines that have just loaded them. In this case, any other engine
+        has joined the pool since the loading, and is marked as failed, too."""
         if known is not None and known.version < self.version:
             # Not only the policy's version is undone: an engine that has failed may still have another version above
             # the new one.

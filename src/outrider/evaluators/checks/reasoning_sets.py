@@ -90,7 +90,7 @@ def _is_python_of(text: str, kinds: tuple[type[ast.AST], ...]) -> bool:
 
 
 def _tree(text: str) -> ast.AST:
-    """Parse a text like `eval`, which skips spaces and tabs at the start."""
+    """Parse a text in the way `eval` does: spaces and tabs at the start are skipped."""
     return compile(text.lstrip(" \t"), "answer", "eval", ast.PyCF_ONLY_AST, dont_inherit=True)
 
 

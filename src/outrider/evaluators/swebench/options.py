@@ -33,8 +33,8 @@ CONFIGURATION = (
 """Names of files that influence tests, in whichever folder of the repository they are. An `entry_points.txt` beside a
 package on Python's path names plugins for pytest to load."""
 GIT = (".git", ".gitattributes")
-"""Files that `git` reads if the script calls it. They are restored too, because an agent could name programs for git to
-run in them, and because `.git` contains the original files that git restores."""
+"""Files that `git` reads if the script calls it. They are restored, too, because an agent could name programs in them
+that git runs, and because `.git` contains the original files that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')
@@ -177,7 +177,7 @@ def is_test(path: str) -> bool:
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
     """Return the paths below `folder` to restore, sorted. These are the files of the test patch. Without a test patch,
-    they are the files that the names of the row's tests begin with, such as `tests/test_a.py` in
+    they are the test files that the names of the row's tests begin with, such as `tests/test_a.py` in
     `tests/test_a.py::test_b`.
 
     The option `restored` adds its paths. Without this option, these are added:

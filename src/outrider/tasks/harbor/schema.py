@@ -214,7 +214,7 @@ class Verifier(Network):
 
     @property
     def mode(self) -> Literal["shared", "separate"] | None:
-        """Whether the verifier shares the agent's sandbox. None means that this table does not say so. For a step's
+        """Whether the verifier shares the agent's sandbox. None means that this table does not say. For a step's
         verifier, the task's verifier then decides. By default, the sandbox is shared."""
         return self.environment_mode or ("separate" if self.environment is not None else None)
 

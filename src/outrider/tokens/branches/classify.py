@@ -127,8 +127,9 @@ class Signals:
         self._main_line: list[Segment] = []
 
     def _answers_to_search(self) -> set[int]:
-        """Return the turns whose replies are searched for in later requests. These are the last turn of each
-        conversation, all turns of a conversation without a follow-up, and all turns of a repeated request."""
+        """Return the turns whose replies must be looked up in later requests. For a conversation that is followed up,
+        this is its last turn. For any other conversation, these are all of its turns. All turns of a repeated request
+        are added."""
         found = set()
         for segment in self.session.segments:
             if segment.starts_conversation:

@@ -51,8 +51,8 @@ def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list
 
 def message_dict(message: Message) -> MessageDict:
     """Convert one message to a dictionary. The arguments of a tool call become an object if they are a JSON object that
-    is not too large to parse (`is_parsed_as_json`). Otherwise they stay text. Raises RequestError for an image in a
-    system message or without a known size in patches (`grid`)."""
+    is not too large to parse (`is_parsed_as_json`). Otherwise they stay text. Raises RequestError if a system
+    message has images, or if the size of an image in patches (`grid`) is not known."""
     found: MessageDict = {"role": message.role.value, "content": message.content}
     if message.parts:
         if message.role is Role.SYSTEM or any(isinstance(part, Image) and part.grid is None for part in message.parts):

@@ -368,8 +368,8 @@ class Renderer:
 
     @cached_property
     def _opener_length(self) -> int:
-        """How many of a prompt's last ids `opens_reasoning` decodes to find the marker: the number of the marker's ids,
-        and 8 more for white space after the marker."""
+        """Number of ids at the end of a prompt that are decoded by `opens_reasoning` to find the marker. It is the
+        number of the marker's ids, plus 8 for white space after the marker."""
         return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
 
     @property

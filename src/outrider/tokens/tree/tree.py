@@ -7,14 +7,14 @@ messages at its beginning. The first of these rules that applies decides:
 
 1. A repeated request (same tools, messages and thinking) gets the same prompt again (`retry`). So all replies to the
    request are sampled from the same ids.
-2. This rule applies if more of the history is recorded after another head than after the request's own head, and the
-   recorded part includes a reply. The new head is rendered, and the recorded ids of the history follow it (`fork`:
-   `tools_changed`, `system_changed` or both). So the model continues from its own sampled ids, and not from other ids
-   for the same text. The renderer must prove that the history has the same ids after both heads. If the renderer cannot
-   prove this, the ids come from rule 3 or 4. The join is still this `fork`, because the request continues the recorded
-   history.
-3. This rule applies if part of the conversation is recorded. The parent is the turn that ends the longest recorded
-   part, if the renderer can append the other messages without changing any of the turn's ids. The join is an `append`,
+2. The history may be recorded after another head. This rule applies if that recording covers more of the history than
+   any recording after the request's own head, and includes a reply. The join is a `fork` (`tools_changed`,
+   `system_changed` or both), because the request continues the recorded history. If the renderer can prove that the
+   history has the same ids after both heads, the new head is rendered, and the recorded ids of the history follow it.
+   So the model continues from its own sampled ids, and not from other ids for the same text. Without the proof, the ids
+   come from rule 3 or 4.
+3. This rule applies if part of the conversation is recorded, and the renderer can append the other messages without
+   changing the ids of the turn that ends the longest recorded part. This turn is the parent. The join is an `append`,
    unless the turn already has another continuation (`fork`: `sibling`), or the other messages contain unrecorded
    replies (`fork`: `history_rewritten`).
 4. Every other request is rendered as a whole. The join is a `root` if the request shares nothing with earlier requests

@@ -81,8 +81,9 @@ class Tunnel(Bridge):
 
 
 class TunnelEnd:
-    """The tunnel's connection to one client. `socket` is the connection that the client has opened. `buffer` has bytes
-    from the gateway that are not written to `socket` yet."""
+    """The tunnel's connection to one client. `socket` is one end of a socket pair. A `BridgedConnection` joins the
+    other end to the connection that the client has opened. `buffer` has bytes from the gateway that are not written to
+    `socket` yet."""
 
     def __init__(self, tunnel: Tunnel, number: int, socket: _socket.socket) -> None:
         self.tunnel = tunnel

@@ -190,8 +190,8 @@ def compiled(python: tuple[str, ...]) -> bytes:
     """Return the tool server's bytecode, compiled by a Python interpreter of this machine. `python` is the command that
     starts the interpreter.
 
-    Raises RuntimeUnavailable if the command does not start a Python of 3.8 or newer. The first call blocks for about 50
-    ms. A call also blocks while another thread compiles.
+    Raises RuntimeUnavailable if the command does not start Python 3.8 or newer. The first call blocks for about 50 ms.
+    A call also blocks while another thread compiles.
     """
     with COMPILING:
         return _compiled(python)
