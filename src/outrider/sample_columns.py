@@ -8,9 +8,9 @@ rest of a reply, such as a group's sessions, is JSON in the schema's metadata, u
 Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply.
 
 Each column of a batch takes a fixed time, however many rows the batch has. So a batch has many rows: rows are added to
-it until their ids reach BATCH_BYTES. nanoarrow writes the schema and reads streams. It has a fortieth of pyarrow's size,
-and its import is ten times as fast. Even so, nanoarrow is imported only inside functions, because most commands read no
-samples.
+it until their ids reach BATCH_BYTES. nanoarrow writes the schema and reads streams. It has a fortieth of the size of
+pyarrow, and its import is ten times as fast. Even so, nanoarrow is imported only inside functions, because most
+commands read no samples.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def dead(pid: str) -> bool:
 
 @pytest.mark.deep
 async def test_a_server_ends_itself_and_all_it_started_after_its_lifetime(tmp_path: Path) -> None:
-    bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
+    bytecode = await asyncio.to_thread(compiled, (sys.executable,))
     async with a_server(bytecode, tmp_path, lifetime=2) as server:
         args: dict[str, Any] = {
             "argv": [],

@@ -123,7 +123,7 @@ async def launch(
     async with AsyncExitStack() as undo:
         group = groups.make(name, spec.resources)
         undo.push_async_callback(undone, name, group.remove)
-        bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
+        bytecode = await asyncio.to_thread(compiled, (sys.executable,))
         command, code = program(context, bytecode, rlimits(spec.resources, controllers), memory)
         yield await undo.enter_async_context(server_process(name, command, code, setup, group=group))
 
