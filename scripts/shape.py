@@ -429,7 +429,7 @@ def docstrings(nodes: Sequence[ast.AST]) -> Iterator[ast.Expr]:
 def strings_below_assignments(nodes: Sequence[ast.AST]) -> Iterator[ast.Expr]:
     """Yield the strings that describe constants, fields and, inside functions, attributes such as `self.name`."""
     for node in nodes:
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.Module | ast.ClassDef | Definition):
             for above, statement in zip(node.body, node.body[1:], strict=False):
                 if not isinstance(above, ast.Assign | ast.AnnAssign) or not is_string(statement):
                     continue

@@ -232,6 +232,7 @@ print(before, [is_own(one) for one in asked])
 """
 
 
+@pytest.mark.deep  # .ci/run installs `ip` before the deep tests
 @pytest.mark.skipif(shutil.which("ip") is None or shutil.which("unshare") is None, reason="needs ip and unshare")
 def test_an_address_that_the_machine_gets_later_is_own_from_then_on() -> None:
     command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", ADDED]

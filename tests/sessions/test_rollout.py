@@ -327,6 +327,11 @@ async def lets_out_a_timeout(script: Script, context: HarnessContext) -> Harness
     raise TimeoutError
 
 
+async def raises_key_error(script: Script, context: HarnessContext) -> HarnessOutcome:
+    await works(script, context)
+    raise KeyError("no such name")
+
+
 async def has_a_bug(script: Script, context: HarnessContext) -> HarnessOutcome:
     await works(script, context)
     raise ServiceError("it cannot go on")
@@ -386,8 +391,16 @@ async def test_what_the_agent_does_not_cause_is_an_error(
     "failure",
     [ProgramExit("it exited with 3", exit_code=3, hint="", log_tail=""), TimeoutError(), ValueError("a bug")],
 )
+@pytest.mark.parametrize(
+    ("agent", "ended_with"), [(exits, "ProgramExit"), (raises_key_error, "KeyError: 'no such name'")]
+)
 async def test_a_failed_collection_is_an_error_and_the_log_has_how_the_run_ended(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: Exception
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: Exception,
+    agent: Agent,
+    ended_with: str,
 ) -> None:
     """No program of the agent is running then, so that the failure is not the agent's."""
 
@@ -395,11 +408,10 @@ async def test_a_failed_collection_is_an_error_and_the_log_has_how_the_run_ended
         raise failure
 
     monkeypatch.setattr("outrider.sessions.rollout.collect", fails)
-    result = await bench.run(works_and_exits)
+    result = await bench.run(agent)
     assert (result.stop_reason, result.verdict) == (StopReason.ERROR, None)
-    [earlier] = [record.exc_info for record in caplog.records if "had already failed" in record.message]
-    assert earlier is not None
-    assert isinstance(earlier[1], ProgramExit)
+    [earlier] = [record.message for record in caplog.records if "had ended before with" in record.message]
+    assert ended_with in earlier
     assert bench.script is not None
     assert bench.script.graded == []
 

@@ -49,9 +49,9 @@ def trace(
 ) -> None:
     """Write the timelines of sessions as a trace for ui.perfetto.dev.
 
-    In the trace, each session is a process, with rows for its stages, model
-    calls, commands and processes. Only the newest attempt of a session is
-    written.
+    In the trace, each session is a process, with rows for its stages,
+    sandboxes, model calls, failed calls, commands, processes, network and
+    errors. Only the newest attempt of a session is written.
 
     Examples:
 

@@ -1,7 +1,7 @@
 """Builds OpenTelemetry spans from the timelines of a session. All spans of a session are one trace.
 
-Names follow the GenAI semantic conventions (SCHEMA). Spans contain no text of agents and no arguments of commands,
-because traces leave the service.
+Names follow the GenAI semantic conventions (SCHEMA). Traces leave the service, so spans contain no text of agents and
+no arguments of commands, except the names of programs, and of servers that a sandbox may reach and has reached.
 
 Invariants: every span except the root has a parent in the same trace, and is within the trace's time; the ids depend
 only on the session, so a trace that is sent twice keeps its ids.
@@ -211,15 +211,13 @@ class _Trace:
         return self._span(key, parent, f"execute_tool {span.name}", span.start, span.end, about)
 
     def _network(self, key: str, span: SpanView, parent: str) -> TraceSpan:
-        host, _, port = span.name.rpartition(":")
-        about: dict[str, Any] = {
-            "server.address": (host or span.name).strip("[]"),
-            "outrider.sandbox": span.data.get("sandbox", ""),
-        }
-        if port.isdecimal():
-            about["server.port"] = int(port)
+        about: dict[str, Any] = {"outrider.sandbox": span.data.get("sandbox", "")}
         about |= {f"outrider.{name}": span.data[name] for name in NETWORK_DATA if name in span.data}
-        return self._span(key, parent, f"network {span.name}", span.start, span.end, about)
+        host, _, port = span.name.rpartition(":")
+        # Without an allowed request, the host may be any text of the agent.
+        if span.data.get("requests") and port.isdecimal():
+            about |= {"server.address": host.strip("[]"), "server.port": int(port)}
+        return self._span(key, parent, "network", span.start, span.end, about)
 
     def _span(
         self,

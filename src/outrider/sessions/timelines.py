@@ -132,7 +132,7 @@ class Timelines:
 
 
 class SandboxTimeline:
-    """Adds the commands and processes of one sandbox to a timeline."""
+    """Adds the commands, the processes and the network of one sandbox to a timeline."""
 
     def __init__(self, timeline: Timeline, runtime: Runtime, use: str) -> None:
         self._timeline = timeline
