@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from outrider.errors import RuntimeFailure
+
 from .conftest import MakeWorld
 
 SESSIONS = 20
@@ -37,6 +39,22 @@ def of_ours(thing: object) -> str | None:
     ids=["a call", "calls", "a crash", "a crash after a call", "out of time", "out of turns"],
 )
 async def test_sessions_leave_no_cycles(world: MakeWorld, do: list[str], fields: dict[str, Any]) -> None:
+    assert await cycles_of(world, do, fields) == {}
+
+
+@pytest.mark.deep
+async def test_neither_does_a_run_that_crashes_before_its_collection_fails(
+    world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*args: object) -> None:
+        raise RuntimeFailure("the sandbox is gone")
+
+    monkeypatch.setattr("outrider.sessions.rollout.collect", fails)
+    assert await cycles_of(world, ["ask", "crash"], {"max_attempts": 1}) == {}
+
+
+async def cycles_of(world: MakeWorld, do: list[str], fields: dict[str, Any]) -> dict[str, int]:
+    """Return the names of our objects in cycles of which each of SESSIONS sessions has left one, and their numbers."""
     async with world() as it:
         await it.done((await it.submit(*do, **fields)).id)  # what is made once
         gc.collect()
@@ -50,4 +68,4 @@ async def test_sessions_leave_no_cycles(world: MakeWorld, do: list[str], fields:
             gc.set_debug(0)
             gc.garbage.clear()
             gc.enable()
-    assert {name: count for name, count in found.items() if count >= SESSIONS} == {}
+    return {name: count for name, count in found.items() if count >= SESSIONS}
