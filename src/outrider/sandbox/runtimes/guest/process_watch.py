@@ -36,18 +36,19 @@ MOST_WAITING = 1000
 COMMAND_BYTES = 400
 """Maximum bytes of a command line that are recorded."""
 NAME_READS = 3
-"""Number of scans that read a process's command line. Several are needed, because a new process shows its parent's
-command line until it has started its own program."""
+"""Number of scans that read a process's command line after it has started or changed its name. Several are needed,
+because a new process shows its parent's command line until it has started its own program."""
 CLOCK_BOOTTIME = 7
 
 
 class WatchedProcess:
     """One recorded process. `began` and `ended` are seconds of the monotonic clock."""
 
-    def __init__(self, pid: int, parent: int, ticks: bytes, began: float, command: bytes) -> None:
+    def __init__(self, pid: int, stat: Stat, began: float, command: bytes) -> None:
         self.pid = pid
-        self.parent = parent
-        self.ticks = ticks
+        self.parent = stat.parent
+        self.name = stat.name
+        self.ticks = stat.ticks
         self.began = began
         self.command = command
         self.name_reads = 1
@@ -124,12 +125,15 @@ class ProcessWatch:
             self._add(pid, since_boot)
 
     def _read_process(self, process: WatchedProcess) -> None:
-        fields = stat_of(process.pid)
-        if fields is not None and fields[0] == b"Z" and int(fields[1]) == self.me:
+        stat = stat_of(process.pid)
+        if stat is not None and stat.state == b"Z" and stat.parent == self.me:
             return  # a child of the server has exited; `note_exit` will record this with the exit code
-        if fields is None or has_ended(process.pid, fields) or fields[19] != process.ticks:
+        if stat is None or has_ended(process.pid, stat) or stat.ticks != process.ticks:
             self._end(process)
-        elif process.name_reads < NAME_READS:
+            return
+        if stat.name != process.name:  # it has started a program, perhaps long after its own start
+            process.name, process.name_reads = stat.name, 0
+        if process.name_reads < NAME_READS:
             process.name_reads += 1
             command = command_of(process.pid)
             if command and command != process.command:
@@ -137,15 +141,15 @@ class ProcessWatch:
                 self._note(process)
 
     def _add(self, pid: int, since_boot: float) -> None:
-        fields = stat_of(pid)
-        if fields is None or has_ended(pid, fields):
+        stat = stat_of(pid)
+        if stat is None or has_ended(pid, stat):
             return
         command = command_of(pid)
         if command == self.own_command:
             self.newest = b""  # this fork of the server has not started its program yet, so scan again
             return
-        age = max(0.0, since_boot - int(fields[19]) / posix.sysconf("SC_CLK_TCK"))
-        process = WatchedProcess(pid, int(fields[1]), fields[19], time.monotonic() - age, command)
+        age = max(0.0, since_boot - int(stat.ticks) / posix.sysconf("SC_CLK_TCK"))
+        process = WatchedProcess(pid, stat, time.monotonic() - age, command)
         self.living[pid] = process
         self._note(process)
 
@@ -160,16 +164,28 @@ class ProcessWatch:
             self.news[process] = None
 
 
-def stat_of(pid: int) -> list[bytes] | None:
-    """Return those fields of /proc/PID/stat that follow the program's name. Returns None if the process does not
-    exist."""
-    fields = read_or_empty(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return fields if len(fields) > 19 else None
+class Stat:
+    """Fields of /proc/PID/stat: the program's name, at most 15 bytes; the state, one letter; the parent's process id;
+    and the start of the process in clock ticks since the boot."""
+
+    def __init__(self, name: bytes, fields: list[bytes]) -> None:
+        self.name = name
+        self.state = fields[0]
+        self.parent = int(fields[1])
+        self.ticks = fields[19]
 
 
-def has_ended(pid: int, fields: list[bytes]) -> bool:
+def stat_of(pid: int) -> Stat | None:
+    """Return None if the process does not exist."""
+    # the name is in parentheses, and may contain some itself
+    head, _, tail = read_or_empty(f"/proc/{pid}/stat").rpartition(b")")
+    fields = tail.split()
+    return Stat(head.partition(b"(")[2], fields) if len(fields) > 19 else None
+
+
+def has_ended(pid: int, stat: Stat) -> bool:
     """Return whether all threads of a process have ended."""
-    return fields[0] in (b"Z", b"X") and len(threads(pid)) <= 1
+    return stat.state in (b"Z", b"X") and len(threads(pid)) <= 1
 
 
 def command_of(pid: int) -> bytes:
