@@ -78,12 +78,13 @@ test-deep: $(STAMPS)/dev ## what takes long: storms, floods, PostgreSQL, restart
 	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "deep and not real and not nightly" \
 		--timeout 600 --durations 25 --durations-min 5 $(ARGS)
 
-test-nightly: $(STAMPS)/real $(VERL_VENV)/.stamps/dev ## what .ci/run leaves out: hundreds of random examples, every pair and variant, a campaign, a soak
+test-nightly: $(STAMPS)/real $(VERL_VENV)/.stamps/dev $(TRL_VENV)/.stamps/dev ## what .ci/run leaves out: hundreds of random examples, every pair and variant, a campaign, a soak
 	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "(nightly or hypothesis) and not real" \
 		--hypothesis-profile nightly --timeout 600 --durations 25 --durations-min 5 $(ARGS)
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m "nightly and real" \
 		--durations 25 --durations-min 5 tests/real tests/bench tests/runtimes $(ARGS)
 	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m "trainers and nightly" tests/trainers/verl $(ARGS)
+	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m "trainers and nightly" tests/trainers/trl $(ARGS)
 
 check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff format --check
@@ -110,7 +111,7 @@ test-verl: $(VERL_VENV)/.stamps/dev
 
 # Then the tests that need transformers, which `make test` and `make test-deep` skip.
 test-trl: $(TRL_VENV)/.stamps/dev
-	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/trainers/trl $(ARGS)
+	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m "trainers and not nightly" tests/trainers/trl $(ARGS)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m transformers tests/relay tests/engines/test_embedded.py tests/test_pixels.py \
 		tests/trainers/test_slime_images.py tests/demo/test_policy.py $(ARGS)
 

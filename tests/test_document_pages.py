@@ -143,6 +143,6 @@ async def test_a_killed_process_is_the_services_fault_and_a_crash_is_the_documen
 async def test_a_document_that_takes_minutes_to_draw_is_given_up() -> None:
     data = drawn_for_ever(3000)
     assert len(data) < 10_000
-    async with a_reader() as (reader, _):
+    async with a_reader(cpu_seconds=1.0) as (reader, _):
         assert await read(reader, data, pictures=True) == "the document takes too long to decode"
         assert await read(reader, pdf(["good"])) == DocumentPages(("good",))

@@ -36,8 +36,8 @@ SIZES = [(64, 64), (640, 480), (1280, 720), (33, 31), (10, 300), (1000, 20), (60
 
 
 @asynccontextmanager
-async def a_preparer() -> AsyncIterator[ImagePreparer]:
-    preparer = ImagePreparer(SETTINGS, DecodingProcess())
+async def a_preparer(**options: Any) -> AsyncIterator[ImagePreparer]:
+    preparer = ImagePreparer(SETTINGS, DecodingProcess(), **options)
     try:
         yield preparer
     finally:
@@ -165,7 +165,7 @@ def many_scans(side: int, scans: int) -> bytes:
 
 @pytest.mark.deep
 async def test_an_image_that_takes_minutes_is_unreadable_and_no_fault_of_the_service() -> None:
-    async with a_preparer() as preparer:
+    async with a_preparer(cpu_seconds=1.0) as preparer:
         slow = many_scans(7000, 4000)
         assert len(slow) < 1_000_000
         assert await preparer.prepare(image_from_bytes("image/jpeg", slow)) == UnreadImage(
@@ -214,7 +214,7 @@ async def test_a_process_that_hangs_is_the_services_fault_and_is_replaced() -> N
         hanging, other = preparer.process.id, image_from_bytes("image/png", picture(64, 96))
         assert hanging is not None
         os.kill(hanging, signal.SIGSTOP)
-        request = ImageRequest(other.data, SETTINGS, ImageForm.PATCHES)
+        request = ImageRequest(other.data, SETTINGS, ImageForm.PATCHES, 10.0)
         with pytest.raises(ServiceError, match="an image was not decoded within"):
             await preparer.process.ask(request, ImageAnswer, "an image", seconds=0.1)
         assert isinstance(await preparer.prepare(other), PreparedImage)

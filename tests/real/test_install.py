@@ -149,7 +149,8 @@ def test_many_asks_install_once_and_the_program_works(preset: str) -> None:
     assert check(preset) == load_preset(preset).install.version
 
 
-@pytest.mark.parametrize("kind", sorted(RUNTIMES))
+# The programs' tasks in namespace sandboxes are also those of test_rollouts.py.
+@pytest.mark.parametrize("kind", [pytest.param("namespace", marks=pytest.mark.nightly), "process"])
 @pytest.mark.parametrize("preset", sorted(COMMANDS))
 async def test_a_program_finishes_a_file_writing_task(
     preset: str, kind: str, model: Scripted, tmp_path_factory: pytest.TempPathFactory

@@ -108,7 +108,7 @@ def given(servers: tuple[Path, Path], skill: str) -> dict[str, Any]:
     }
 
 
-SLOW = {"cline", "copilot", "hermes", "kimi-code", "mistral-vibe", "openclaw", "openhands-sdk"}
+SLOW = {"cline", "copilot", "hermes", "kimi-code", "mistral-vibe", "openclaw", "openhands", "openhands-sdk"}
 
 
 def slow_at_night(names: Iterable[str]) -> list[Any]:

@@ -231,7 +231,8 @@ async def test_queries_wait_for_their_turn_and_not_without_a_bound(tmp_path: Pat
 
 
 @pytest.mark.deep
-async def test_random_queries_never_show_another_tenant(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number_of_queries", [150, pytest.param(500, marks=pytest.mark.nightly)])
+async def test_random_queries_never_show_another_tenant(tmp_path: Path, number_of_queries: int) -> None:
     draw = random.Random(34)
     words = [
         *[
@@ -283,7 +284,7 @@ async def test_random_queries_never_show_another_tenant(tmp_path: Path) -> None:
         views = [f"SELECT * FROM {view.name} AS s JOIN sessions AS c ON 1 WHERE s.rowid IN ( 1 )" for view in VIEWS]
         views += [f"WITH c AS ( SELECT * FROM {view.name} ) SELECT count(*) FROM c , sessions AS s" for view in VIEWS]
         answered = 0
-        for number in range(500):
+        for number in range(number_of_queries):
             parts = draw.choice(views if number % 2 else [*TABLES, *NAMED_AS_VIEWS, *WAYS_OUT[:60]]).split()
             for _ in range(draw.randrange(1, 3)):
                 at = draw.randrange(len(parts) + 1)
@@ -294,4 +295,4 @@ async def test_random_queries_never_show_another_tenant(tmp_path: Path) -> None:
                 continue
             answered += 1
             assert SECRET.encode() not in reply, parts
-        assert answered > 10
+        assert answered > number_of_queries / 50

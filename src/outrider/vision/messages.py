@@ -15,17 +15,21 @@ LENGTH = 8
 
 
 class ImageRequest(msgspec.Struct, frozen=True, tag="image"):
+    """An image. `cpu_seconds` is the maximum processor time for it, in seconds."""
+
     data: bytes
     settings: ImageSettings
     form: ImageForm
+    cpu_seconds: float
 
 
 class DocumentRequest(msgspec.Struct, frozen=True, tag="document"):
     """A PDF document. If `settings` is None, the document's pages are returned as texts. Otherwise they are returned as
-    pictures for a model with these image settings."""
+    pictures for a model with these image settings. `cpu_seconds` is the maximum processor time, in seconds."""
 
     data: bytes
     settings: ImageSettings | None
+    cpu_seconds: float
 
 
 class DocumentAnswer(msgspec.Struct, frozen=True):

@@ -33,9 +33,15 @@ KEPT_BYTES = 512 << 20
 KEPT_PAGES = 256 << 20
 """Maximum number of bytes of document pages in the cache."""
 KEPT_DOCUMENTS = 256
+IMAGE_CPU_SECONDS = 10.0
+"""Maximum processor time for an image, in seconds. A photograph of MAX_PIXELS pixels takes about one second. But
+decoding a JPEG of only 200 KB may take minutes, because the file may scan all pixels thousands of times."""
+DOCUMENT_CPU_SECONDS = 20.0
+"""Maximum processor time for a document, in seconds. A hundred pages with one line of text each take less than a
+second."""
 IMAGE_SECONDS = 60.0
-"""Maximum seconds for one file. After this time the process is ended, and the next request starts a new one. An image
-may use 10 s of processor time, and a document 20 s (`worker.py`), so only a slow machine causes this timeout."""
+"""Maximum seconds for one file. After this time the process is ended, and the next request starts a new one. The
+processor time of a file is limited to much less, so only a slow machine causes this timeout."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 ITEM_HEAD = 512
@@ -154,11 +160,14 @@ class DecodingProcess:
 
 
 class ImagePreparer:
-    """Decodes images for one model in the separate process `process`."""
+    """Decodes images for one model in the separate process `process`. Each may take `cpu_seconds` of processor time."""
 
-    def __init__(self, settings: ImageSettings, process: DecodingProcess) -> None:
+    def __init__(
+        self, settings: ImageSettings, process: DecodingProcess, *, cpu_seconds: float = IMAGE_CPU_SECONDS
+    ) -> None:
         self.settings = settings
         self.process = process
+        self._cpu_seconds = cpu_seconds
         self._kept: OrderedDict[tuple[str, ImageForm], PreparedImage] = OrderedDict()
         self._bytes = 0
 
@@ -178,7 +187,7 @@ class ImagePreparer:
         async with self.process.turns.take(owner):
             if (known := self._kept.get(key)) is not None:
                 return known
-            request = ImageRequest(image.data, self.settings, form)
+            request = ImageRequest(image.data, self.settings, form, self._cpu_seconds)
             answer = await shielded(lambda: self.process.ask(request, ImageAnswer, "an image"))
         if answer.grid is None:
             return UnreadImage(answer.fault)
@@ -194,12 +203,19 @@ class ImagePreparer:
 
 class DocumentReader:
     """Reads PDF documents for one model in the separate process `process`. `settings` are the model's image settings,
-    or None if the model does not accept images. The pages of at most `most_kept` documents are in the cache."""
+    or None if the model does not accept images. The pages of at most `most_kept` documents are in the cache. Each
+    document may take `cpu_seconds` of processor time."""
 
     def __init__(
-        self, settings: ImageSettings | None, process: DecodingProcess, *, most_kept: int = KEPT_DOCUMENTS
+        self,
+        settings: ImageSettings | None,
+        process: DecodingProcess,
+        *,
+        most_kept: int = KEPT_DOCUMENTS,
+        cpu_seconds: float = DOCUMENT_CPU_SECONDS,
     ) -> None:
         self._settings = settings
+        self._cpu_seconds = cpu_seconds
         self._most_kept = most_kept
         self._process = process
         self._kept: OrderedDict[tuple[str, bool], DocumentPages | str] = OrderedDict()
@@ -218,7 +234,7 @@ class DocumentReader:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return
-            request = DocumentRequest(document.data, self._settings if pictures else None)
+            request = DocumentRequest(document.data, self._settings if pictures else None, self._cpu_seconds)
             answer = await shielded(lambda: self._process.ask(request, DocumentAnswer, "a document"))
         found: DocumentPages | str = answer.fault
         if answer.pages is not None:

@@ -29,12 +29,6 @@ from outrider.vision.pixels import UnreadableImage, pixels_of, png_item, vllm_it
 MAX_MEMORY = 3 << 30
 """Maximum size of the process's address space, in bytes. Decoding an image of MAX_PIXELS pixels takes half a
 gigabyte."""
-IMAGE_CPU_SECONDS = 10.0
-"""Maximum processor time for an image, in seconds. A photograph of MAX_PIXELS pixels takes about one second. But
-decoding a JPEG of only 200 KB may take minutes, because the file may scan all pixels thousands of times."""
-DOCUMENT_CPU_SECONDS = 20.0
-"""Maximum processor time for a document, in seconds. A hundred pages with one line of text each take less than a
-second."""
 
 
 def main() -> None:
@@ -73,8 +67,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     decoder = msgspec.msgpack.Decoder(ImageRequest | DocumentRequest)
     while len(length := requests.read(LENGTH)) == LENGTH:
         request = decoder.decode(requests.read(int.from_bytes(length, "little")))
-        seconds = IMAGE_CPU_SECONDS if isinstance(request, ImageRequest) else DOCUMENT_CPU_SECONDS
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_PROF, request.cpu_seconds)
         answer = msgspec.msgpack.encode(answer_to(request))
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(len(answer).to_bytes(LENGTH, "little"))

@@ -111,6 +111,7 @@ def test_ctrl_c_keeps_the_weights_and_the_curve(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
 
 
+@pytest.mark.nightly
 def test_a_second_ctrl_c_ends_the_training_at_once(tmp_path: Path) -> None:
     with demo_that_trains(tmp_path) as process:
         os.killpg(process.pid, signal.SIGINT)
