@@ -74,6 +74,7 @@ print("ended")
 """
 
 
+@pytest.mark.deep
 def test_the_process_goes_on_if_a_thread_starts_while_the_stack_is_read() -> None:
     """Python 3.11 by itself stops for ever within a fraction of a second."""
     done = subprocess.run(

@@ -359,6 +359,7 @@ class Crowd:
         return HarnessOutcome()
 
 
+@pytest.mark.deep
 async def test_a_session_that_waits_behind_its_own_images_is_to_blame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

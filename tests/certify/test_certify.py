@@ -133,6 +133,7 @@ async def test_a_tool_is_known_by_the_conversation_that_its_call_begins() -> Non
     }
 
 
+@pytest.mark.deep
 async def test_a_tool_whose_argument_comes_back_in_the_same_conversation_starts_no_sub_agent() -> None:
     certificate = await certified("mirrors", rows=("three-turns", "sub-agent"))
     [_, row] = certificate.rows
@@ -169,6 +170,7 @@ async def test_what_a_harness_cannot_be_given_is_not_tried() -> None:
     assert not certificate.ok
 
 
+@pytest.mark.deep
 async def test_the_agent_in_python_is_given_a_server_and_a_skill() -> None:
     pytest.importorskip("mcp", reason="the extra mcp is not installed")
     subject = Subject(name="tools", harness=HarnessSpec(agent="tools"), runtime=RuntimeSpec(kind="process"))

@@ -97,6 +97,7 @@ async def test_errors_and_other_contents_are_results(sandbox: Runtime) -> None:
     assert unknown.startswith("unknown tool 'mcp__s__nosuch'")
 
 
+@pytest.mark.deep
 async def test_a_server_that_ends_or_hangs_does_not_end_the_agent(sandbox: Runtime) -> None:
     once = calls(("mcp__s__hang", "{}"), ("mcp__s__repeat", '{"text": "still here"}'), ("mcp__s__end", "{}"))
     given = context(sandbox, spec(options={"tool_seconds": 2}), once, calls(("mcp__s__env", "{}")), says("ok"))

@@ -149,6 +149,7 @@ while time.time() < end:
 """
 
 
+@pytest.mark.deep
 async def test_a_program_of_an_earlier_phase_has_the_rights_of_the_present_one(tmp_path: Path) -> None:
     """A program that `prepare` has started and left running reaches nothing while the agent runs, and nothing between
     the phases; one of the agent reaches nothing of the verifier's in a sandbox of the graders."""
@@ -173,6 +174,7 @@ async def test_a_program_of_an_earlier_phase_has_the_rights_of_the_present_one(t
     assert not any(b"/agent" in head for head in server.heard)
 
 
+@pytest.mark.deep
 async def test_graded_in_place_a_program_of_the_agent_has_the_network_of_the_verifier(tmp_path: Path) -> None:
     """As docs/network.md says: it is not a safe way to grade."""
     async with a_server() as server:

@@ -364,6 +364,7 @@ async def test_a_reply_of_the_index_is_recorded_and_replayed(tmp_path: Path) -> 
             assert len(index.asked) == asked
 
 
+@pytest.mark.deep
 async def test_a_harbor_folder_with_a_public_network_is_graded_through_a_mirror(tmp_path: Path) -> None:
     """Nothing in the folder says how its packages come: its test.sh is as for the public Internet."""
     folder = tmp_path / "tasks" / "answer"

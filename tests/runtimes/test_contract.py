@@ -130,9 +130,9 @@ async def test_processes_are_listed(world: World, kind: str) -> None:
 LATE = """
 import os, time
 if os.fork() == 0:
-    time.sleep(1)
+    time.sleep(0.7)
     os.execvp("sleep", ["sleep", "59"])
-time.sleep(2.5)
+time.sleep(1.4)
 """
 
 

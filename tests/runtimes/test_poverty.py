@@ -144,6 +144,7 @@ async def failed_restart(sandbox: Runtime, shell: Shell, kind: str) -> bool:
     return failed
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("kind", "numbers"), [("python", range(8)), ("bash", (0, 1))])
 async def test_a_shell_that_cannot_be_started_anew_for_want_of_descriptors(
     world: World, kind: Literal["bash", "python"], numbers: Sequence[int]
@@ -180,6 +181,7 @@ async def test_a_shell_that_cannot_be_started_anew_for_want_of_processes(world: 
     assert descriptors() == used
 
 
+@pytest.mark.deep
 async def test_a_command_without_descriptors_ends_at_its_time_limit(world: World) -> None:
     """The tool server looks for the command's processes in /proc, which takes a descriptor."""
     sandbox = await world.start("namespace")

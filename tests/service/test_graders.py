@@ -248,6 +248,7 @@ class WaitsForAnother:
         )
 
 
+@pytest.mark.deep
 async def test_an_evaluation_that_waits_aside_holds_no_slot_and_is_not_timed(world: MakeWorld) -> None:
     async with world(lanes=LanesConfig(eval=1)) as w:
         kind = f"{HERE}:WaitsForAnother"

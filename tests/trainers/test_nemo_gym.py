@@ -289,6 +289,7 @@ async def test_nemo_rls_servers_are_attached_and_a_rollout_of_several_turns_is_o
         GymRollouts(NemoGymSettings(engines=["http://127.0.0.1:9/v1"]))
 
 
+@pytest.mark.deep
 async def test_servers_that_cannot_be_attached_or_refuse_the_sampling_are_failures_of_engines(tmp_path: Path) -> None:
     server = NemoRLServer(Tokenizer.load(write_tokenizer(tmp_path / "tokenizer")))
     async with serving(server) as engine, running_service(tmp_path=tmp_path, engines=()) as (_, url):
