@@ -79,7 +79,7 @@ test-deep: $(STAMPS)/dev ## what takes long: storms, floods, PostgreSQL, restart
 		--timeout 600 --durations 25 --durations-min 5 $(ARGS)
 
 test-nightly: $(STAMPS)/real $(VERL_VENV)/.stamps/dev $(TRL_VENV)/.stamps/dev ## what .ci/run leaves out: hundreds of random examples, every pair and variant, a campaign, a soak
-	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "(nightly or hypothesis) and not real" \
+	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "(nightly or hypothesis) and not real and not trainers" \
 		--hypothesis-profile nightly --timeout 600 --durations 25 --durations-min 5 $(ARGS)
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m "nightly and real" \
 		--durations 25 --durations-min 5 tests/real tests/bench tests/runtimes $(ARGS)

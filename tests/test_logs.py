@@ -17,7 +17,8 @@ from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector
 from support.service import running_service
 
-ATTEMPT = LoggedSession(group="g-1", session="s-1-0", attempt=2, secrets=("hunter2-hunter2",))
+LINES = "-----BEGIN KEY-----\nzq1zq1zq1\nzq2zq2zq2\n-----END KEY-----"
+ATTEMPT = LoggedSession(group="g-1", session="s-1-0", attempt=2, secrets=("hunter2-hunter2", LINES))
 KEY = "outrider_s_" + "k" * 40
 
 
@@ -41,6 +42,7 @@ def test_a_line_of_text_names_its_session_once() -> None:
         first, *rest = formatter.format(record("it failed", caught=failure("hunter2-hunter2"))).split("\n")
         assert first.endswith("it failed [s-1-0, attempt 2]")
         assert rest[-1] == "    ValueError: [redacted]"
+        assert formatter.format(record("it has %s", LINES)).endswith("it has [redacted] [s-1-0, attempt 2]")
     assert "attempt" not in formatter.format(record("hello"))
 
 

@@ -60,11 +60,12 @@ class LogFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         session = SESSION.get()
-        text = super().format(record)
+        # first, because the session's id would come into the middle of a secret of several lines
+        text = redacted(super().format(record), _secrets_of(session, self._secrets))
         if session is not None and session.session not in text:
             first, newline, rest = text.partition("\n")
             text = f"{first} [{session.session}, attempt {session.attempt}]{newline}{rest}"
-        return indented(redacted(text, _secrets_of(session, self._secrets)))
+        return indented(text)
 
 
 class JsonLogFormatter(logging.Formatter):

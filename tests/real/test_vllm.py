@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,12 +185,26 @@ async def test_closing_the_stream_aborts_upstream(engine: VLLMEngine, server: Vl
         before = await metric(server, "vllm:generation_tokens_total")
         async with aclosing(engine.generate(request_for(NONSENSE, LONG))) as stream:
             await promptly(anext(stream))
+            during = connections_to(server)
+        assert connections_to(server) < during  # we have hung up, whenever vLLM reads this
         while await promptly(metric(server, "vllm:num_requests_running")) > 0:  # noqa: ASYNC110  # another process
             await asyncio.sleep(0.1)
         if await metric(server, "vllm:generation_tokens_total") - before >= LONG.max_tokens:
             raise Starved  # the engine's process has read the hang-up only after the last token
 
     await unless_starved(check)
+
+
+def connections_to(server: VllmServer) -> set[str]:
+    """The inodes of this process's open connections to the server."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            own.add(descriptor.readlink().name)
+    port = f":{int(server.url.rpartition(':')[2]):04X}"
+    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    # fields: 2 the peer, 3 the state (01: established), 9 the inode
+    return {line[9] for line in lines if line[2].endswith(port) and line[3] == "01" and f"socket:[{line[9]}]" in own}
 
 
 async def metric(server: VllmServer, name: str) -> float:

@@ -128,27 +128,54 @@ async def test_processes_are_listed(world: World, kind: str) -> None:
 
 
 LATE = """
-import os, time
+import os, sys, time
 if os.fork() == 0:
     time.sleep(0.7)
-    os.execvp("sleep", ["sleep", "59"])
-time.sleep(1.4)
+    os.execvp(sys.argv[1], sys.argv[1:])
+os.wait()
 """
 
 
-async def test_a_process_that_starts_its_program_late_has_the_programs_name(world: World) -> None:
-    """On a machine without time for it, a fork is seen often before it has started its program."""
+@pytest.mark.parametrize("program", [["sleep", "2"], ["python3", "-c", "import time; time.sleep(2)"]])
+async def test_a_process_that_starts_its_program_late_has_the_programs_command_line(
+    world: World, program: list[str]
+) -> None:
+    """On an overloaded machine, a fork is seen often before it has started its program. Both may have one name."""
     sandbox = await world.start("namespace")
     assert isinstance(sandbox, ListsProcesses)
     await sandbox.processes()
-    running = asyncio.create_task(sandbox.exec(f"python3 -c '{LATE}'", seconds=30))
+    running = asyncio.create_task(sandbox.exec(["python3", "-c", LATE, *program], seconds=30))
     commands: dict[int, list[str]] = {}
+    async with asyncio.timeout(20):
+        while not (found := [names for names in commands.values() if names[-1] == " ".join(program)]):
+            for process in await sandbox.processes():
+                commands.setdefault(process.pid, []).append(process.command)
+            await asyncio.sleep(0.05)
+    [names] = found
+    assert names[0].startswith("python3 -c \nimport os")
+    assert (await running).exit_code == 0
+
+
+FLIPS = """
+import os, sys, time
+time.sleep(0.06)
+if (left := int(sys.argv[1])):
+    os.execvp("python3", ["python3", "-c", sys.argv[2], str(left - 1), sys.argv[2]])
+"""
+
+
+@pytest.mark.deep
+async def test_a_process_that_starts_programs_all_the_time_does_not_fill_the_timeline(world: World) -> None:
+    sandbox = await world.start("namespace")
+    assert isinstance(sandbox, ListsProcesses)
+    await sandbox.processes()
+    running = asyncio.create_task(sandbox.exec(["python3", "-c", FLIPS, "40", FLIPS], seconds=60))
+    reports = 0
     while not running.done():
-        for process in await sandbox.processes():
-            commands.setdefault(process.pid, []).append(process.command)
+        reports += sum("sys.argv[1]" in process.command for process in await sandbox.processes())
         await asyncio.sleep(0.05)
-    [names] = [names for names in commands.values() if names[-1] == "sleep 59"]
-    assert names[0].startswith("python3 -c")
+    assert (await running).exit_code == 0
+    assert 2 <= reports <= 15
 
 
 @pytest.mark.deep

@@ -46,11 +46,16 @@ async def test_sessions_leave_no_cycles(world: MakeWorld, do: list[str], fields:
 async def test_neither_does_a_run_that_crashes_before_its_collection_fails(
     world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    failed = 0
+
     async def fails(*args: object) -> None:
+        nonlocal failed
+        failed += 1
         raise RuntimeFailure("the sandbox is gone")
 
     monkeypatch.setattr("outrider.sessions.rollout.collect", fails)
     assert await cycles_of(world, ["ask", "crash"], {"max_attempts": 1}) == {}
+    assert failed == SESSIONS + 1
 
 
 async def cycles_of(world: MakeWorld, do: list[str], fields: dict[str, Any]) -> dict[str, int]:

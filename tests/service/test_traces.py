@@ -195,7 +195,7 @@ def test_subagents_compactions_and_attempts_are_connected() -> None:
         SpanView(kind="network", name="[2001:db8::1]:443", start=8.0, end=8.5, data=USED_NETWORK),
         SpanView(kind="network", name="pypi.org:443", start=6.5, end=6.6, data=USED_NETWORK),
         SpanView(
-            kind="network", name="of-an-agent.example:443", start=8.6, end=8.6, data=USED_NETWORK | {"requests": 0}
+            kind="network", name="of-an-agent.example:443", start=8.6, end=8.6, data=USED_NETWORK | {"received": 0}
         ),
         SpanView(kind="network", name="other servers", start=8.7, end=8.8, data=USED_NETWORK),
     )

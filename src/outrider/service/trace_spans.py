@@ -1,7 +1,7 @@
 """Builds OpenTelemetry spans from the timelines of a session. All spans of a session are one trace.
 
 Names follow the GenAI semantic conventions (SCHEMA). Traces leave the service, so spans contain no text of agents and
-no arguments of commands, except the names of programs, and of servers that a sandbox may reach and has reached.
+no arguments of commands, except the names of programs, and of servers that have sent something to a sandbox.
 
 Invariants: every span except the root has a parent in the same trace, and is within the trace's time; the ids depend
 only on the session, so a trace that is sent twice keeps its ids.
@@ -214,8 +214,8 @@ class _Trace:
         about: dict[str, Any] = {"outrider.sandbox": span.data.get("sandbox", "")}
         about |= {f"outrider.{name}": span.data[name] for name in NETWORK_DATA if name in span.data}
         host, _, port = span.name.rpartition(":")
-        # Without an allowed request, the host may be any text of the agent.
-        if span.data.get("requests") and port.isdecimal():
+        # A host that has sent nothing may not exist: its name may be any text of the agent.
+        if span.data.get("received") and port.isdecimal():
             about |= {"server.address": host.strip("[]"), "server.port": int(port)}
         return self._span(key, parent, "network", span.start, span.end, about)
 

@@ -131,7 +131,7 @@ class ArtifactCollector:
             if task.artifacts or listed.artifacts or listed.left_out:
                 await self._store.keep_index(listed)
         except Exception as error:  # must not fail the session
-            log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
+            log.warning("the artifacts of session %s attempt %d are not kept: %s", session_id, attempt, error)
         return collection.listed()
 
     async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
@@ -151,7 +151,7 @@ class ArtifactCollector:
                 listed = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(listed)
         except Exception as error:  # must not fail the session
-            log.warning("the carried files of session %s attempt %d are not kept: %r", session_id, attempt, error)
+            log.warning("the carried files of session %s attempt %d are not kept: %s", session_id, attempt, error)
         return listed
 
     async def keep_log(self, log_of_grading: GradingLog, listed: ArtifactList) -> ArtifactList:
@@ -174,7 +174,7 @@ class ArtifactCollector:
             longer = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(longer)
         except Exception as error:  # must not fail the session
-            log.warning("%s of session %s attempt %d is not kept: %r", name, session_id, attempt, error)
+            log.warning("%s of session %s attempt %d is not kept: %s", name, session_id, attempt, error)
             return listed
         return longer
 

@@ -486,7 +486,12 @@ class Rollout:
                 await self._collect(sandbox)
             except Exception as failed:  # a plugin may raise anything
                 if error is not None:
-                    log.warning("session %s: its run had ended before with %r", self._attempt.name, error)
+                    log.warning(
+                        "session %s: its run had ended before with %s: %s",
+                        self._attempt.name,
+                        type(error).__name__,
+                        error,
+                    )
                 # The agent's run has ended, so neither the agent's program nor a clock can be the cause of this error.
                 # Only a failure of the sandbox may still come from the agent.
                 end = end_of(failed) if isinstance(failed, RuntimeFailure | EvaluatorError) else End.ERROR

@@ -36,8 +36,11 @@ MOST_WAITING = 1000
 COMMAND_BYTES = 400
 """Maximum bytes of a command line that are recorded."""
 NAME_READS = 3
-"""Number of scans that read a process's command line after it has started or changed its name. Several are needed,
-because a new process shows its parent's command line until it has started its own program."""
+"""Number of scans that read a process's command line after the process, or a program in it, has started. Several are
+needed, because a new process shows its parent's command line until it has started its own program."""
+MOST_PROGRAMS = 10
+"""After this many programs, the command line of a process is not read again. Otherwise a process that starts programs
+all the time, without a fork, would fill the timeline."""
 CLOCK_BOOTTIME = 7
 
 
@@ -47,7 +50,8 @@ class WatchedProcess:
     def __init__(self, pid: int, stat: Stat, began: float, command: bytes) -> None:
         self.pid = pid
         self.parent = stat.parent
-        self.name = stat.name
+        self.program = stat.program
+        self.programs = 1
         self.ticks = stat.ticks
         self.began = began
         self.command = command
@@ -131,8 +135,9 @@ class ProcessWatch:
         if stat is None or has_ended(process.pid, stat) or stat.ticks != process.ticks:
             self._end(process)
             return
-        if stat.name != process.name:  # it has started a program, perhaps long after its own start
-            process.name, process.name_reads = stat.name, 0
+        if stat.program != process.program and process.programs < MOST_PROGRAMS:  # perhaps long after its own start
+            process.program, process.name_reads = stat.program, 0
+            process.programs += 1
         if process.name_reads < NAME_READS:
             process.name_reads += 1
             command = command_of(process.pid)
@@ -165,14 +170,15 @@ class ProcessWatch:
 
 
 class Stat:
-    """Fields of /proc/PID/stat: the program's name, at most 15 bytes; the state, one letter; the parent's process id;
-    and the start of the process in clock ticks since the boot."""
+    """Fields of /proc/PID/stat: the state, one letter; the parent's process id; and the start of the process in clock
+    ticks since the boot. `program` changes when the process starts a program: it is the address of the stack, or the
+    program's name if the kernel hides the address."""
 
     def __init__(self, name: bytes, fields: list[bytes]) -> None:
-        self.name = name
         self.state = fields[0]
         self.parent = int(fields[1])
         self.ticks = fields[19]
+        self.program = name if fields[25] == b"0" else fields[25]
 
 
 def stat_of(pid: int) -> Stat | None:
@@ -180,7 +186,7 @@ def stat_of(pid: int) -> Stat | None:
     # the name is in parentheses, and may contain some itself
     head, _, tail = read_or_empty(f"/proc/{pid}/stat").rpartition(b")")
     fields = tail.split()
-    return Stat(head.partition(b"(")[2], fields) if len(fields) > 19 else None
+    return Stat(head.partition(b"(")[2], fields) if len(fields) > 25 else None
 
 
 def has_ended(pid: int, stat: Stat) -> bool:
