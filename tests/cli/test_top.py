@@ -165,7 +165,7 @@ def _environment() -> dict[str, str]:
 async def _until(master: int, wanted: bytes) -> bytes:
     """Read the terminal until the text appears. Moves of the cursor are left out."""
     os.set_blocking(master, False)
-    seen, end = b"", time.monotonic() + 20
+    seen, end = b"", time.monotonic() + 60
     while wanted not in re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", seen):
         assert time.monotonic() < end, seen[-2000:]
         try:
