@@ -442,8 +442,8 @@ class TlsConfig(Section):
     key: Annotated[Path | None, Setting("--tls-key FILE", default="in the certificate's file")] = None
     """PEM file of the certificate's private key."""
     insecure: Annotated[bool, Setting("--insecure")] = False
-    """Listen beyond this machine without TLS. Use this only if a proxy in front has TLS, or nobody else is on the
-    network."""
+    """Listen beyond this machine without TLS. Use this setting only behind a proxy with TLS, or if nobody else is on
+    the network."""
 
 
 class Config(Section):

@@ -55,7 +55,7 @@ WORDS: dict[str, Callable[[Context], str]] = {
 
 def complaints(error: ValidationError) -> list[ErrorDetails]:
     """Return pydantic's errors, one for each wrong field. Raises InvalidField if there are more than MAX_COMPLAINTS
-    errors: a request can have so many errors that listing them would take seconds."""
+    errors, because listing all errors of a bad request may take seconds."""
     if (count := error.error_count()) > MAX_COMPLAINTS:
         raise InvalidField(f"{count} fields are wrong or unknown, too many to name them") from error
     return error.errors(include_url=False)

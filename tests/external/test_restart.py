@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from outrider.lab.fakes.engine_servers import engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from support.pdfs import block, pdf
+from support.ports import free_port
 from support.service import say
 from support.tokenizer import write_tokenizer
 from support.vision import conversation, picture
@@ -215,13 +215,6 @@ async def served(tmp_path: Path, engine: str, port: int) -> AsyncIterator[asynci
         if process.returncode is None:
             process.kill()
         await process.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.deep

@@ -18,6 +18,7 @@ from network.world import a_server
 from outrider.client.client import AsyncClient
 from outrider.sandbox.network.proxy import WAITS
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
+from support.ports import free_port
 from support.service import running_node
 
 ASK = r"""
@@ -38,13 +39,6 @@ for text in json.load(open("requests.json")):
 json.dump(replies, open(sys.argv[1], "w"))
 """
 """Sends each request on a connection of its own, and notes the replies."""
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def own_addresses() -> list[str]:

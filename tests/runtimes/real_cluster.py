@@ -13,7 +13,6 @@ import datetime
 import ipaddress
 import json
 import os
-import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -31,6 +30,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
 from outrider.lab.fakes.kubernetes.machine import FakeMachine
+from support.ports import free_port
 
 from .clusters import IMAGE, needs_machine, python_image
 
@@ -47,12 +47,6 @@ def programs() -> tuple[str, str]:
     if API_SERVER not in os.environ or ETCD not in os.environ:
         pytest.skip(f"{API_SERVER} is not set: .ci/kubernetes FILE builds an API server and writes it to FILE")
     return os.environ[API_SERVER], os.environ[ETCD]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def make_pair(folder: Path, name: str) -> tuple[Path, Path]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from network.test_session_attacks import ASK, free_port, own_addresses
+from network.test_session_attacks import ASK, own_addresses
 from network.world import a_server, connect, get
 from outrider.concurrency.chores import Chores, Failures
 from outrider.config import Config
@@ -24,6 +24,7 @@ from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.sandbox import Sandbox, Sandboxes
 from outrider.spec import RuntimeSpec
+from support.ports import free_port
 
 from . import engines, sif_images
 from .world import IN_CONTAINERS, KINDS, World

@@ -193,7 +193,7 @@ def test_subagents_compactions_and_attempts_are_connected() -> None:
         call_span(4, 12.0, 18.5, "main"),
         SpanView(kind="process", name="sh", start=8.0, end=None, data={"pid": 2, "exit_code": None}),
         SpanView(kind="network", name="[2001:db8::1]:443", start=8.0, end=8.5, data=USED_NETWORK),
-        SpanView(kind="network", name="pypi.org:443", start=6.5, end=6.6, data=USED_NETWORK),
+        SpanView(kind="network", name="mirror.example:443", start=6.5, end=6.6, data=USED_NETWORK),
         SpanView(
             kind="network", name="of-an-agent.example:443", start=8.6, end=8.6, data=USED_NETWORK | {"received": 0}
         ),
@@ -223,7 +223,7 @@ def test_subagents_compactions_and_attempts_are_connected() -> None:
     }
     reached = [span for span in spans if span.name == "network"]
     assert [by_id[span.parent_id or ""].name for span in reached] == ["run", "attempt 2", "run", "run"]
-    assert [span.attributes.get("server.address") for span in reached] == ["2001:db8::1", "pypi.org", None, None]
+    assert [span.attributes.get("server.address") for span in reached] == ["2001:db8::1", "mirror.example", None, None]
     assert [span.attributes.get("server.port") for span in reached] == [443, 443, None, None]
     assert {span.attributes["outrider.refused"] for span in reached} == {2}
     assert not [text for text in ("a secret path", "of-an-agent") if text in str(spans)]

@@ -26,11 +26,12 @@ from outrider.trainers.attached_engines import AttachLimits
 from outrider.trainers.shared_client import SharedClientLimits, shared_client
 from outrider.trainers.verifiers import ModelServer, TraceParts, VerifiersRollouts, VerifiersSettings
 from outrider.trajectory import ChatRow, Sample
+from support.ports import free_port
 from support.scribe import scribe_task
 from support.service import running_service, say
 from support.tokenizer import write_tokenizer
 
-from .verifiers_world import free_port, model_server, training_samples
+from .verifiers_world import model_server, training_samples
 
 TRAINS = ModelServer(url="http://unused", model="m", api_key=None, trains=True)
 EVALUATES = ModelServer(url="http://unused", model="m", api_key=None, trains=False)

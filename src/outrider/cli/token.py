@@ -107,7 +107,7 @@ def _check_no_other_store(data: Path, config: Path | None) -> None:
 
     if (data / DATABASE).exists():
         return
-    if (data / RUNS).exists():  # every service makes this file, whatever its store
+    if (data / RUNS).exists():  # every service makes this file, with SQLite and with PostgreSQL
         sign = f"it has used {data}, but there is no {DATABASE}"
     elif config is None and _names_a_store(data):
         sign = f"{CONFIG} names one"

@@ -32,8 +32,7 @@ def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
             continue
         lines = (_output([str(candidate), "-c", _ASK]) or "").splitlines()
         if len(lines) == 2 and lines[0] == minor:
-            # The candidate may be a wrapper script, as in pyenv. So the returned path is the one that the interpreter
-            # itself reports.
+            # The candidate may be a wrapper script, as in pyenv. The interpreter reports its own path.
             return Path(lines[1]).resolve()
     raise HarnessUnavailable(
         f"needs Python {minor}, which was not found on this machine",

@@ -170,13 +170,13 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 Finding = Literal["yes", "no", "not tried"]
-"""What `outrider harness check` says about a feature of a program. "not tried" means that the check found no tool with
-which to test the feature."""
+"""Result of `outrider harness check` for one feature of a program. "not tried": the check found no tool that
+could test the feature."""
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `outrider harness check` found about the features of a preset's program, in its default dialect. A test runs
-    the real programs and compares what it finds with these values.
+    """Results of `outrider harness check` for the features of a preset's program, in its default dialect. A test runs
+    the real programs and compares the results with these values.
 
     image: when the model opens an image file with a tool, the program sends the image to the model.
     subagent: the program has a tool that starts a sub-agent."""

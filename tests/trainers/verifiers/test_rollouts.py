@@ -20,11 +20,12 @@ from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trainers.verifiers_plugin import OutriderRow, OutriderTask
+from support.ports import free_port
 from support.scribe import Scribe, scribe_task
 from support.service import call, running_service, say, scripted_engine
 from support.tokenizer import write_tokenizer
 from trainers.verifiers.world import ID, env_config, orchestrating, prime_rl, rows_file
-from trainers.verifiers_world import free_port, model_server, training_samples
+from trainers.verifiers_world import model_server, training_samples
 
 pytestmark = pytest.mark.trainers
 

@@ -232,8 +232,9 @@ class _HistoryReader:
 
     @classmethod
     def read(cls, memory: HistoryMemory, contents: Sequence[Raw]) -> _HistoryReader:
-        """Return a reader that has read all of `contents`. If stored readers have already read a beginning of
-        `contents`, the returned reader continues from a copy of the one that has read the most. Raises RequestError."""
+        """Return a reader that has read all of `contents`. Stored readers may have read a beginning of
+        `contents`. The reader with the longest beginning is then copied, and the copy reads the rest. Raises
+        RequestError."""
         digests = [digest(raw) for raw in contents]
         paths = list(accumulate(digests, lambda path, one: digest(path + one)))
         start = next((done for done in range(len(paths), 0, -1) if paths[done - 1] in memory.readers), 0)

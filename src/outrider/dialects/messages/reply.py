@@ -4,7 +4,7 @@ models.
 Invariants:
 
 - A streamed reply and a whole reply carry the same message.
-- A reply that a client sends back is parsed to the original reply, whatever the model wrote as tool arguments.
+- If a client sends a reply back, parsing gives the original reply, even if the model's tool arguments are no object.
 - A stream has at most one open block, and the indexes of its blocks increase.
 
 Source: Anthropic API reference, "Create a Message", "Streaming Messages", "List Models" and "Errors".

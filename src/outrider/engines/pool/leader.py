@@ -1,4 +1,4 @@
-"""What the service's pool does for the pools of other processes. The service's pool leads, and the other pools follow.
+"""Functions of the leading pool. The service's pool leads the pools of other processes, which follow.
 
 The leading pool manages the list of engines, probes the engines and changes their weights. The following pools
 (`follower.py`) generate.

@@ -44,9 +44,8 @@ CALCULATION = {
         *(172, 93, 160, 165, 179, 178, 98, 123, 61, 128, 113, 114, 94, 79, 78, 48, 99, 278, 291, 293),
     ),
 }
-"""The system calls that Python needs to calculate and to import: their numbers, by machine architecture. For aarch64,
-these are the same calls, except those that do not exist there. Files may also be opened for reading (see OPENS). All
-other calls fail."""
+"""The system calls that Python needs to calculate and to import: their numbers, by machine architecture. aarch64
+lacks some of the calls of x86_64. Files may also be opened for reading (see OPENS). All other calls fail."""
 SETITIMER = {"x86_64": 38, "aarch64": 103}
 """The number of the system call `setitimer`, by machine architecture. CALCULATION does not contain this call, because a
 check could use it to extend its own limit of processor time."""

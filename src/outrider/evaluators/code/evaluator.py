@@ -53,8 +53,8 @@ SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
 """Limits of a sandbox for a program from the last reply. `pids` is so low that even a fork bomb leaves the sandbox's
 own process enough processor time to kill it."""
 FEW_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "4")
-"""Environment variables of the programs. Without them, numerical libraries would start one thread per processor of the
-machine. SMALL may not allow so many threads."""
+"""Environment variables of the programs. Without these variables, numerical libraries would start one thread per
+processor of the machine. Together, these threads may exceed the limit `pids` of SMALL."""
 
 
 class WrongAnswer(Exception):

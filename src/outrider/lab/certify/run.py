@@ -37,8 +37,8 @@ AT_ONCE = 2
 """Number of sessions that run at the same time."""
 
 TURNS = 24
-"""Maximum model calls of a session. No row needs so many calls, so only a program that never stops reaches the
-limit."""
+"""Maximum model calls of a session. Each row of the certificate needs fewer calls. Only a program that never stops
+reaches the limit."""
 
 
 async def certify(
