@@ -86,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(BENCHES)}")
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
+    if options.against is not None and not _python_of(options.against).exists():
+        parser.error(f"{options.against} has no environment: run `make venv` there, then this command again")
     names = options.names or list(BENCHES)
     console = Console()
     at, load = report.now(), os.getloadavg()[0]
@@ -142,7 +144,7 @@ def _rounds(names: Sequence[str], options: argparse.Namespace, console: Console)
     seconds = dict.fromkeys(names, 0.0)
     sides = [(sys.executable, ROOT, own)]
     if options.against is not None:
-        sides.append((str(options.against.resolve() / ".venv/bin/python"), options.against, others))
+        sides.append((str(_python_of(options.against)), options.against, others))
     for number in range(options.rounds):
         for name in names:
             for python, tree, found in sides[:: 1 if number % 2 else -1]:
@@ -153,6 +155,10 @@ def _rounds(names: Sequence[str], options: argparse.Namespace, console: Console)
                     seconds[name] += time.perf_counter() - begun
         console.print(f"[dim]round {number + 1} of {options.rounds}: {sum(seconds.values()):.1f} s so far")
     return Rounds(own, others, seconds)
+
+
+def _python_of(checkout: Path) -> Path:
+    return checkout.resolve() / ".venv/bin/python"
 
 
 async def _awaited(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:

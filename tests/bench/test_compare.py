@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
+from bench.__main__ import main
 from bench.rounds import Figure, combined, compared, leaves, medians, one_round
 from bench.sheets import sheets
 from bench.tables import number
@@ -133,3 +134,10 @@ def test_the_command_runs_rounds_beside_another_checkout(tmp_path: Path) -> None
 def test_a_round_that_fails_says_what_failed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"-m bench memory .* failed in "):
         one_round(sys.executable, tmp_path, "memory", quick=True)
+
+
+def test_another_checkout_without_an_environment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["memory", "--against", str(tmp_path)])
+
+    assert f"{tmp_path} has no environment: run `make venv` there" in capsys.readouterr().err
