@@ -73,7 +73,7 @@ ALMOST = st.builds(
 
 
 def read_whole(body: bytes) -> list[Message]:
-    """Everything that can be read from a body, each part of which must survive being encoded again."""
+    """Return all messages that can be read from a body. Checks that each part can be encoded as JSON."""
     request = CHAT_DIALECT.parse(CALL, body, {})
     msgspec.json.encode([request.model, request.tools, request.sampling])
     messages = []
@@ -144,7 +144,7 @@ def test_raw_and_parse_agree_with_what_was_sent(messages: list[Message], indent:
 
 
 class Accumulated:
-    """What a client that adds up a stream's deltas ends up with."""
+    """The result of a client that adds up a stream's deltas."""
 
     def __init__(self, stream: bytes) -> None:
         *events, done, empty = stream.decode().split("\n\n")

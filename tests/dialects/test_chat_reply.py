@@ -1,4 +1,4 @@
-"""Errors, the model list and the corners of replies that the golden transcripts do not show."""
+"""Errors, the model list, and special cases of replies that the golden transcripts do not show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the Chat dialect refuses, and by what name; what it tolerates is in the golden transcripts."""
+"""Chat requests: which are refused, which field a refusal names, and how fields are read. The golden transcripts show
+the tolerated fields."""
 
 from __future__ import annotations
 

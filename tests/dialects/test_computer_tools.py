@@ -1,5 +1,5 @@
-"""The vendors' computer tools in their dialects: the model is shown functions, and the client gets its own form of
-calls."""
+"""The vendors' computer tools in their dialects: the model gets functions, and the client gets calls in its own
+form."""
 
 from __future__ import annotations
 

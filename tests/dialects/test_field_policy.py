@@ -1,4 +1,5 @@
-"""Every field of the tables, sent: it is passed on, noted, refused or no business of the reply's, as its row says."""
+"""Every field of the tables is sent. It is passed on, noted, refused or without effect on the reply, as its row
+says."""
 
 from __future__ import annotations
 
@@ -93,14 +94,14 @@ VALUES: dict[str, Any] = {
     "prompt_cache_key": "x",
     "tool_choice.disable_parallel_tool_use": True,
 }
-"""What is sent of a field: a value that asks for something. Of all others it is 2."""
+"""A non-neutral value for each field. A field without an entry gets 2."""
 
 ELSEWHERE = {
     *("model", "messages", "input", "contents", "system", "systemInstruction", "instructions", "stream"),
     *("stream_options", "tools", "tool_choice", "toolConfig", "generationConfig", "logprobs", "return_token_ids"),
     *("previous_response_id", "store", "include", "reasoning.summary", "thinkingConfig.includeThoughts"),
 }
-"""Passed on, and no part of the sampling: other tests are about these."""
+"""Fields that are passed on and are not part of the sampling. Other tests cover them."""
 
 
 def read(dialect: str, **fields: Any) -> ModelRequest:
@@ -120,7 +121,7 @@ def read(dialect: str, **fields: Any) -> ModelRequest:
 
 
 def sent(row: FieldRule, value: Any) -> dict[str, Any]:
-    """The body's fields that hold the row's with this value."""
+    """The fields of a body in which the row's field has this value."""
     whole: dict[str, Any] = value
     for name in reversed(row.name.split(".")):
         whole = {name: whole}

@@ -1,4 +1,4 @@
-"""The official client against the dialect's own bytes, over a real connection, with pings wherever they may come."""
+"""The official client against the dialect's own bytes, over a real connection, with pings between the chunks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A grammar of Google requests, and ways to go wrong in it: whatever comes out is read or refused, never anything else.
+"""A fuzzer with a grammar of Google requests and ways to damage them: every request is read or refused, and no other
+error is raised.
 
-A few requests are tried each time, from a fixed seed, and many by `make test-nightly`.
+Each run tries a few requests, from a fixed seed; `make test-nightly` tries many.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ GRAMMAR: dict[str, Any] = {
 
 
 class Writer:
-    """Requests by the grammar; each choice goes wrong with a small chance."""
+    """Writes requests by the grammar. Each choice is wrong with a small probability."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
@@ -158,7 +159,8 @@ class Writer:
 
 
 def tried(body: bytes, call: Any, memory: Memory) -> bool:
-    """Read all of a request and answer it. Whatever is read must survive being encoded again, the same each time."""
+    """Read a whole request and answer it. Returns False if it is refused. What is read can be encoded as JSON, and a
+    second reading gives the same."""
     with suppress(RequestError):
         request = DIALECT.parse(call, body, memory)
         raws = [request.messages.raw(index) for index in range(len(request.messages))]

@@ -1,4 +1,5 @@
-"""Calls that lost their ids, or were given others, are the calls that we made; and answers find their calls."""
+"""Calls that come back without ids, or with other ids, are matched to the recorded calls, and results to their
+calls."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def ids(message: Message) -> list[str]:
 
 
 def answer(memory: Memory, *contents: Any, reply: Message) -> None:
-    """One request, and what it was answered with."""
+    """Send one request and answer it with `reply`."""
     DIALECT.reply(read(*contents, memory=memory), completed(reply))
 
 

@@ -1,4 +1,4 @@
-"""Properties of the Google dialect over generated replies: what was said, streamed or not, and sent back."""
+"""Properties of the Google dialect over generated replies: streamed, in one piece, and sent back by clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP = st.builds(Delta, text=TEXT, reasoning=TEXT)
 
 @st.composite
 def completions(draw: st.DrawFn) -> tuple[list[Delta], Completion]:
-    """A reply as it is streamed and as it ends. Arguments are spelled any way, and now and then are no object."""
+    """The deltas of a reply, and the finished reply. Arguments have any spelling, and sometimes are no JSON object."""
     steps = draw(st.lists(STEP, max_size=5))
     ids = draw(st.lists(st.text(min_size=1, max_size=6), max_size=3, unique=True))
     calls = []
@@ -56,7 +56,7 @@ def completions(draw: st.DrawFn) -> tuple[list[Delta], Completion]:
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a client that adds up a reply's parts ends up with."""
+    """The result of a client that adds up a reply's parts."""
     return {
         "thoughts": "".join(part["text"] for part in parts if part.get("thought")),
         "text": "".join(part["text"] for part in parts if "text" in part and not part.get("thought")),
@@ -95,7 +95,7 @@ def reordered(value: Any, dice: random.Random) -> Any:
 
 
 def echoed(parts: list[dict[str, Any]], dice: random.Random) -> list[dict[str, Any]]:
-    """A reply's parts as some client sends them back, in one content or several."""
+    """A reply's parts as a client may send them back, in one content or several."""
     habits = {habit: dice.random() < 0.5 for habit in ("thoughts", "ids", "renames", "signatures", "joins", "splits")}
     if not habits["thoughts"]:
         parts = [part for part in parts if not part.get("thought")]

@@ -1,4 +1,4 @@
-"""Google requests read into messages, tools and sampling; and refused by the name of the field that is wrong."""
+"""Google requests are read into messages, tools and sampling. A refusal names the wrong field."""
 
 from __future__ import annotations
 

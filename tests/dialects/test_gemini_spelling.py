@@ -1,4 +1,5 @@
-"""Keys whose letters are written as JSON escapes are the same keys; and arguments that are no JSON object come back."""
+"""Keys whose letters are written as JSON escapes are the same keys. Arguments that are no JSON object come back
+unchanged."""
 
 from __future__ import annotations
 

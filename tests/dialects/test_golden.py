@@ -1,15 +1,15 @@
-"""Golden transcripts of every dialect: what was asked, what happened, and the exact bytes of both replies.
+"""Golden transcripts of every dialect: the request, the steps of the reply, and the exact bytes of both replies.
 
 A transcript (`tests/golden/DIALECT/*.txt`) is a sentence, then sections headed `--- name`:
 
-    call         the request line, where it is not always the same: method, path and query
+    call         the request line, if it differs from the dialect's usual one: method, path and query
     request      the client's body, JSON
-    messages     what each message is read as, one JSON `Message` a line
-    asked        the rest of the `ModelRequest`: model, flags, sampling, tools, and what has no effect, if anything
-    steps        what the stream is told, one JSON object a line: {"delta", "pieces"} | {"ping"} | {"error"}
+    messages     the messages as they are read, one JSON `Message` a line
+    asked        the rest of the `ModelRequest`: model, flags, sampling, tools, and the fields without effect, if any
+    steps        the input of the stream's writer, one JSON object a line: {"delta", "pieces"} | {"ping"} | {"error"}
     completion   the finished call, JSON of a `Completion` with ids and log-probabilities as lists
-    reply        the one-piece body, exactly          (absent when the stream ends in an error)
-    stream       the stream, exactly
+    reply        the exact one-piece body (absent if the stream ends in an error)
+    stream       the exact stream
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def gemini_client_accepts(case: Sections) -> None:
 
 @dataclass(frozen=True)
 class Golden:
-    """A dialect, where it is called, and what the official client has to say of its replies."""
+    """A dialect, its usual call, and a check that the types of the official client accept its replies."""
 
     dialect: Dialect
     call: WireCall

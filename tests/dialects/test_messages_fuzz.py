@@ -1,7 +1,7 @@
-"""A fuzzer with the grammar of Anthropic Messages: requests nearly right, then bent, cut and misspelt.
+"""A fuzzer with the grammar of Anthropic Messages: requests that are almost valid, with wrong values and damaged bytes.
 
-Every request either is read or is refused as the caller's fault; what is read is always read alike, and can be
-answered. A few are tried each time, and many by `make test-nightly`: a failure names the request's seed.
+Every request is read, or refused as the caller's fault. A request that is read gives the same messages each time and
+can be answered. Each run tries a few requests; `make test-nightly` tries many. A failure names the request's seed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DONE = Completion(
 
 
 class Grammar:
-    """Requests as clients could send them; one field in `odds` is something else."""
+    """Requests as clients could send them. On average one value in `odds` is replaced by an odd one."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -81,7 +81,8 @@ class Grammar:
         return [rule() for _ in range(self.random.randint(0, most))]
 
     def record(self, *optional: str, **fields: Any) -> dict[str, Any]:
-        """These fields in any order, `optional` ones perhaps, with a marker or an unknown field at times."""
+        """An object with these fields in any order. Each of the `optional` fields may be missing; a marker or an
+        unknown field may be added."""
         kept = {name: self.bent(value) for name, value in fields.items() if name not in optional or self.of(0, 1)}
         if self.of(0, 0, 1):
             kept[self.of("cache_control", "citations", "caller", "novelty")] = self.of({"type": "ephemeral"}, None)
@@ -166,7 +167,7 @@ class Grammar:
         return self.record(*optional, model="m", messages=messages, **optional)
 
     def spelt(self, value: Any) -> bytes:
-        """JSON of any style, which at times is damaged."""
+        """The value as JSON in any style, sometimes damaged."""
         style = {"indent": self.of(None, 1), "ensure_ascii": self.of(True, False)}
         data = bytearray(json.dumps(value, **style).encode())
         if self.random.randrange(self.odds) == 0:
@@ -183,14 +184,14 @@ def attempted(call: WireCall, body: bytes) -> ModelRequest | RequestError:
 
 
 class Reader:
-    """Reads requests, and remembers what each message's bytes were read as."""
+    """Reads requests, and records for each message's bytes the message that was read."""
 
     def __init__(self) -> None:
         self.read_as: dict[bytes, Message | None] = {}
         self.accepted = 0
 
     def read(self, call: WireCall, body: bytes) -> list[Message] | None:
-        """The messages of a request; None when it was refused."""
+        """Return the messages of a request, or None if it was refused."""
         request = attempted(call, body)
         if isinstance(request, RequestError):
             told = DIALECT.error(request)
@@ -214,7 +215,7 @@ class Reader:
             read = None
         raw = messages.raw(index)
         is_file = read is None or any(isinstance(part, Attachment) for part in read.parts)
-        # Whether the model may go without a file depends on the messages before it: it may be a tool's.
+        # Whether a file may be left out depends on the messages before it, because the file may be a tool's.
         if not is_file or (b"media_type" not in raw and b"url" not in raw):
             assert self.read_as.setdefault(raw, read) == read
         return read

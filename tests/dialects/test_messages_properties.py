@@ -92,7 +92,7 @@ ARGUMENTS = (
     )
     | TEXT.filter(str.strip)
 )
-"""What models make of their arguments. Blank ones are left out: they are told as `{}`, which is then what they were."""
+"""Arguments as models write them. Blank arguments are left out: they are sent as `{}` and come back as `{}`."""
 CALLS = st.lists(st.builds(ToolCall, id=TEXT, name=TEXT, arguments=ARGUMENTS), max_size=3).map(tuple)
 STEPS = st.lists(st.builds(Delta, text=TEXT, reasoning=TEXT), max_size=5)
 
@@ -119,7 +119,7 @@ def completion(
 
 
 class Accumulated:
-    """What a client that adds up a stream ends up with: a message in which a kind of block may come more than once."""
+    """The message of a client that adds up a stream. A kind of block may occur more than once."""
 
     def __init__(self, stream: bytes) -> None:
         *events, empty = stream.decode().split("\n\n")
@@ -196,7 +196,7 @@ def test_a_stream_says_what_the_one_piece_reply_says(
 
 
 def like_javascript(value: Any) -> Any:
-    """As a client that knows one kind of number sends it, its keys in another order."""
+    """The value as a client with one type of number sends it, with the keys in another order."""
     if isinstance(value, dict):
         return {key: like_javascript(inner) for key, inner in reversed(value.items())}
     if isinstance(value, list):
@@ -206,7 +206,7 @@ def like_javascript(value: Any) -> Any:
 
 @st.composite
 def echoes(draw: st.DrawFn, content: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages by which a client sends a reply back."""
+    """The messages with which a client may send a reply back."""
     keep_thinking = draw(st.booleans())
     blocks = []
     for block in content:

@@ -1,4 +1,5 @@
-"""Anthropic Messages replies, streamed and not: blocks, stop reasons, usage, errors, models, and what ends a stream."""
+"""Anthropic Messages replies, streamed and not: blocks, stop reasons, usage, errors, models, and the end of a
+stream."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def changed(**fields: Any) -> Completion:
 
 
 def events(written: bytes) -> list[dict[str, Any]]:
-    """The payloads of a stream, each of which must carry the name of its event."""
+    """The payloads of a stream. Checks that the name of each event is the payload's type."""
     payloads = []
     for event in written.decode().removesuffix("\n\n").split("\n\n"):
         name, data = event.split("\n")
@@ -250,7 +251,7 @@ def test_errors(error: OutriderError, status: int, kind: str, message: str) -> N
     told = DIALECT.error(error)
     assert error.http_status == status
     assert told == {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
-    if status != 413:  # documented, and missing in the SDK's own list
+    if status != 413:  # the SDK's types lack this error, which is documented
         anthropic.types.ErrorResponse.model_validate_json(json.dumps(told), strict=True)
 
 

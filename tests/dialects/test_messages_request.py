@@ -1,4 +1,4 @@
-"""Anthropic Messages requests: what each field is read as, and which field a refusal names."""
+"""Anthropic Messages requests: how each field is read, and which field a refusal names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def read(call: WireCall = CALL, **fields: Any) -> ModelRequest:
 
 
 def messages(*wire: Any, **fields: Any) -> list[Message]:
-    """What these messages are read as; a user's word follows a reply, which must not come last."""
+    """The messages as they are read. If the last one is a reply, a user message is sent after it, because a request
+    must not end with a reply."""
     sent = [*wire, HI] if wire and wire[-1].get("role") == "assistant" else list(wire) or [HI]
     read_as = read(messages=sent, **fields).messages
     parsed = [read_as.parse(index) for index in range(len(read_as))]

@@ -1,7 +1,7 @@
-"""Odd Responses requests from a grammar of their JSON text: each is answered or refused, and none breaks anything.
+"""Odd Responses requests from a grammar of their JSON text: each is answered or refused, and no other error is raised.
 
-The grammar knows the wire's words and spells them oddly: keys twice, escapes, white space, wrong types, deep nests.
-A few are tried each time, and many by `make test-nightly`; a case is found again by its number.
+The grammar has the API's field names and types in odd forms: repeated keys, escapes, white space, wrong types, deep
+nesting. Each run tries a few requests; `make test-nightly` tries many. The number of a request reproduces it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KINDS += [
 
 
 class Grammar:
-    """Random text of a request. Every choice is of one seeded generator."""
+    """Random text of a request. One seeded generator makes every choice."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -162,7 +162,7 @@ class Grammar:
         return "{" + ",".join(f'{space}"{name}"{space}:{self._value(rules[name])}' for name in names) + space + "}"
 
     def _value(self, rule: Callable[[], str]) -> str:
-        """What the rule says; once in a while anything else."""
+        """The text of the rule, or rarely another value."""
         chance = self._random.random()
         if chance < 0.001:
             return self._random.choice(BROKEN)
@@ -170,7 +170,8 @@ class Grammar:
 
 
 def outcome(body: bytes, memory: Memory) -> str:
-    """`refused`, `unreadable` where a message was, or `answered`. Raises what must never be raised."""
+    """Return `refused`, `unreadable` if one of the messages is refused, or `answered`. An exception is a failure of the
+    test."""
     try:
         request = DIALECT.parse(CALL, body, memory)
     except RequestError as error:

@@ -15,7 +15,7 @@ PNG = "data:image/png;base64," + base64.b64encode(b"png").decode()
 
 
 def assistant(*items: dict[str, Any]) -> Message:
-    """What these items of an assistant are read as."""
+    """The message that these items of an assistant are read as."""
     first, message, last = read(USER, *items, USER)
     assert first == last
     return message
@@ -54,7 +54,7 @@ def test_a_message_says_the_same_as_text_and_as_parts() -> None:
 
 
 def test_a_message_of_another_agent_is_a_user_message() -> None:
-    """As Codex hands them on: the text of a tool call's argument comes where OpenAI would have encrypted it."""
+    """Codex sends the text of a tool call's argument in the field for OpenAI's encrypted content."""
     content = [
         {"type": "input_text", "text": "Sender: /root\n"},
         {"type": "encrypted_content", "encrypted_content": "Go."},
@@ -197,7 +197,7 @@ def test_what_a_model_would_see_does(change: dict[str, str]) -> None:
 
 
 def test_a_whole_history_of_codex() -> None:
-    """Items as Codex numbers and orders them, with its tools among them."""
+    """Items with the ids, the order and the tools of Codex."""
     items = [
         {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "f"}]},
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are Codex."}]},

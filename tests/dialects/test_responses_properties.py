@@ -90,7 +90,7 @@ ALMOST = st.builds(
 
 
 def answer_whole(body: bytes) -> None:
-    """Everything that can be read from a body, each part of which must survive being written again."""
+    """Read all parts of a body, and answer it. Each part that is read can be encoded as JSON."""
     request = DIALECT.parse(CALL, body, {})
     msgspec.json.encode([request.model, request.tools, request.sampling])
     for index in range(len(request.messages)):
@@ -184,7 +184,7 @@ def test_a_stream_is_the_response_that_the_one_piece_reply_is(
 
 
 def added_up(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output as a client has it that only adds up deltas, but for what no delta tells."""
+    """The output of a client that adds up deltas. Fields without deltas are taken from the finished items."""
     items: list[dict[str, Any]] = []
     for event in told:
         kind = event["type"].removeprefix("response.")

@@ -240,7 +240,7 @@ def test_stored_responses_cost_their_new_items_only(whole: bool) -> None:
 
     tracemalloc.start()
     try:
-        bytes_of(10)  # what the first calls of a process import and cache
+        bytes_of(10)  # the first calls of a process import modules and fill caches
         assert bytes_of(160) < 2.5 * bytes_of(80)
     finally:
         tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""What the dialects share about tools, in each of them."""
+"""Rules about tools that hold in every dialect."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ class Generation:
 
 @dataclass
 class Rig:
-    """An engine under test, and what a check needs of its world.
+    """An engine under test, with the values and functions that the checks need.
 
-    `max_tokens` is enough for its deterministic generation to `prompt` to have at least 8 tokens. `oracle` gives the
-    exact ids and log-probabilities of a generation where they are known beforehand. `aborted` returns once the engine
-    itself has noticed that a consumer left. `kill` makes it unavailable. `logprob_tolerance` is 0 where the same
-    prompt gives exactly the same numbers in any batch.
+    With `max_tokens`, the deterministic generation for `prompt` has at least 8 tokens. `oracle` gives the exact ids and
+    log-probabilities of a generation if they can be computed in advance. `aborted` returns when the engine itself has
+    noticed that a consumer left. `kill` makes the engine unavailable. `logprob_tolerance` is 0 if the same prompt gives
+    exactly the same numbers in any batch.
     """
 
     engine: Engine
@@ -103,7 +103,7 @@ async def streams_equal_lengths_and_one_finish(factory: Factory) -> None:
 
 
 async def gives_exact_values(factory: Factory) -> None:
-    """Equal to the oracle where there is one, and always the same twice."""
+    """The same request gives the same values twice, and the oracle's values if there is an oracle."""
     async with factory() as rig:
         request = rig.request()
         whole = await collect(rig.engine.generate(request))
@@ -214,7 +214,7 @@ async def pausing_keeps(factory: Factory) -> None:
 
 
 async def pausing_aborts(factory: Factory) -> None:
-    """`abort` ends what is in flight, with the tokens it has; after `resume` new generations run."""
+    """`abort` ends the generations in flight, which keep their tokens. After `resume` new generations run."""
     async with factory(slow=True) as rig:
         async with asyncio.TaskGroup() as group:
             chunks = rig.engine.generate(rig.request())
@@ -229,7 +229,7 @@ async def pausing_aborts(factory: Factory) -> None:
 
 
 async def pausing_finishes(factory: Factory) -> None:
-    """`finish` holds new generations back, and returns once those in flight have ended by themselves."""
+    """`finish` holds new generations back, and returns when the generations in flight have ended."""
     async with factory(slow=True) as rig, asyncio.TaskGroup() as group:
         chunks = rig.engine.generate(rig.request())
         await anext(chunks)
@@ -286,4 +286,4 @@ CHECKS = (
     pausing_finishes,
     stamps_versions,
 )
-"""Every engine passes these. `tokenizes` is for engines that are `TokenizesText`."""
+"""Checks that every engine passes. `tokenizes` is for engines that are `TokenizesText`."""

@@ -1,7 +1,7 @@
-"""Routers in front of scripted engines: what must hold behind any router, and a fake router.
+"""Routers in front of scripted engines: checks that hold behind any router, and a fake router.
 
 `CHECKS` are plain async functions over a world: workers, each with a URL, and a router in front of them. tests/real
-runs them with the real programs. The fake behaves as vllm-router 0.1.17 and sglang-router 0.3.2 were seen to behave.
+runs them with the real programs. The fake has the observed behaviour of vllm-router 0.1.17 and sglang-router 0.3.2.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Kind = Literal["vllm", "sglang"]
 KINDS: tuple[Kind, ...] = ("vllm", "sglang")
 SESSION_HEADERS: dict[Kind, str] = {"vllm": "x-session-id", "sglang": "x-smg-routing-key"}
 MANY = 8000
-"""Tokens of a reply that is still running when its consumer is seen to have left."""
+"""Number of tokens of a reply that is still running when the departure of its consumer is noticed."""
 
 SESSIONS = 50
-"""Enough sessions that a router which places them by hashes gives some to each of two workers."""
+"""Enough sessions that a router which places sessions by hashes uses both of two workers."""
 
 SOON = 0.05
 GENERATE = ("/inference/v1/generate", "/generate")
@@ -115,7 +115,7 @@ class World:
 
 
 class Worlds(Protocol):
-    """Makes a world of `workers` workers with these replies; `apart` as for `Router`."""
+    """Makes a world of `workers` workers with these replies. `apart` is as for `Router`."""
 
     def __call__(
         self, *, workers: int = 2, apart: bool = False, replies: Sequence[Any] = (REPLY,)
@@ -167,7 +167,7 @@ def _recorded(app: Application, worker: int, seen: list[Seen]) -> Application:
 
 
 def _prefill(app: Application) -> Application:
-    """A prefill worker of SGLang gets the same request as its decode worker, and stops after one token."""
+    """SGLang's prefill worker: it gets the same request as its decode worker, and stops after one token."""
 
     async def prefill(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == "/generate":
@@ -180,7 +180,7 @@ def _prefill(app: Application) -> Application:
 
 
 async def _body(receive: Receive) -> tuple[bytes, Receive]:
-    """The body, and a `receive` that returns the same body again."""
+    """Return the body, and a `receive` that returns the same body again."""
     body = b""
     while True:
         message = await receive()
@@ -215,7 +215,7 @@ async def streams_while_the_worker_generates(worlds: Worlds) -> None:
         async with aclosing(engine.generate(world.request())) as chunks:
             given = 0
             async with asyncio.timeout(10):
-                while given < 3:  # the worker goes on only after these were read
+                while given < 3:  # the worker continues only after these tokens were read
                     given += len((await anext(chunks)).ids)
             for worker in world.workers:
                 worker.release()
@@ -224,7 +224,7 @@ async def streams_while_the_worker_generates(worlds: Worlds) -> None:
 
 
 async def sends_a_session_to_one_worker(worlds: Worlds) -> None:
-    """Each router has its own header by which it keeps sessions apart. The prompts have nothing in common."""
+    """A router distinguishes sessions by a header of its own. The prompts have nothing in common."""
     async with worlds() as world, world.engine() as engine:
         for session in range(SESSIONS):
             for turn in range(2):
@@ -265,7 +265,7 @@ async def breaks_off_with_its_worker(worlds: Worlds) -> None:
 
 
 async def fails_over_without_workers(worlds: Worlds) -> None:
-    """A router whose workers are gone is unavailable before the first chunk, whatever it says of its health."""
+    """A router without living workers is unavailable before the first chunk, whatever its health route returns."""
     async with worlds() as world, EnginePool(probing=RetryPolicy(first=1e9, longest=1e9)) as pool:
         await pool.add(EngineSpec(kind=world.kind, name="behind", url=world.router.url))
         await pool.add_engine(ScriptedEngine(EngineOptions(name="other", options={"replies": [{"ids": [1, 2, 3]}]})))
@@ -299,7 +299,7 @@ async def tells_every_worker(worlds: Worlds) -> None:
             await engine.set_version(8)
             assert [worker.version for worker in world.workers] == [8] * 3
             world.workers[2].version = 5
-            assert (await engine.health()).version == 5  # the oldest: the pool holds the router back until all agree
+            assert (await engine.health()).version == 5  # the oldest, so the pool waits until all workers agree
             await world.kill(1)
             await engine.set_version(9)
             assert [worker.version for worker in world.workers] == [9, 8, 9]
@@ -347,7 +347,7 @@ def _urls(pool: EnginePool) -> set[str | None]:
 
 async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  # the pool looks again by the clock
+        while not condition():  # noqa: ASYNC110  # the pool looks at the list periodically
             await asyncio.sleep(SOON)
 
 
@@ -400,10 +400,10 @@ async def fake_router(
 class _FakeRouter:
     """A router that finds a session's worker by the header.
 
-    vllm-router forwards unknown routes to one worker; with prefill and decode apart it sends POSTs to one worker of
-    each, and no GET. sglang-router forwards `/generate` without the fields outside its schema, and returns 404 for
-    the rest. A worker that is gone gives a 500 and gets no more requests; `/health` is good meanwhile. sglang-router
-    notices a client that has left with the next chunk.
+    vllm-router forwards unknown routes to one worker. If prefill and decode are apart, it sends a POST to one worker of
+    each and refuses GETs. sglang-router forwards `/generate` without the fields outside its schema, and returns 404 for
+    most other routes. A request to a dead worker gets a 500, and the worker gets no more requests; `/health` is good
+    all the time. sglang-router notices only at the next chunk that a client has left.
     """
 
     def __init__(self, kind: Kind, workers: dict[str, str], session: aiohttp.ClientSession, hidden: bool) -> None:
@@ -486,7 +486,7 @@ class _FakeRouter:
             self._gone.add(worker)
             if not started:
                 await _answer(send, 500, b"Request failed: error sending request")
-            # Otherwise the server cuts the response, which has no end.
+            # Otherwise the server cuts the unfinished response.
         finally:
             left.notify(None)
 

@@ -360,7 +360,7 @@ async def test_sglang_that_does_not_tell_its_version_is_well() -> None:
 
 @pytest.mark.parametrize(("status", "version"), [(404, 5), (200, 0)])
 async def test_vllm_that_takes_no_label_serves_the_version_it_is_told(status: int, version: int) -> None:
-    """A server that accepted labels and then reports none was restarted, with the weights of its start."""
+    """A server that accepted labels and then reports none was restarted, so it has the weights of its start."""
     event = vllm_event([1], [-0.5], weight_versions=[{"version": "default", "start": 0, "end": 1}])
     async with upstream(Answer(status, done=False), Answer(events=[event])) as (url, _):
         engine = VLLMEngine(EngineOptions(name="e", url=url), retry=HASTY)

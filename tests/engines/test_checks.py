@@ -1,4 +1,4 @@
-"""Engines that send impossible values: each such reply is refused, whichever route it took, and the engine is
+"""Engines that send impossible values: each such reply is refused, for every kind of server, and the engine is
 suspect."""
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ async def test_an_event_without_an_end_does_not_fill_the_memory() -> None:
 
 
 class Odd(ScriptedEngine):
-    """Adds an impossible token to `odd` of its replies, after the first `good` ones."""
+    """Adds an impossible token to its next `odd` replies, after `after` chunks of each."""
 
     odd = 0
     after = 0
@@ -278,7 +278,7 @@ async def test_a_bad_later_chunk_ends_the_call_and_the_session_goes_on_elsewhere
         assert [(await anext(generation)).ids for _ in range(2)] == [[1], [2]]
         with pytest.raises(EngineMisbehaved):
             await anext(generation)
-        assert await served(pool, "s") == "odd"  # it is the only one
+        assert await served(pool, "s") == "odd"  # it is the only engine
         pool.placement.release("s")
         await pool.add_engine(engine_of("good"))
         assert await served(pool, "s") == "good"

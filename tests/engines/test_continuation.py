@@ -1,4 +1,4 @@
-"""A generation in parts reads as one: the request for each part, and the consumer's chunks."""
+"""A generation in parts appears as one generation: the request for each part, and the consumer's chunks."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_reply_that_was_complete_when_it_was_cut_is_not_asked_for_again(
 
 @given(data=st.data())
 def test_a_stop_string_ends_a_reply_where_it_would_have_ended_uncut(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """The cut is anywhere, and the engine finds the stop strings in its own part only."""
+    """The cut is anywhere, and the engine searches only its own part for the stop strings."""
     text = data.draw(st.text(alphabet="ab é", min_size=2, max_size=12))
     stops = tuple(data.draw(st.lists(st.text(alphabet="abé ", min_size=1, max_size=4), min_size=1, max_size=2)))
     ids = [token for letter in text for token in tokenizer.encode(letter)]

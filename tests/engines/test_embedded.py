@@ -187,7 +187,7 @@ async def test_bad_requests_are_rejected(prompt: list[int], sampling: dict[str, 
 
 @pytest.mark.deep
 async def test_an_update_in_flight_with_the_same_weights_changes_no_logprob(reference: ReferenceLlama) -> None:
-    """Eight run, ten prefixes are kept, and two long prompts arrive with the update."""
+    """Eight generations run, ten prefixes are kept, and two long prompts arrive with the update."""
     same = {name: tensor.float() for name, tensor in reference.state.items()}
     async with running(slots=10) as engine:
         await together(engine, [request([*PROMPT, n]) for n in range(10)])
@@ -211,7 +211,8 @@ async def test_an_update_in_flight_with_the_same_weights_changes_no_logprob(refe
 
 
 async def test_an_update_in_flight_with_other_weights(reference: ReferenceLlama) -> None:
-    """Before the update, log-probabilities are the old weights'; after it, nothing computed with them is reused."""
+    """Before the update, log-probabilities come from the old weights. After it, nothing computed with the old weights
+    is reused."""
     other = {name: (tensor * 1.05).float() for name, tensor in reference.state.items()}
     changed_reference = ReferenceLlama(POLICY, other)
     async with running(slots=2) as engine:
@@ -269,7 +270,7 @@ async def test_an_update_is_whole_or_not_at_all(reference: ReferenceLlama, tmp_p
 
 
 async def test_a_qwen2_shaped_model(tmp_path: Path) -> None:
-    """Biases on query, key and value, and an output head of its own."""
+    """The model has biases on query, key and value, and an output head of its own."""
     from safetensors.torch import save_file
 
     config = json.loads((POLICY / "config.json").read_text())
@@ -347,8 +348,8 @@ async def test_penalties_change_what_a_greedy_generation_says() -> None:
 async def test_a_generation_that_an_update_cuts_is_exact_in_both_parts(
     reference: ReferenceLlama, tmp_path: Path
 ) -> None:
-    """Under a pool's policy, with weights from a file: behind the cut everything, the prompt included, is the new
-    weights'."""
+    """A pool's policy update with weights from a file: after the cut all values, including those of the prompt, are
+    computed with the new weights."""
     from safetensors.torch import save_file
 
     other = {name: (tensor * 1.05).float() for name, tensor in reference.state.items()}

@@ -24,7 +24,7 @@ PROBABILITIES = (0.4, 0.3, 0.2, 0.08, 0.02)
 
 
 def drawn(count: int = 4000, **sampling: Any) -> list[float]:
-    """The frequency of each token over many draws of one stream."""
+    """The frequency of each token over `count` draws from one seeded state."""
     state = sampler.SamplingState(SamplingParams(max_tokens=1, seed=0, **sampling))
     logits = torch.tensor([PROBABILITIES]).log().repeat(count, 1)
     draws = sampler.sample(logits, [state] * count)
@@ -63,7 +63,7 @@ def test_rows_of_a_batch_keep_to_their_own_parameters() -> None:
 
 
 def stops(text: str, *, limit: int = 100, **sampling: Any) -> tuple[int, object, object] | None:
-    """The number of tokens of `text` after which a watch stops, the reason, and the match."""
+    """The number of tokens of `text` after which a stop checker stops, the reason, and the match."""
     params = SamplingParams(max_tokens=limit, **sampling)
     watch = sequence.StopChecker(params, limit=limit, text=TOKENIZER.stream())
     for count, token in enumerate(TOKENIZER.encode(text), 1):
@@ -106,7 +106,7 @@ LOGITS = (2.0, 1.0, -1.0, 0.0, -2.0)
 def test_what_alters_the_logits(
     sampling: dict[str, Any], prompt: tuple[int, ...], before: tuple[int, ...], expected: tuple[float, ...]
 ) -> None:
-    """Expected values computed by hand, from vLLM's formulas."""
+    """The expected values were computed by hand from vLLM's formulas."""
     state = sampler.SamplingState(SamplingParams(max_tokens=9, **sampling), prompt=prompt)
     for token in before:
         state.accept(token)

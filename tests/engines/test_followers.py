@@ -87,7 +87,7 @@ async def test_a_follower_that_is_gone_has_nothing_in_flight() -> None:
 
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_follower_that_takes_too_long_is_lost(answers: bool) -> None:
-    """A follower that never acknowledges a pause, and one that reports generations in flight for ever."""
+    """One follower never acknowledges a pause; the other reports generations in flight for ever."""
     gate, lost = PolicyGate(), list[str]()
     gate.answer_seconds, gate.settle_seconds = (60.0, 0.05) if answers else (0.05, 60.0)
     gate.expect("slow", lost.append)
@@ -209,7 +209,7 @@ async def test_a_request_that_the_server_keeps_through_a_pause_is_given_up(
         assert (cache.stale, cache.salts[-1]) == (0, "run-1")
         assert len(await asked()) > 1, "the engine is used again"
         member = pool.members["engine"]
-        member.version = 2  # learned from a reply, before the leader has learned it
+        member.version = 2  # read from a reply before the leader's state has this version
         say(2, None, 1)
         await asyncio.sleep(0.05)
         assert member.version == 2

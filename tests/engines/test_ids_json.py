@@ -1,4 +1,4 @@
-"""Ids written by table are the same JSON."""
+"""Ids that are written by table lookup read back unchanged."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def spec(url: str, **fields: Any) -> EngineSpec:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  # the pool looks again by the clock
+        while not condition():  # noqa: ASYNC110  # the pool looks at the list periodically
             await asyncio.sleep(SOON)
 
 
@@ -172,7 +172,7 @@ async def test_a_worker_taken_out_by_hand_stays_out_while_it_is_listed() -> None
     async with fleet(engine_of("a"), engine_of("b")) as (pool, url, pages, urls):
         await pool.add(spec(url))
         await pool.remove(name_of(urls[0]))
-        show(pages, *urls, "http://127.0.0.1:9")  # shown in the detail once the list was read again
+        show(pages, *urls, "http://127.0.0.1:9")  # shown in the detail after the list has been read again
         await until(lambda: "127.0.0.1:9" in rows(pool)["fleet"].detail)
         assert list(rows(pool)) == ["fleet", name_of(urls[1])]
 

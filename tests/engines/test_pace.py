@@ -1,4 +1,4 @@
-"""The pace of an engine: what is learned, how slowly, and what is remembered."""
+"""The pace of an engine: how it is learned, how slowly it changes, and how it is remembered."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_pace_of_an_engine_does_not_move_while_it_misbehaves_for_a_minute(ca
     usual = dues(pace)
     now = learned(pace, DRIP, since=now, seconds=60, calls_per_second=calls_per_second)
     assert dues(pace) == usual
-    learned(pace, DRIP, since=now, seconds=300, calls_per_second=calls_per_second)  # it has become slower permanently
+    learned(pace, DRIP, since=now, seconds=300, calls_per_second=calls_per_second)  # the engine stays slower
     assert dues(pace) > usual
 
 
@@ -83,7 +83,7 @@ def test_a_pace_is_not_learned_of_calls_during_a_silence_but_of_a_slow_engine() 
 
 @pytest.mark.parametrize("remembered", [False, True])
 def test_a_slow_engine_that_is_seldom_asked_is_known_after_a_few_calls(remembered: bool) -> None:
-    """The engine may be another one than that of the remembered pace."""
+    """The engine may differ from the engine whose pace is remembered."""
     pace = Pace()
     if remembered:
         learned(pace, USUAL, since=0, seconds=20, calls_per_second=1)
@@ -178,7 +178,7 @@ async def test_a_pool_starts_from_what_is_remembered_of_the_same_engine() -> Non
         assert pool.paces() == {"a": remembered}
     async with EnginePool(paces={"a": msgspec.structs.replace(remembered, url="http://127.0.0.1:1")}) as pool:
         await pool.add_engine(engine())
-        assert pool.paces() == {}  # it was another engine of the same name
+        assert pool.paces() == {}  # the remembered pace belongs to another engine of the same name
 
 
 async def test_an_engine_that_hangs_from_the_start_is_found_out_sooner_if_its_pace_is_remembered() -> None:
@@ -207,7 +207,7 @@ async def test_a_pool_learns_the_pace_of_its_followers_and_tells_it_to_the_other
         note_uses(pool, "one", {"a": EngineUse(pace=newer)})
         assert pool.paces()["a"].pace == newer
         note_uses(pool, "one", {})
-        assert pool.paces()["a"].pace == SLOW  # the pace that it reported first
+        assert pool.paces()["a"].pace == SLOW  # the pace that was reported first
 
 
 async def test_a_pool_remembers_the_pace_of_an_engine_that_leaves_and_returns() -> None:

@@ -59,7 +59,7 @@ async def read(pool: EnginePool, asked: GenerateRequest) -> list[Chunk]:
 
 
 def check(engine: StampingEngine, chunks: list[Chunk], *, prompt: int = len(PROMPT), length: int = LENGTH) -> str:
-    """The versions of a reply's tokens, one digit each. Checks that ids and spans agree, that nothing is missing, and
+    """The versions of a reply's tokens, one digit each. Checks that ids and spans agree, that no token is missing, and
     that each log-probability belongs to its position."""
     ids = [token for chunk in chunks for token in chunk.ids]
     logprobs = [value for chunk in chunks for value in chunk.logprobs]
@@ -164,7 +164,8 @@ async def test_the_limit_on_tokens_holds_over_a_cut(folder: Path) -> None:
 
 
 async def test_a_stop_string_that_spans_a_cut_is_found(folder: Path) -> None:
-    """Four letters of one version, and two of the next: the engine never sees the whole stop string `aaabb`."""
+    """The reply has four letters of one version and two of the next, so no single request has the whole stop string
+    `aaabb`."""
     engine = StampingEngine(folder)
     async with pool_of(engine, text=Tokenizer.load(folder).stream) as pool, asyncio.TaskGroup() as group:
         engine.hold(4)
@@ -402,7 +403,7 @@ async def test_an_engine_that_dies_while_paused_loses_no_generation(folder: Path
 
 
 async def test_an_engine_that_dies_in_the_middle_of_the_pause_loses_no_generation(folder: Path) -> None:
-    """Its stream breaks instead of ending, but its tokens are kept."""
+    """The engine's stream breaks instead of ending, but its tokens are kept."""
     one, other = StampingEngine(folder, name="one"), StampingEngine(folder, name="other")
     async with pool_of(one, other, probing=NEVER) as pool, asyncio.TaskGroup() as group:
         one.hold(4)
@@ -417,7 +418,7 @@ async def test_an_engine_that_dies_in_the_middle_of_the_pause_loses_no_generatio
 
 
 async def test_an_engine_with_older_weights_serves_nobody(folder: Path) -> None:
-    """The trainer changes weights by its own means, so the service cannot load any."""
+    """The trainer changes weights by its own means, so the service cannot load them."""
     engine = StampingEngine(folder)
     async with pool_of(engine, probing=RetryPolicy(first=0.01, longest=0.01)) as pool:
         await pool.policy.update(4, mode="finish")
@@ -541,7 +542,7 @@ async def test_patience_is_not_spent_while_paused(folder: Path) -> None:
 
 
 async def test_a_pause_that_is_cancelled_before_its_turn_leaves_nothing_paused(folder: Path) -> None:
-    """Another operation is under way: a resume on a slow engine."""
+    """Another operation is running: a resume on a slow engine."""
 
     class Slow(StampingEngine):
         asked = asyncio.Event()
@@ -598,7 +599,7 @@ async def test_an_engine_that_joins_in_the_middle_of_an_update_has_its_weights_b
 
 
 async def test_what_runs_on_an_engine_that_is_given_up_is_cut_too(folder: Path) -> None:
-    """One of its requests has failed, so it gets no more; another request still runs there."""
+    """One request to the engine has failed, so the engine gets no more requests. Another request still runs on it."""
     engine = StampingEngine(folder)
     async with pool_of(engine, probing=NEVER) as pool, asyncio.TaskGroup() as group:
         engine.hold(5)
@@ -637,7 +638,8 @@ async def test_what_runs_on_an_engine_that_is_being_removed_is_cut_too(folder: P
 
 
 async def test_no_weights_are_loaded_while_an_engine_generates(folder: Path) -> None:
-    """The order to pause failed, and the engine's generation went on: the engine is updated when that has ended."""
+    """The order to pause failed, so the engine's generation continues. The engine is updated after the generation has
+    ended."""
     engine, spare = StampingEngine(folder), StampingEngine(folder, name="spare")
     async with (
         pool_of(engine, spare, probing=RetryPolicy(first=0.01, longest=0.01)) as pool,
@@ -669,7 +671,8 @@ async def test_an_engine_without_versions_joins_at_the_policys(folder: Path) -> 
 
 
 async def test_a_policy_goes_on_where_an_earlier_service_left_it(folder: Path) -> None:
-    """Before its first engine joins: an engine that has the weights serves, another loads them first."""
+    """The policy is restored before the first engine joins. An engine with the weights serves at once; another engine
+    loads them first."""
     known = KnownPolicy(3, "weights-3")
     fresh, kept = StampingEngine(folder, name="fresh"), StampingEngine(folder, name="kept")
     kept.version = 3
@@ -704,7 +707,8 @@ async def test_each_new_version_is_kept_before_anything_is_sampled_by_it(folder:
 
 
 async def test_an_engine_whose_weights_are_gone_takes_part_in_the_next_update(folder: Path) -> None:
-    """After a restart the folder of the last update is gone: nothing serves until the trainer gives new weights."""
+    """The folder of the last update is gone after a restart, so no engine serves until the trainer gives new
+    weights."""
     engine = StampingEngine(folder)
     probing = RetryPolicy(first=0.01, longest=0.01)
     async with pool_of(engine, probing=probing, known=KnownPolicy(3, "nowhere")) as pool:

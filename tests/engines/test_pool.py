@@ -362,7 +362,7 @@ async def test_an_engine_that_restarts_fails_no_session() -> None:
 
 
 async def test_a_request_that_no_engine_survives_is_given_up() -> None:
-    """It would otherwise keep taking healthy engines from all other requests."""
+    """Otherwise the request would make healthy engines unavailable to other requests again and again."""
     engines = [engine_of(name, fail="unavailable") for name in "ab"]
     async with pool_of(probing=AT_ONCE, patience=1e9) as pool:
         for engine in engines:
@@ -373,7 +373,7 @@ async def test_a_request_that_no_engine_survives_is_given_up() -> None:
 
 
 class Careless(ScriptedEngine):
-    """A third party's engine with bugs: its health check fails so many times."""
+    """A third party's engine with bugs. Its health check fails `unwell` times."""
 
     unwell = 0
 
@@ -404,7 +404,7 @@ async def test_a_mistake_in_an_engine_is_the_engines_failure() -> None:
 
 
 class Failing(ScriptedEngine):
-    """Raises an error after its first chunk, or before."""
+    """Raises `error`, after one chunk if `begins` is True."""
 
     error: type[Exception]
     begins = True
@@ -449,7 +449,7 @@ async def test_a_call_that_is_cut_off_leaves_no_cycle() -> None:
         try:
             cutting = asyncio.create_task(cut())
             with suppress(EngineSilent):
-                await call_with_a_body(pool, bodies, presence_penalty=0.5)  # with which no reply can continue
+                await call_with_a_body(pool, bodies, presence_penalty=0.5)  # no reply can be continued with it
                 raise AssertionError("the call has not failed")
             await cutting
             assert bodies[0]() is None
@@ -460,7 +460,8 @@ async def test_a_call_that_is_cut_off_leaves_no_cycle() -> None:
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("error", [EngineUnavailable, EngineMisbehaved, ContextOverflow, KeyError])
 async def test_a_call_that_fails_leaves_no_cycle(error: type[Exception], begins: bool) -> None:
-    """Its error would keep what the caller had, such as a request's body, until a garbage collection."""
+    """A cycle through the error would keep the caller's objects, such as a request's body, until a garbage
+    collection."""
     engine = Failing(EngineOptions(name="a", options={"replies": [{"ids": IDS}]}))
     engine.error, engine.begins = error, begins
     bodies: list[weakref.ref[Body]] = []

@@ -71,7 +71,7 @@ class Watched:
         await self._app(scope, receive, send)
 
     async def until(self, path: str, times: int = 1) -> None:
-        """Return once a path was requested so often, and the application has got as far with the request as it can."""
+        """Return when a path was requested `times` times and the application's tasks are blocked."""
         while True:
             more = self._more.next()
             if self.asked[path] >= times:
@@ -81,8 +81,8 @@ class Watched:
 
 
 class Live(NamedTuple):
-    """A pool over an adapter over a fake server over a scripted engine, and another client of the server. `server`
-    counts the requests."""
+    """A scripted engine behind a fake server, an adapter for the server, a pool, and another client of the server.
+    `server` counts the requests."""
 
     pool: EnginePool
     adapter: Any
@@ -142,7 +142,7 @@ async def post(world: Live, path: str, body: Any = None) -> int:
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_a_paused_sglang_is_attached_and_resumed(tokenizer_folder: Path, mode: str) -> None:
-    """A service that was killed during an update has to do this. `/health` would hang for 20 s."""
+    """A service killed during an update leaves SGLang paused. While it is paused, `/health` hangs for 20 s."""
     async with live("sglang", tokenizer_folder) as world:
         await post(world, "/pause_generation", {"mode": mode})
         async with asyncio.timeout(5):
@@ -175,7 +175,7 @@ async def test_a_request_that_sglang_drops_for_somebody_elses_pause_begins_again
 
 @pytest.mark.parametrize("server", SERVERS)
 async def test_nothing_is_in_flight_once_a_pause_has_cut(tokenizer_folder: Path, server: World) -> None:
-    """A request that arrives at the moment of the pause is held by the server: it is given up, and sent again."""
+    """The server holds a request that arrives at the moment of the pause. The request is given up and sent again."""
     protocol = SETTINGS[server][0]
     routes = {"sglang": "/pause_generation", "vllm": "/pause?mode=abort"}
     async with live(server, tokenizer_folder) as world:
@@ -196,7 +196,7 @@ async def test_nothing_is_in_flight_once_a_pause_has_cut(tokenizer_folder: Path,
 
 
 async def test_an_update_spares_sglang_with_somebody_elses_request(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """The other request, frozen in place, would have crashed the server when its cache was flushed."""
+    """If the other request were frozen in place, the server would crash when its cache is flushed."""
     fake = scripted(tokenizer_folder, replies=[{"reply": REPLY, "stall": 2}])
     async with live("sglang", tokenizer_folder, fake) as world:
         await world.pool.add_engine(world.adapter)
@@ -213,7 +213,7 @@ WAITED = {"type": "abort", "message": "Abort in waiting queue"}
 
 
 def queued(ids: list[int], logprobs: list[float]) -> dict[str, Any]:
-    """The end of a request that was put back in the queue and aborted there: the last of its ids is sent again."""
+    """The last event of a request that was put back in the queue and aborted there. It repeats the last id."""
     return sglang_event(ids, logprobs, len(ids), WAITED) | {"output_ids": ids[-1:]}
 
 
@@ -319,7 +319,7 @@ async def test_vllm_that_counts_no_cached_tokens_is_told_of(
 
 
 async def test_vllm_is_not_given_a_folder_that_is_not_there(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """Such a vLLM would exit."""
+    """vLLM exits if it gets such a folder."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     async with live("vllm-0.26", tokenizer_folder) as world:
@@ -502,7 +502,8 @@ async def test_a_request_that_was_held_over_an_update_is_asked_again(tokenizer_f
 
 
 async def test_sglang_says_itself_that_its_weights_are_newer(tokenizer_folder: Path) -> None:
-    """The trainer changes the version on the server only: the salt changes from the first reply on."""
+    """The trainer changes the version only on the server. The salt changes after the first reply that reports the new
+    version."""
     async with live("sglang", tokenizer_folder) as world:
         await world.pool.add_engine(world.adapter)
         await read(world.pool, request("a"))

@@ -1,9 +1,8 @@
 """Recorded responses of real servers, replayed to the adapters: SGLang 0.5.17 and vLLM 0.26.0, on one H200.
 
-Each line of tests/golden/real_engines is one response: its status, its unchanged body (of long streams the first
-three events and the last two; `cut` where the capture, or the server, broke off), and the expected result of the
-adapter. The adapters request streams only, so a generation that came in one piece is replayed as a stream of one
-event.
+Each line of tests/golden/real_engines is one response: its status, its unchanged body (of long streams only the first
+three events and the last two; `cut` is True if the capture or the server broke off), and the expected result of the
+adapter. The adapters request only streams, so a generation that came in one piece is replayed as a stream of one event.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ GENERATE = {"sglang": ("/generate",), "vllm": ("/inference/v1/generate", "/v1/co
 
 
 class Made(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of the adapter. `versions` are the spans as triples; `error` is the name of the error's class, and
-    `says` some words of its message."""
+    """The result of the adapter. `versions` are the spans as triples. `error` is the name of the error's class, and
+    `says` is a part of its message."""
 
     ids: list[int] = []
     logprobs: list[float] = []
@@ -80,7 +79,7 @@ GENERATIONS = [
 
 
 class Replaying:
-    """Sends the recorded response of each path, the body in pieces of these sizes in turn."""
+    """Sends the recorded response of each path. The sizes of the body's pieces are taken from `sizes` in turn."""
 
     def __init__(self, *known: Reply, sizes: Sequence[int] = (1 << 20,)) -> None:
         self.replies = {(reply.method, reply.path): reply for reply in known}

@@ -72,7 +72,7 @@ def request(*, tokens: int = 100, first: int = 3, session: str | None = None) ->
 
 
 def expected(asked: GenerateRequest) -> tuple[list[int], list[float]]:
-    """The ids and log-probabilities that `Counter` generates for a request; they identify prompt and position."""
+    """The ids and log-probabilities that `Counter` generates for a request. They identify prompt and position."""
     first = int(asked.input_ids[0])
     ids = [(first * 7919 + position * 31) % 50_000 for position in range(asked.sampling.max_tokens)]
     return ids, [scripted_logprob(position + first, token) for position, token in enumerate(ids)]
@@ -145,7 +145,7 @@ async def attached(url: str, generate: Any, **fields: Any) -> AsyncGenerator[Wor
 async def until(condition: Callable[[], bool]) -> None:
     """Yield to other tasks until the condition holds."""
     async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  # what is waited for has no event
+        while not condition():  # noqa: ASYNC110  # the condition has no event
             await asyncio.sleep(0)
 
 
@@ -322,7 +322,7 @@ async def test_a_worker_killed_in_the_middle_fails_what_has_tokens() -> None:
                 async for chunk in chunks:
                     ids += chunk.ids
             except EngineUnavailable as error:
-                assert "did not come back within" in error.message  # noqa: PT017  # what came before it counts, too
+                assert "did not come back within" in error.message  # noqa: PT017  # the tokens so far count, too
             assert ids == expected(asked)[0][:5], "what came before the failure is passed on"
             with pytest.raises(EngineUnavailable, match="no worker is attached"):
                 await collect(engine.generate(request()))
@@ -438,7 +438,7 @@ async def test_tokens_keep_the_version_that_the_trainer_had_set() -> None:
 
 
 async def test_a_chunk_may_say_the_versions_of_its_own_tokens() -> None:
-    """The chunk came out of a queue, and the version has changed since it was put in."""
+    """The chunk has waited in a queue while the version changed."""
 
     async def generate(asked: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(ids=[1, 2], logprobs=[-0.5, -0.5], versions=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)))
@@ -494,7 +494,8 @@ async def test_a_second_abort_waits_for_a_step_that_is_ending() -> None:
 
 
 async def test_a_thread_serves_code_that_blocks() -> None:
-    """The loop of this test is the service's; the worker has its own loop, in a thread of a thread."""
+    """The service uses the test's event loop. The worker has its own loop, in a thread that the trainer's thread
+    starts."""
     engine = relay()
 
     async def generate(asked: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -566,7 +567,7 @@ async def test_a_pause_outlives_the_connection_it_was_asked_on() -> None:
 
 
 async def test_a_worker_that_attaches_while_the_engine_is_resumed_goes_on() -> None:
-    """The worker is ordered to pause on attaching; the resume comes before its reply."""
+    """On attaching, the worker is ordered to pause. The resume comes before the worker's reply."""
     engine = relay()
     async with relay_served(engine) as url:
         await engine.pause("finish")
@@ -755,7 +756,7 @@ async def test_a_worker_that_is_away_during_an_update_loads_before_it_serves() -
 
 
 async def test_a_worker_that_attaches_while_others_load_gets_the_new_weights_too() -> None:
-    """The worker attaches during an update, and another update follows while it loads."""
+    """The worker attaches after an update. Another update follows while it loads the weights of the first."""
     engine = relay()
     first, second = Weights(goes=False), Weights(goes=False)
     async with relay_served(engine) as url, attached(url, Counter(), update_weights=first):
@@ -982,7 +983,7 @@ async def test_a_greeting_that_does_not_fit_is_refused(first: Any, code: int, re
 
 
 async def test_a_worker_does_not_shorten_the_context_for_others() -> None:
-    """The worker sent no context length before."""
+    """The worker's greeting had no context length. Its health report has a shorter one than the other worker's."""
     engine = relay()
     async with (
         relay_served(engine) as url,
@@ -1163,7 +1164,7 @@ async def test_silence_is_noticed_by_the_service() -> None:
 
 async def test_silence_is_noticed_by_the_worker() -> None:
     """The worker closes the connection with the reason, and connects again. The times are long enough for a busy
-    machine: a worker that was not scheduled for a quarter of `silence` begins to count anew."""
+    machine: a worker that was not scheduled for a quarter of `silence` restarts its count."""
     closed: list[int] = []
     silent = WorkerWelcome(
         protocol=PROTOCOL, resumed={}, heartbeat=0.8, silence=0.8, resume=1, window=8, total_window=8
@@ -1248,7 +1249,7 @@ async def test_constraints_are_those_of_the_workers_that_are_attached() -> None:
         async with attached(url, regex):
             await until(lambda: engine.constraints == {ConstraintKind.REGEX})
         await until(lambda: not engine._workers)
-        # a call now fails because the worker is missing; it is not refused as wrong
+        # a call fails because no worker is attached; it is not refused as wrong
         assert engine.constraints == {ConstraintKind.REGEX}
 
 

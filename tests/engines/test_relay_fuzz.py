@@ -111,7 +111,7 @@ async def read(engine: RelayEngine, asked: GenerateRequest) -> None:
 def test_whatever_workers_say_the_others_go_on(
     caplog: pytest.LogCaptureFixture, workers: list[tuple[bool, list[Any]]]
 ) -> None:
-    """Messages that are nearly valid, and some that are not valid at all. A good worker serves all the time."""
+    """The workers send messages that are almost valid, and some that are invalid. A good worker serves all the time."""
     caplog.clear()
 
     async def run() -> None:

@@ -54,7 +54,7 @@ async def test_a_server_is_no_router(kind: Kind, tokenizer_folder: Path) -> None
 
 
 async def test_a_worker_that_breaks_off_an_order_is_not_passed_over(tokenizer_folder: Path) -> None:
-    """Such a worker may be alive and still generate. Only a worker that refuses connections is surely gone."""
+    """Such a worker may be alive and still generate. Only a worker that refuses connections is certainly gone."""
     pages = {"/v1/models": {"data": [{"id": "policy"}]}, "/weight_info": {"weight_version": "default"}}
     async with worlds_of("vllm", fake_router, tokenizer_folder)() as world, world.engine() as engine:
         async with upstream(Answer(cut=True), pages=pages) as (broken, _):

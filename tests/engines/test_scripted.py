@@ -1,4 +1,4 @@
-"""What the scripted engine does beyond the contract: its script, its failures, its log-probabilities."""
+"""Behaviour of the scripted engine outside the contract: its script, its failures, its log-probabilities."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_only_the_sessions_that_asked_last_keep_their_place() -> None:
     options = EngineOptions(name="e", options={"replies": [{"ids": [1]}, {"ids": [2]}, {"ids": [3]}]})
     engine = ScriptedEngine(options, remembered_sessions=2)
     said = [(await collect(engine.generate(request([9], session)))).ids[0] for session in "abacab"]
-    assert said == [1, 1, 2, 1, 3, 1]  # when c came, b had been idle for longest
+    assert said == [1, 1, 2, 1, 3, 1]  # b had been idle for the longest time when c came
 
 
 async def test_rules_go_before_lines(tokenizer_folder: Path) -> None:

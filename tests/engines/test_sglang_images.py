@@ -1,4 +1,4 @@
-"""Images of prompts of ids on SGLang: what the adapter sends, and what it does not accept."""
+"""Images in prompts of token ids on SGLang: what the adapter sends, and which replies it refuses."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ async def test_a_sampled_placeholder_is_refused_by_name_only_beside_images(world
 async def test_a_server_that_reads_another_prompt_gives_no_token(
     world: World, settings: dict[str, Any], reason: str
 ) -> None:
-    letters = [world.tokenizer.encode(letter)[0] for letter in "the"]  # the tokenizer has one id for these three
+    letters = [world.tokenizer.encode(letter)[0] for letter in "the"]  # the tokenizer has one id for the whole word
     assert world.tokenizer.encode("the") != letters
     asked = world.request([picture(64, 64)], before=letters)
     async with world.engine(**settings) as (engine, _):

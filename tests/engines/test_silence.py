@@ -39,7 +39,7 @@ class Losing(ScriptedEngine):
 
 
 class Dripping(ScriptedEngine):
-    """Gives a token every `seconds`."""
+    """Waits `seconds` before each chunk."""
 
     seconds = 0.0
 
@@ -51,7 +51,7 @@ class Dripping(ScriptedEngine):
 
 
 class Generous(ScriptedEngine):
-    """Sends its whole reply, however few tokens are requested."""
+    """Sends its whole reply, each chunk's tokens twice, however few tokens are requested."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         asked = msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=9))
@@ -300,16 +300,16 @@ async def test_a_call_that_was_given_up_is_doubted_until_its_engine_answers(hang
 @pytest.mark.parametrize(
     ("silent", "usual", "before", "fault"),
     [
-        (1.5, 0.05, 0.0, True),  # far longer than usual, whatever others received
+        (1.5, 0.05, 0.0, True),  # 30 times as long as usual
         (1.5, 0.5, 0.0, False),
-        (6.0, 0.5, 0.0, True),  # nobody received anything, and the reply came late
+        (6.0, 0.5, 0.0, True),  # twelve times as long as usual
         (3.0, 0.5, 0.0, False),
-        (20.0, None, 0.0, True),  # it has just begun
+        (20.0, None, 0.0, True),  # the usual time is not known yet
         (2.0, None, 0.0, False),
         (2.0, None, 4.0, True),
         (2.0, 0.4, 4.0, True),  # the third call in a row that waits five times as long as usual
         (2.0, 0.4, 0.0, False),
-        (0.7, 0.4, 60.0, False),  # an agent that gives up sooner than its engine replies is not excused
+        (0.7, 0.4, 60.0, False),  # an agent that gives up before twice the usual time is not excused
     ],
 )
 def test_who_is_to_blame_for_a_call_that_was_given_up(
@@ -320,7 +320,8 @@ def test_who_is_to_blame_for_a_call_that_was_given_up(
 
 @pytest.mark.parametrize("stops", [False, True])
 async def test_a_reply_that_drips_is_given_up_between_two_chunks(stops: bool) -> None:
-    """Its last wait is short. A call given up right after a chunk is given up because of the chunk's content."""
+    """The last wait of such a call is short. If a call is given up right after a chunk, the chunk's content is the
+    reason."""
     a = engine_of("a", Dripping)
     a.seconds = 0.05
     async with EnginePool(probing=SOON) as pool:
@@ -424,7 +425,7 @@ def test_waits_that_are_overdue_at_the_same_time_count_once() -> None:
 
 
 async def test_the_patience_with_failures_begins_anew_once_an_engine_has_gone_on_with_the_reply() -> None:
-    """The first failure was long ago, so it does not shorten the time that another failure may take."""
+    """The first failure was long ago, so it does not shorten the time allowed for the next one."""
     async with EnginePool(probing=SOON, patience=5.0) as pool:
         await pool.add_engine(engine_of("a", stall=1))
         call = Call(pool, "s")
@@ -438,5 +439,5 @@ async def test_the_patience_with_failures_begins_anew_once_an_engine_has_gone_on
         await Call(pool, "other").task  # a session on d, so that c comes first
         await pool.add_engine(engine_of("c", fail="unavailable"))
         await until(call.task.done)
-        assert call.task.result() == IDS[:1] + IDS[:3] + IDS  # each script begins anew
+        assert call.task.result() == IDS[:1] + IDS[:3] + IDS  # each engine begins its script anew
         assert {name: member.failures for name, member in pool.calls.members.items()} == {"b": 0, "c": 1, "d": 0}

@@ -45,7 +45,7 @@ class OneSlot(ScriptedEngine):
 
 
 class Slow(OneSlot):
-    """Reads 200 tokens of prompt in a second, and takes `seconds` for its first reply."""
+    """Needs a second for 200 tokens of prompt, and `seconds` more for its first reply."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with self._slot:
@@ -57,7 +57,7 @@ class Slow(OneSlot):
 
 
 class Relay(ScriptedEngine):
-    """An engine whose workers connect; they take `seconds` to begin with a request."""
+    """An engine whose workers connect to it and need `seconds` to begin with a request."""
 
     awaits_workers = True
     seconds = 0.0
@@ -127,7 +127,7 @@ async def test_calls_that_queue_for_minutes_keep_their_place() -> None:
         a.seconds = 2.5
         calls = [Call(pool, f"s{number}") for number in range(60)]
         await answered(*calls)
-        # One more for each health check: one check is under way at a time.
+        # Each health check adds one request; only one check runs at a time.
         assert a.asked - asked < 60 + 150 / LIMITS.check + 1
         assert pool.status()[0].failures == 0
 
@@ -266,7 +266,7 @@ async def test_time_after_a_call_was_given_up_is_no_silence() -> None:
         await pass_time(1.2)
         call.task.cancel()
         await asyncio.wait([call.task])
-        await pass_time(120)  # in which the agent works, and nobody asks the engine for anything
+        await pass_time(120)  # the agent works, and the engine gets no request
         [check_engine] = call.overdue.pending_checks
         settled = asyncio.ensure_future(check_engine())
         await until(settled.done)
@@ -307,7 +307,7 @@ async def test_a_pause_does_not_wait_for_the_probe_of_a_silent_engine(mode: str)
         await until(pausing.done, 10)
         await pool.policy.resume()
         await pass_time(5)
-        assert not pool.status()[0].ok  # it has given no token yet
+        assert not pool.status()[0].ok  # the engine has given no token yet
         a.revive()
         await until(lambda: pool.status()[0].ok)
 

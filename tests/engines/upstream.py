@@ -14,7 +14,7 @@ from outrider.wire.http_server import Receive, Scope, Send
 
 
 class Answer(msgspec.Struct):
-    """The response to one POST. `cut` breaks the connection off instead of ending the body."""
+    """The response to one POST. `cut` breaks the connection off before the end of the body."""
 
     status: int = 200
     events: Sequence[Any] = ()
@@ -75,7 +75,7 @@ async def _send(send: Send, answer: Answer) -> None:
 
 @asynccontextmanager
 async def upstream(*answers: Answer, pages: dict[str, Any] | None = None) -> AsyncGenerator[tuple[str, Upstream], None]:
-    """The server's URL, and the server."""
+    """Yield the server's URL and the server."""
     server = Upstream(*answers, pages=pages)
     async with serving(server) as url:
         yield url, server

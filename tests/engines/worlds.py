@@ -1,4 +1,4 @@
-"""The scripted engine in the worlds in which it is tested: by itself, and behind each protocol that serves it."""
+"""The scripted engine in the worlds of its tests: by itself, and behind each protocol that serves it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def scripted(folder: Path, name: str = "scripted", **options: Any) -> ScriptedEn
 
 
 def factory_of(world: World, folder: Path) -> Factory:
-    """A contract factory; `folder` holds a tokenizer.json."""
+    """Return a contract factory. `folder` holds a tokenizer.json."""
 
     @asynccontextmanager
     async def factory(*, slow: bool = False) -> AsyncGenerator[Rig, None]:
@@ -78,7 +78,7 @@ def factory_of(world: World, folder: Path) -> Factory:
 
 @asynccontextmanager
 async def reached(world: World, fake: Engine, folder: Path) -> AsyncGenerator[Engine, None]:
-    """The started engine through which the fake is reached in this world."""
+    """Yield the started engine through which this world reaches the fake."""
     if world == "direct":
         yield fake
         return

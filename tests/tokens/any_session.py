@@ -1,4 +1,4 @@
-"""Any session: what several clients do side by side, at random, with every join checked by a second opinion."""
+"""Random sessions of several clients side by side. `Rollout` checks every join."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ moves = st.tuples(
     st.sampled_from(ACTIONS),
     st.integers(0, 3),  # which of the newest conversations
     st.sampled_from(["answer", "answer", "answer", "abort", "wait"]),
-    st.integers(0, 2**32),  # what is said
+    st.integers(0, 2**32),  # seed of the texts
 )
 
 
@@ -72,8 +72,8 @@ class Clients:
             self.finish(-1)
 
     def under_another_head(self, rng: Random, old: Request, action: str) -> Request:
-        """The history of a conversation, now and then with an edit, behind another head: any, or one that was there
-        before."""
+        """A request with the history of `old`, sometimes edited, behind another head: one of HEADS or, for "take back",
+        the head of an earlier request."""
         history = old.messages[len(leading(old.messages)) :]
         if rng.random() < 0.2:
             history = rewritten(rng, history)
@@ -88,7 +88,7 @@ class Clients:
         return self.rollout.join(request.messages, request.tools)
 
     def check_going_on(self, joined: Joined, request: Request, added: tuple[Message, ...]) -> None:
-        """Nothing but new messages: the sampled ids are kept wherever the family can go on from them."""
+        """Check a request that only adds messages: it keeps the sampled ids unless the family cannot append to them."""
         if joined.prompt.parent is not None or joined.kind is JoinKind.RETRY:
             return
         assert joined.cause in (ForkCause.BRIDGE_REFUSED, ForkCause.TEMPLATE_HISTORY)

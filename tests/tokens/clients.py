@@ -1,4 +1,4 @@
-"""What clients do with a conversation, and what models answer, made from a seeded random number generator."""
+"""Random changes that clients make to a conversation, and random replies of models, from a seeded generator."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def call_text(rng: Random) -> str:
 
 
 def sampled(rng: Random) -> list[int]:
-    """A reply in ids that no tokenizer would have chosen: thinking, prose and calls, whole or broken."""
+    """Return a reply of thinking, prose and calls, some of them broken, in ids that no tokenizer would choose."""
     thought = rng.choice(["", "", f"<think>\n{prose(rng)}\n</think>\n\n", f"\n<think>{prose(rng)}"])
     parts = [rng.choice([prose, call_text, call_text])(rng) for _ in range(rng.randrange(3))]
     if rng.random() < 0.15:
@@ -62,7 +62,7 @@ def respelled(rng: Random, text: str) -> list[int]:
 
 
 def news(rng: Random, last: Message) -> tuple[Message, ...]:
-    """What may follow a reply: its tools' results, a user's words, both."""
+    """Messages that may follow a reply: results of its tool calls, user messages, or both."""
     results = [
         Message(role=Role.TOOL, content=prose(rng), tool_call_id=call.id, name=rng.choice([None, call.name]))
         for call in last.tool_calls
@@ -72,7 +72,7 @@ def news(rng: Random, last: Message) -> tuple[Message, ...]:
 
 
 def echoed(rng: Random, messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The history as a client may send it back without changing what it says."""
+    """The history as a client may send it back, with changes that do not count as edits."""
     return tuple(echo(rng, message) if rng.random() < 0.4 else message for message in messages)
 
 
@@ -102,7 +102,7 @@ def reserialised(rng: Random, call: ToolCall) -> ToolCall:
 
 
 def rewritten(rng: Random, messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The history with something visible changed in one message, or a message more or less."""
+    """The history with a visible change to one message, or with a message added or removed."""
     at = rng.randrange(len(messages))
     before, message, after = messages[:at], messages[at], messages[at + 1 :]
     change = rng.choice(["edit", "change", "change", "drop", "insert"])
@@ -116,7 +116,8 @@ def rewritten(rng: Random, messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def changed(rng: Random, message: Message) -> Message:
-    """The message with another field than its words changed, where it has one."""
+    """The message with a field other than `content` changed. User and system messages have no such field; a line break
+    is added to their content."""
     replace = msgspec.structs.replace
     if message.role is Role.TOOL:
         return replace(message, tool_call_id="another")

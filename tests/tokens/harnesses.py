@@ -1,4 +1,4 @@
-"""Builds sessions call by call in the shapes of real clients: who asks what, with which tools and history."""
+"""Builds sessions call by call, with the agents, tools and histories of real clients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CODING = tool("bash", "edit", "task")
 EXPLORING = tool("grep", "read")
 SUMMARY = "The parser fails on empty input.\nI changed parse() in parser.py.\nNext: run the tests again."
 MAIN = ("main", None, 0, "")
-"""What `told` gives for a turn of the main conversation."""
+"""The entry of `Harness.told` for a turn of the main conversation."""
 
 
 class Harness:
@@ -64,7 +64,7 @@ class Harness:
         declared: str | None = None,
         cut: bool = False,
     ) -> Message:
-        """One call with all that its client says about itself; the reply."""
+        """Make one call, with the hints that its client sends. Returns the reply."""
         joined = self.rollout.join(messages, tools)
         ids = [*small_tokenizer().encode(said), IM_END]
         finish = FinishReason.ABORT if cut else FinishReason.STOP

@@ -1,7 +1,8 @@
-"""A session as the gateway runs it, over a made-up engine, with a second opinion on every join.
+"""A session as the gateway runs it, with sampled ids from the test instead of an engine. Every join is checked
+independently.
 
-The second opinion shares no code with the tree: it keeps, for every prompt, the messages that its ids say to the
-model, and compares messages field by field.
+The check shares no code with the tree: it keeps the messages that each prompt's ids show, and compares messages field
+by field.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Rollout:
         self.logprobs: list[list[float]] = []
         self.causes: Counter[ForkCause] = Counter()
         self._said: dict[int, list[Message]] = {}
-        # What prompts show: of those with a turn by their first one, of the others by their ids.
+        # The messages that a prompt shows: `_asked` by the index of the prompt's first turn, `_meant` by `id(prompt)`,
+        # which is used while the prompt has no turn.
         self._asked: dict[int, list[Message]] = {}
         self._meant: dict[int, list[Message]] = {}
         self._prompts: list[PromptNode] = []
@@ -93,7 +95,7 @@ class Rollout:
         return joined
 
     def _tick(self) -> int:
-        """The time, which goes on by one with all that happens."""
+        """Return the time, which advances by one with each call."""
         self._ticks += 1
         return self._ticks
 
@@ -182,8 +184,9 @@ class Rollout:
         assert self.tree.forks == dict(self.causes)
 
     def _checked_splice(self, joined: Joined, messages: list[Message], tools: Sequence[ToolSpec]) -> list[Message]:
-        """Check that the ids recorded behind other tools or another system prompt follow the request's own, as far as
-        the family can append to them, and return the messages that they show."""
+        """Check that the prompt has the request's own head, then the ids recorded behind another head, then the new
+        messages. Returns the messages that the prompt shows. The recorded ids may be missing only if the new
+        messages cannot be appended to them, or if their history began with replies sent by the client."""
         ids, index = joined.prompt.ids().tolist(), joined.forked_from
         assert index is not None
         before, said = self.turns[index], self._said[index]
@@ -215,21 +218,22 @@ class Rollout:
         return [*leading(messages), *known, *new]
 
     def _begins_with_a_quote(self, index: int) -> bool:
-        """Whether the turn's history began with rendered replies, which clients may send back differently."""
+        """Whether the turn's history began with assistant messages sent by the client. Clients may send such messages
+        back in another form."""
         while (parent := self.turns[index].parent) is not None:
             index = parent
         begin = self.turns[index].messages
         return any(message.role is Role.ASSISTANT for message in begin)
 
     def _without_head(self, ids: list[int], messages: Sequence[Message], has_tools: bool) -> list[int]:
-        """The ids behind the system turns at the beginning; tools without a system message have a turn, too."""
+        """The ids after the leading system turns. Tools without a system message count as one turn."""
         systems = len(leading(messages))
         turns = systems if self.renderer.family == "qwen3" else min(systems, 1)
         starts = [at for at, token in enumerate(ids) if token == IM_START]
         return ids[starts[turns or has_tools] :]
 
     def _checked_ids(self, joined: Joined, messages: list[Message], tools: Sequence[ToolSpec]) -> list[Message]:
-        """Check the prompt's ids, and return the messages that they show."""
+        """Check the prompt's ids. Returns the messages that they show."""
         prompt = joined.prompt
         ids = prompt.ids().tolist()
         assert len(ids) == prompt.length
@@ -251,7 +255,7 @@ class Rollout:
     def _check_rejoined(
         self, added: Sequence[int], messages: list[Message], covered: int, tools: Sequence[ToolSpec]
     ) -> None:
-        """The text behind the recorded ids is the end of the whole conversation's rendering."""
+        """Check that the text after the recorded ids equals the end of the whole conversation's rendering."""
         decode = self.renderer.tokenizer.decode
         own = decode(list(added)).split(TURN_OPEN)[1:]
         whole = decode(self.renderer.render(messages, tools)).split(TURN_OPEN)
@@ -314,13 +318,15 @@ class Rollout:
             assert line.depth == 0 or line.kind is not BranchKind.MAIN
             if line.parent is not None and line.kind is not BranchKind.RETRY:
                 assert line.parent < turn.index
-        # The one that does the task's work may have been cut off, and be gone on with by a fork.
+        # The first turn of the main conversation may have been cut off and continued by a fork. Then no turn has the
+        # rule `main`.
         begun = any(line.rule == "main" or (line.kind is BranchKind.ABORTED and not line.depth) for line in lines)
         begun = begun or any(turn.declared is BranchKind.MAIN for turn in self.turns)
         assert begun or not any(line.kind is BranchKind.MAIN for line in lines)
 
     def _checked_sample(self, sample: Sample) -> list[int]:
-        """Check that the columns are exactly what the engine was given and sampled, and return the turns that train."""
+        """Check that the columns equal the ids that the engine was given and the ids that it sampled. Returns the turns
+        that train."""
         last = sample.turns[-1]
         assert sample.ids.tolist() == self.given[last] + self.gave[last]
         assert len(sample.ids) == len(sample.loss_mask) == len(sample.logprobs) == len(sample.versions)
@@ -355,8 +361,9 @@ def leading(messages: Sequence[Message]) -> list[Message]:
 
 
 def says(sent: Message, meant: Message, *, trims: bool = False) -> bool:
-    """Whether a client's message is the one the model knows, as far as clients are known to preserve it. Neither call
-    ids nor names are in the prompts of the families tested here; some trim what the model did not say (`trims`)."""
+    """Whether a client's message equals the recorded one, up to changes that clients are known to make. Call ids and
+    names of messages are not compared, because the prompts of the families tested here do not contain them. `trims` is
+    True for families that trim the text of messages other than the assistant's."""
     if sent.role is not meant.role:
         return False
     if sent.role is not Role.ASSISTANT:
@@ -385,7 +392,7 @@ def same_json(one: str, other: str) -> bool:
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Equal as JSON: numbers by value, but never True as 1."""
+    """Equal as JSON values. Numbers compare by value; True is not 1."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

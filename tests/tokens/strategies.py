@@ -1,4 +1,5 @@
-"""What models sample when they misbehave: texts, and ids that no tokenizer would have chosen for them."""
+"""Hypothesis strategies for replies of models: texts with broken calls, and ids that no tokenizer would choose for a
+text."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ thoughts = st.sampled_from(["", "<think>\n", "<think>", "\n<think>hm"]).flatmap(
 
 @st.composite
 def replies(draw: st.DrawFn) -> str:
-    """A reply's text: thinking, prose, calls good and bad, prose between and after them."""
+    """A reply's text: thinking, then prose and calls, some of them malformed."""
     parts = [draw(thoughts)]
     parts += draw(st.lists(plain | good_calls | bad_calls, max_size=4))
     return "".join(parts)

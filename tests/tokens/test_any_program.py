@@ -1,4 +1,4 @@
-"""Sessions of random programs, which open, continue, rewrite, quote and mix conversations as they like."""
+"""Sessions of random programs, which open, continue, rewrite, quote and mix conversations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNUSED = (BranchKind.RETRY, BranchKind.ABORTED)
 
 
 class Program:
-    """Plays a session. `chance` decides everything that the program and the model do."""
+    """Plays a session. `chance` determines all that the program and the model do."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance

@@ -12,7 +12,8 @@ from .harnesses import Harness
 
 @pytest.mark.deep
 def test_every_rule_decides_in_some_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the sessions of the neighbouring files again: a rule that never decides would be superfluous."""
+    """Runs the sessions of `test_branches` and `test_compactions` again. A rule that never decides would be
+    superfluous."""
     seen: set[str] = set()
     lines = Harness.lines
 

@@ -1,4 +1,5 @@
-"""What each turn was for, on hand-made sessions in the shape of every client we know: agents and side calls."""
+"""Kind, parent, depth and label of each turn, in hand-made sessions with the requests of known clients: agents and side
+calls."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def test_codex_names_the_threads_of_its_agents_and_what_started_them() -> None:
 
 
 def test_a_sub_agent_without_headers_is_known_by_its_prompt() -> None:
-    """Qwen Code and Gemini CLI: the tool call's text is what the conversation begins with."""
+    """Qwen Code and Gemini CLI: a sub-agent's conversation begins with the text of the tool call."""
     harness = Harness()
     main = Agent(harness, [CODER, TASK], CODING)
     main.step()
@@ -181,7 +182,7 @@ def test_a_purpose_that_is_known_decides() -> None:
 
 
 def test_calls_of_one_sort_are_agents_side_by_side() -> None:
-    """An agent in Python that asks many questions at once: none is a side call of another."""
+    """A program that sends unrelated questions: no call is a side call of another."""
     harness = Harness()
     for number in range(3):
         harness.call([user(f"Question {number}?")], f"Answer {number}.")
@@ -189,7 +190,7 @@ def test_calls_of_one_sort_are_agents_side_by_side() -> None:
 
 
 def test_the_main_conversation_may_have_no_tools_and_begin_last() -> None:
-    """mini-swe-agent in text mode, behind a router that has a tool."""
+    """mini-swe-agent in text mode, after a router call that has a tool."""
     harness = Harness()
     harness.call([system("You are a Task Routing AI."), TASK], "Take the large one.", tool("choose"))
     history = [CODER, TASK]
@@ -216,7 +217,7 @@ def test_retries_and_cut_off_answers_say_what_took_their_place() -> None:
 
 
 def test_an_empty_reply_is_no_sign_of_a_history() -> None:
-    """A model that only thinks says nothing; clients send that back as empty text, in any conversation."""
+    """A reply that consists of thinking has an empty text, which clients send back in any conversation."""
     empty = Message(role=Role.ASSISTANT, content="")
     spoken = Message(role=Role.ASSISTANT, content="Done.")
     session = SegmentedSession([])
@@ -245,7 +246,7 @@ def test_a_declaration_of_one_call_in_a_conversation_is_that_calls_alone() -> No
 
 
 def test_an_answer_that_a_later_call_quotes_is_work() -> None:
-    """The prompts have the words of side calls; only what became of the answers tells them apart."""
+    """Both prompts have the words of side calls. Only the use of the answers distinguishes the calls."""
     answer = '```json\n{"loop": "A loop over \\"tokens\\" never ends."}\n```'
     harness = Harness()
     main = Agent(harness, [CODER, TASK], CODING)
@@ -266,7 +267,7 @@ def test_votes_that_are_all_counted_are_all_used() -> None:
 
 
 def test_a_history_whose_beginning_was_rewritten_stays_the_main_conversation() -> None:
-    """A note that the client moves from its first message to its last."""
+    """The client moves a note from its first message to its last."""
     harness = Harness()
     note = "\n<note>Today is Monday.</note>"
     reply = harness.call(
@@ -349,7 +350,7 @@ def test_a_question_that_was_cut_off_and_asked_anew_is_work_if_its_answer_is_use
 
 
 def test_a_reply_of_many_tags_fences_or_lines_takes_no_time() -> None:
-    """As a policy writes that is stuck."""
+    """A policy that repeats itself writes such replies."""
     harness = Harness()
     main = a_main(harness, steps=1)
     turns = harness.rollout.turns

@@ -1,5 +1,5 @@
-"""Grammars of forced tool calls: the form of every family is read back by the family's own parser, and is the form in
-which the family renders calls."""
+"""Grammars of forced tool calls: each family's own parser reads the calls, and the family renders calls in the same
+form."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def choice(*names: str, required: bool = True, single: bool = False) -> ToolChoi
 
 
 def read(family: str, text: str, *, respelled: bool = False) -> Message:
-    """The reply of a turn with this text after a prompt in which reasoning is closed."""
+    """Return the reply with this sampled text, after a prompt in which reasoning is closed."""
     renderer = marked_renderer(family)
     tokenizer = renderer.tokenizer
     prompt = tokenizer.encode("<think>\n\n</think>\n\n")
@@ -76,7 +76,7 @@ def test_markers_in_several_tokens_are_read_too(family: str) -> None:
 
 @pytest.mark.parametrize("family", FORMS)
 def test_the_form_is_the_familys_own(family: str) -> None:
-    """The texts around the arguments are those of the family's rendering of the same calls."""
+    """The texts around the arguments equal those in the family's rendering of the same calls."""
     rendered = rendering(family, TWO, TOOLS)
     form = FORMS[family]
     for name, _ in TWO:

@@ -1,4 +1,4 @@
-"""When two messages are the same to the model."""
+"""Which differences between messages, and between tools, change their keys."""
 
 from __future__ import annotations
 

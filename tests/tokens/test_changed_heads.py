@@ -1,4 +1,5 @@
-"""A recorded history behind other tools or another system prompt: where it joins, and which ids the engine is given."""
+"""A recorded history behind other tools or another system prompt: where the request joins, and which ids the engine
+gets."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ OTHERS: tuple[ToolSpec, ...] = ({"type": "function", "function": {"name": "searc
 
 
 def spelled(text: str, family: str = "qwen3") -> list[int]:
-    """One token for each character: no tokenizer would spell it so. Most families' prompts open a thought."""
+    """One token for each character, which no tokenizer would choose. If the family's prompts open a thought, the ids
+    close it first."""
     opened = [] if family == "qwen3" else small_tokenizer().encode("</think>")
     return [*opened, *(token for char in text for token in small_tokenizer().encode(char)), IM_END]
 
@@ -40,7 +42,8 @@ def within(part: list[int], whole: list[int]) -> bool:
 
 
 class Talk:
-    """QUESTION asked of TRIAGE with TOOLS, who thinks, calls a tool and then answers, in ids of its own."""
+    """A conversation of two turns with TRIAGE and TOOLS: the first reply thinks and calls a tool, the second answers.
+    No tokenizer would choose their ids."""
 
     def __init__(self, family: str = "qwen3", rollout: Rollout | None = None) -> None:
         self.rollout = rollout or Rollout(family_renderer(family))
@@ -135,7 +138,7 @@ def test_an_edit_as_well_keeps_the_ids_before_it() -> None:
 
 
 def test_the_same_request_behind_another_head_again_is_a_retry_once_there_is_an_answer() -> None:
-    """A call that failed has left no turn: the next one is the fork, counted once."""
+    """A failed call leaves no turn, so the next call is the same fork, counted once."""
     talk = Talk()
     one, two = (talk.join([*talk.history, AGAIN], EXPERT) for _ in range(2))
     assert (two.kind, two.cause, two.forked_from) == (JoinKind.FORK, ForkCause.SYSTEM_CHANGED, 1)
@@ -161,7 +164,8 @@ def test_without_a_reply_among_it_a_history_is_no_sign_of_a_conversation() -> No
 
 
 def test_a_template_that_shows_tools_among_the_messages_is_rendered_whole() -> None:
-    """The renderer cannot tell where its tools end, so nothing is spliced; it is the same conversation all the same."""
+    """The renderer cannot find the end of the tools, so it splices nothing. The request still continues the
+    conversation."""
     source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ tools }}{% endfor %}"
     renderer = Renderer(small_tokenizer(), "qwen3", template=ChatTemplate(source, special={}))
     assert renderer.render_split([TRIAGE, QUESTION], TOOLS) is None

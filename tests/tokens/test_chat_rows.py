@@ -1,4 +1,4 @@
-"""Which messages a row has as a conversation, and which of them train."""
+"""The messages of a row, and which of them train."""
 
 from __future__ import annotations
 

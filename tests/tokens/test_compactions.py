@@ -1,4 +1,4 @@
-"""Histories that are summed up, cut or edited, on hand-made sessions in the shape of every client we know."""
+"""Histories that are summarised, cut or edited, in hand-made sessions with the requests of known clients."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_codex_asks_for_its_summary_without_tools_and_compacts_twice() -> None:
 
 
 def test_codex_says_which_call_compacts_whose_history() -> None:
-    """Its answer is a summary whether or not anything goes on from it, one deeper than the agent that it summarises."""
+    """The answer of such a call is a summary, whether or not a call continues from it. Its depth is the summarised
+    agent's plus one."""
     harness = Harness()
     main = Agent(harness, [CODER, TASK], CODING, agent="t1")
     main.step("spawn", message="Search for all callers of parse().")
@@ -158,7 +159,7 @@ def test_a_sub_agents_own_compaction_stays_below_it() -> None:
 
 
 def test_other_edits_of_the_history_stay_what_they_were() -> None:
-    """A note that moves, and a user who goes back to an earlier point, are still the main conversation."""
+    """A moved note, a return to an earlier point and a rewritten answer all stay in the main conversation."""
     harness = Harness()
     main = a_main(harness)
     note = user("Remember: be brief, and mind the style guide.")
@@ -188,7 +189,7 @@ def test_the_policy_of_a_kind_takes_its_own_tokens_only() -> None:
 
 
 def test_a_session_that_compacts_often_has_no_row_without_something_to_train() -> None:
-    """Each history is the beginning of the request for its own summary."""
+    """Each request for a summary begins with the history that it summarises."""
     harness = Harness()
     agent = a_main(harness)
     for number in range(3):

@@ -1,4 +1,4 @@
-"""The kinds that Outrider decides, against the true uses of the answers in a corpus of sessions."""
+"""Compares the kinds that Outrider decides with the true uses of the answers in a corpus of sessions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def kinds(session: Session) -> list[BranchKind]:
 
 
 def mistakes(session: Session, name: str) -> Iterator[str]:
-    """The turns whose treatment contradicts their use, and the histories whose summary is not known."""
+    """Yield the turns whose kind contradicts their use, and the turns that continue from a summary but have another
+    parent."""
     conversation = CORPUS[name]
     policy = {**POLICY, **conversation.policy}
     lines = lineages(session.turns)
@@ -53,7 +54,7 @@ def tokens(turn: Turn) -> int:
 
 
 def path(session: Session, index: int | None) -> Iterator[str]:
-    """What the path to a turn says, from its end."""
+    """Yield the texts of the messages on the path to a turn, the newest first."""
     while index is not None:
         turn = session.turns[index]
         assert turn.reply is not None
@@ -113,7 +114,7 @@ def test_the_page_has_the_confusion_matrix() -> None:
 
 
 def matrix() -> Iterator[str]:
-    """The confusion matrix over all conversations, as a table: turns, and their sampled tokens in brackets."""
+    """Yield the lines of the confusion matrix over all conversations: turns, and their sampled tokens in brackets."""
     turns: Counter[tuple[Use, BranchKind]] = Counter()
     sampled: Counter[tuple[Use, BranchKind]] = Counter()
     trained: Counter[Use] = Counter()

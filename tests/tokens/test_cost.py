@@ -1,4 +1,4 @@
-"""What one more turn costs: time that does not grow with the history, and a bounded number of bytes."""
+"""The cost of one more turn: time that does not grow with the history, and a bounded number of bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def text(tokens: float) -> str:
 
 
 class Sent(ParsedMessages):
-    """Messages whose bytes are known already, as those of a request are."""
+    """Messages whose bytes are made in advance, like those of a real request."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         super().__init__(messages)
@@ -61,7 +61,7 @@ class Sent(ParsedMessages):
 
 
 class Talk:
-    """A conversation of tool calls in which every message was new once."""
+    """A conversation of tool calls that grows by one turn at a time."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.tree = TokenTree(renderer, "recorded")
@@ -87,8 +87,8 @@ class Talk:
 
 
 def test_one_more_turn_costs_its_own_tokens() -> None:
-    """2,000 new tokens cost less than five times as much on a history of 100k tokens as on one of 1k. All that is done
-    with the history is to copy its ids; it has 50 times the new tokens, should it be rendered anew."""
+    """2,000 new tokens cost less than five times as much on a history of 100k tokens as on one of 1k. The ids of the
+    history are only copied; to render them again would be work on 50 times as many tokens."""
     short, long = Talk(family_renderer("qwen3")), Talk(family_renderer("qwen3"))
     for talk, turns in ((short, 1), (long, 100)):
         for _ in range(turns):
@@ -127,5 +127,5 @@ def test_a_call_of_2000_tokens_keeps_less_than_10_kilobytes() -> None:
     kept = tracemalloc.get_traced_memory()[0] / 100
     tracemalloc.stop()
     assert 1900 < tokens / 100 < 2100
-    # A call of the service keeps 200 bytes more, beside its tree (bench/memory.py).
+    # Outside the tree, the service keeps 200 bytes more for each call (bench/memory.py).
     assert kept < 9_800, f"{kept:.0f} bytes a call of {tokens / 100:.0f} tokens"

@@ -1,4 +1,4 @@
-"""One case for each row of the table of differences, as a client's JSON, joined to a recorded turn."""
+"""Cases for each row of the table of differences: a client's JSON, joined to a recorded turn."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ RECORDED: dict[str, Change] = {
     "null, empty or absent content": setting(SAID, content=""),
     "reasoning added": setting(SAID, reasoning_content=None),
 }
-"""What was recorded, where it is not `wire_history`."""
+"""By row, a change of `wire_history` that both the recorded and the sent messages start from."""
 
 
 def read(messages: list[Wire]) -> WireMessages:
@@ -147,7 +147,7 @@ def read(messages: list[Wire]) -> WireMessages:
 
 
 def keeps(renderer: Renderer, recorded: list[Wire], sent: list[Wire]) -> bool:
-    """Whether a client that was told `recorded` and sends `sent` goes on from every recorded id."""
+    """Whether a request with `sent` appends to all ids that were recorded for `recorded`."""
     tree = TokenTree(renderer, "recorded")
     old = read(recorded)
     first = run_inline(tree.join(read(recorded[:SAID]), TOOLS, b"1"))
@@ -206,7 +206,7 @@ SPECIAL = r'"(<[|｜/]?[\w/| :｜|-]+?>|\[gMASK\]|\]~!b\[|\]~b\]|\[e~\[)"'  # no
 
 @cache
 def tokenizer_of_all() -> Tokenizer:
-    """A tokenizer that every family takes for its own."""
+    """A tokenizer with the special tokens of all families."""
     sources = Path(library.__file__).parent.glob("*.py")
     backend = make_tokenizer()
     backend.add_special_tokens(sorted({token for source in sources for token in findall(SPECIAL, source.read_text())}))
@@ -239,7 +239,7 @@ def rendered(renderer: Renderer, messages: list[Wire]) -> list[int]:
 
 
 def test_outer_white_space_is_printed_where_the_table_says_so() -> None:
-    """The one column in which the families differ: those that print it do."""
+    """The families differ in whether their prompts keep outer white space."""
     for family in ("qwen3", "qwen3.5"):
         renderer = Renderer(tokenizer_of_all(), family)
         spaced = rendered(renderer, setting(USER, content=" Read the files.\n")(wire_history()))

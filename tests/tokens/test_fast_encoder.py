@@ -36,7 +36,7 @@ def changed(**fields: Any) -> tokenizers.Tokenizer:
 
 
 def splitting(*patterns: str) -> tokenizers.Tokenizer:
-    """Byte-level BPE behind the splitting rules of other families."""
+    """Byte-level BPE with the splitting rules of other families."""
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in patterns

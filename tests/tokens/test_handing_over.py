@@ -1,4 +1,5 @@
-"""A conversation that goes on with other tools or another system prompt: still the main one, or a call beside it."""
+"""A conversation that continues with other tools or another system prompt is still the main one, or a call beside
+it."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ SUB_AGENT = "subagent"
 
 
 def on(parent: int) -> tuple[str, int, int, str]:
-    """The main conversation, which goes on from that turn behind another head."""
+    """The entry of `Harness.told` for the main conversation that continues from turn `parent` behind another head."""
     return ("main", parent, 0, "")
 
 
 def takes_over(before: Agent, opening: Message | None, tools: Sequence[ToolSpec], *said: Message) -> Agent:
-    """Another agent that goes on with the history of the one before."""
+    """Return another agent that continues the history of `before`."""
     history = [message for message in before.history if message.role.value != "system"]
     return Agent(before.harness, [*([opening] if opening else []), *history, *said], tuple(tools))
 
@@ -45,7 +46,8 @@ def test_an_agent_that_is_resumed_with_one_tool_fewer_is_the_same_agent() -> Non
 
 
 def test_agents_hand_over_to_each_other_in_one_conversation() -> None:
-    """The OpenAI Agents SDK: a tool call hands over, its result is what the other agent begins with."""
+    """OpenAI Agents SDK: a tool call hands over to the other agent, whose first request ends with the result of the
+    call."""
     harness = Harness()
     coder = Agent(harness, [CODER, TASK], CODING)
     coder.step("transfer_to_tester", reason="it is to be tested")
@@ -81,7 +83,7 @@ def test_another_agent_that_is_asked_after_the_end_goes_on_too() -> None:
 
 
 def test_a_last_answer_without_tools_is_the_main_conversations() -> None:
-    """Clients that are out of steps take the tools away."""
+    """Clients that have no steps left send the last request without tools."""
     harness = Harness()
     main = a_main(harness)
     takes_over(main, CODER, (), user("You are out of steps. Answer now.")).end()
@@ -100,7 +102,7 @@ def test_a_clock_in_the_system_prompt_makes_no_agents() -> None:
 
 
 def test_a_sub_agent_that_is_shown_the_history_is_one_all_the_same() -> None:
-    """Its caller goes on from before it, with a result of its own making."""
+    """The caller continues from its own history, which does not contain the sub-agent's messages."""
     harness = Harness()
     main = a_main(harness)
     sub = takes_over(main, TESTER, TESTING, user("Test it."))
@@ -143,7 +145,8 @@ def test_a_history_that_another_named_agent_is_given_is_that_agents() -> None:
 
 
 def test_questions_about_the_history_are_side_calls_or_unsure() -> None:
-    """With the words of a side call or with a purpose they are side calls; a judge between two calls may be either."""
+    """Questions with the words of a side call, or with a purpose, are side calls. A judge's question between two calls
+    is unsure."""
     harness = Harness()
     main = a_main(harness)
     harness.call([*main.history[1:], user("Write a title of five words.")], "Fixing the parser")
@@ -197,7 +200,7 @@ def test_an_answer_that_only_another_agent_went_on_with_was_used() -> None:
 
 
 def test_an_answer_that_a_history_quotes_was_used() -> None:
-    """The client edits what was before it, so no ids go on from it."""
+    """The client inserts a message before the answer, so no recorded ids continue from it."""
     harness = Harness()
     first = harness.call([CODER, TASK], "I will look at the parser.", CODING)
     harness.call([CODER, TASK], "I will not do it.", CODING)

@@ -1,4 +1,4 @@
-"""The work to classify a session's turns is in proportion to their number, whatever its agent did."""
+"""The work to classify a session's turns is proportional to their number, whatever the agent does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Record:
         self.turns: list[Turn] = []
 
     def add(self, parent: int | None, *messages: Message, cause: ForkCause | None = None, **fields: object) -> int:
-        """A turn whose answer calls a tool; its index."""
+        """Add a turn whose reply calls a tool. Returns its index."""
         index = len(self.turns)
         call = ToolCall(f"c{index}", "task", f'{{"prompt": "Look for the callers of number {index}."}}')
         turn = Turn(
@@ -114,7 +114,7 @@ def other_heads(record: Record, turns: int) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("shape", [sub_agents, questions, edits, steps_back, retries, other_heads])
 def test_twice_the_turns_take_twice_the_work(shape: Callable[[Record, int], None]) -> None:
-    """Counted in function calls, which are the same on a busy machine."""
+    """Work is counted in function calls, whose number does not depend on the machine's load."""
     calls = []
     for turns in (TURNS, 2 * TURNS):
         record = Record()

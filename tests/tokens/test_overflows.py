@@ -16,8 +16,8 @@ from .harnesses import CODER, CODING, EXPLORING, SUMMARY, TASK, Agent, Harness, 
 def test_a_summary_of_what_fits_after_an_overflow_is_a_compaction(
     tools: tuple[ToolSpec, ...], opening: list[Message], front: int, back: int, role: Role
 ) -> None:
-    """The request that was too long was refused, so the client leaves out the front of its history, often its newest
-    message too, and asks for a summary of the rest."""
+    """A request that is too long leaves no turn. The client then leaves out the front of its history, often the newest
+    messages too, and requests a summary of the rest."""
     harness = Harness()
     main = a_main(harness, steps=5)
     harness.rollout.join([*main.history, user("Too long.")], CODING)
@@ -34,7 +34,7 @@ def test_a_summary_of_what_fits_after_an_overflow_is_a_compaction(
 
 
 def test_a_client_that_keeps_the_newest_messages_only_writes_no_summaries() -> None:
-    """Its answers are sent back behind earlier ones, not in their place."""
+    """In the requests, each answer follows earlier messages and replaces none of them."""
     harness = Harness()
     history = [CODER, TASK]
     for number in range(5):

@@ -1,4 +1,4 @@
-"""A layout with placeholders, once filled, has the ids that the family renders without them."""
+"""A layout whose placeholders are filled has the same ids as the family's rendering without placeholders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter of the `renderers` package: which ids it needs to see, what it refuses, how it is made."""
+"""The adapter of the `renderers` package: how much of a prompt it needs, what it refuses, how it is made."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_end_of_a_prompt_tells_as_much_as_all_of_it(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_appended_message_reads_as_if_rendered_whole(family: str) -> None:
-    """Against the family's own rendering of the same conversation, where it drops nothing."""
+    """The ids equal the family's own rendering of the whole conversation, which drops nothing here."""
     renderer = family_renderer(family)
     question = Message(role=Role.USER, content="Read the file.")
     call = ToolCall("c1", "read_file", '{"path": "a"}')

@@ -1,4 +1,4 @@
-"""What a reply stream shows, and when; how the ids are split into chunks does not change the reply."""
+"""What a reply stream shows, and when. The split of the ids into chunks does not change the reply."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(
     tools: tuple[ToolSpec, ...] = TOOLS,
     stop: tuple[str, ...] = (),
 ) -> FinishedReply:
-    """The reply to `chunks`; asserts that it says what was streamed."""
+    """Return the reply made of `chunks`. Checks that the streamed parts add up to the reply."""
     reading = stream(family, tools, stop)
     parts = [reading.push(chunk) for chunk in chunks]
     reply = reading.finish()
@@ -75,7 +75,8 @@ def test_neither_spelling_nor_chunks_change_a_reply(data: st.DataObject) -> None
 
 @given(st.data())
 def test_nothing_visible_is_lost(data: st.DataObject) -> None:
-    """Text, reasoning and calls together hold every character of the reply but markers and white space."""
+    """Text and reasoning together hold every character of the reply except thinking markers and white space. Malformed
+    calls are text."""
     parts = data.draw(st.lists(plain | bad_calls, max_size=5))
     thought = data.draw(st.none() | solid.filter(lambda text: "<" not in text))
     opening = "" if thought is None else f"<think>\n{thought}\n</think>\n\n"

@@ -25,7 +25,7 @@ RAW = b"tools"
 
 
 class Marked:
-    """Messages of which the newest carry a cache marker, which changes only their bytes. Counts the reads."""
+    """Messages, the newest with a cache marker, which changes only their bytes. `read` counts the calls of `raw`."""
 
     def __init__(self, messages: Sequence[Message], marks: int = 3) -> None:
         self._messages = messages
@@ -94,7 +94,8 @@ def test_a_long_history_is_not_indexed_again() -> None:
 @pytest.mark.deep
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**32)), min_size=8, max_size=40))
 def test_a_remembered_prefix_changes_no_join(moves: list[tuple[int, int]]) -> None:
-    """The same session three times: with the constants as they are, remembering the shortest prefixes, and none."""
+    """Plays the same session three times: with no remembered prefixes, with the shortest ones, and with the default
+    constants."""
     asked, *others = (_joins(moves, **limits) for limits in (NONE, SHORT, {}))
     assert others == [asked] * len(others)
 

@@ -83,7 +83,7 @@ def test_any_session_goes_on_after_a_restart(
 
 
 def test_a_turn_that_was_not_stored_leaves_a_gap() -> None:
-    """The calls of two agents overlap, and the first one's turn is lost with the service."""
+    """The calls of two agents overlap, and the service stops before it has stored the first one's turn."""
     rollout = Rollout(family_renderer("qwen3"))
     lost = rollout.join([Message(role=Role.USER, content="Who are you?")])
     kept = rollout.join([Message(role=Role.USER, content="Where is it?")], TOOLS)
@@ -100,7 +100,7 @@ def test_a_turn_that_was_not_stored_leaves_a_gap() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("restart", range(2, 6))
 def test_agents_hand_over_to_each_other_across_a_restart(family: str, restart: int) -> None:
-    """Agents with other heads work in turn on one history. The history's ids, which no tokenizer would spell so, are
+    """Agents with different heads work in turn on one history. The history's ids, which no tokenizer would choose, are
     spliced behind each head."""
     talk = Talk(family)
     history = talk.history

@@ -1,4 +1,4 @@
-"""The images that a sample names are those that its ids show, in their order."""
+"""A sample lists the images that its ids show, in their order."""
 
 from __future__ import annotations
 

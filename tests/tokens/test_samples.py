@@ -1,4 +1,4 @@
-"""Which branches a session has, of what kind, which tokens train, and what the counts say."""
+"""The branches of a session, their kinds, the tokens that train, and the counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def begin() -> Rollout:
 
 
 def kinds(rollout: Rollout) -> list[tuple[BranchKind, tuple[int, ...]]]:
-    """Every branch: with this policy each of them is a row."""
+    """Kind and turns of every branch: with this policy each branch is a row."""
     rollout.check_samples()
     samples = rollout.check_samples(dict.fromkeys(BranchKind, BranchPolicy.MASK))
     return [(sample.kind, sample.turns) for sample in samples]
@@ -93,7 +93,8 @@ def test_a_row_may_have_a_reward_of_its_own() -> None:
     assert (second.turns, second.reward, second.turn_rewards) == ((0, 1), 0.5, (None, -2.0))
     placed = first.token_rewards()
     assert (placed[first.turn_spans[0][1] - 1], placed[-1], sum(placed)) == (0.25, 1.0, 1.25)
-    # Cut in the middle of a turn: its reward is gone, that of the row is at the last token that still trains.
+    # A cut in the middle of a turn removes the turn's reward. The row's reward moves to the last token that still
+    # trains.
     cut = first.turn_spans[0][1] - 1
     assert first.token_rewards(cut) == [0.0] * (cut - 1) + [1.0]
     assert second.token_rewards()[-1] == -1.5
@@ -134,7 +135,7 @@ def test_an_earlier_answer_that_was_gone_on_with_is_main() -> None:
 
 
 def test_a_retry_counts_as_used_only_by_what_was_seen() -> None:
-    """Only a call that was cut off continued turn 0; so the conversation goes on from its retry."""
+    """Only an aborted call continued turn 0, so the conversation goes on from the retry."""
     rollout = begin()
     reply = rollout.answer(rollout.join([FIRST]), ids("No."))
     rollout.answer(rollout.join([FIRST, reply, NEXT]), ids("cut"), finish=FinishReason.ABORT)
@@ -194,8 +195,8 @@ def test_every_token_keeps_the_version_that_sampled_it() -> None:
 
 
 def test_a_version_that_sampled_nothing_is_not_a_rows_oldest() -> None:
-    """A server whose weights were replaced before it sampled reports an empty span of the old version. Samplers would
-    take the row for too old."""
+    """A server whose weights were replaced before it sampled reports an empty span of the old version. If the span
+    counted, samplers would treat the row as too old."""
     rollout = begin()
     rollout.answer(rollout.join([FIRST]), [300, 301])
     spans = (VersionSpan(3, 0, 0), VersionSpan(9, 0, 2), VersionSpan(11, 2, 2))

@@ -26,14 +26,14 @@ OUTPUT = [*small_tokenizer().encode("There."), 2]
 
 
 def answered(prompt: PromptNode, family: str) -> list[int]:
-    """What is sampled: the end of a thought first, where the prompt begins one."""
+    """The sampled ids of a reply. If the prompt opens a thought, the ids close it first."""
     renderer = family_renderer(family)
     thought = "hm\n</think>\n\n" if renderer.opens_reasoning(prompt.tail(renderer.tail_start)) else ""
     return [*small_tokenizer().encode(f"{thought}There."), 2]
 
 
 def theirs(family: str, thinking: bool) -> Any:
-    """The family's own renderer with thinking as asked for."""
+    """The family's renderer of the `renderers` package, with thinking on or off."""
     config = TypeAdapter(renderers.RendererConfig).validate_python(
         {"name": family, "thinking_retention": "all", "enable_thinking": thinking}
     )
@@ -86,7 +86,7 @@ def test_the_same_request_is_a_retry_only_with_the_same_thinking() -> None:
     tree = TokenTree(family_renderer("qwen3"), "recorded")
     first = joined(tree, ASKED)
     tree.commit(first.prompt, OUTPUT, SAID)
-    assert joined(tree, ASKED, thinking=True).prompt is first.prompt  # as it is by default
+    assert joined(tree, ASKED, thinking=True).prompt is first.prompt  # thinking is on by default
     switched = joined(tree, ASKED, thinking=False)
     assert (switched.kind, switched.cause, switched.forked_from) == (JoinKind.FORK, ForkCause.SIBLING, 0)
     assert joined(tree, ASKED, thinking=False).prompt is switched.prompt

@@ -56,7 +56,7 @@ def sibling(parent: int) -> tuple[JoinKind, ForkCause, int]:
 
 
 class Talk:
-    """A rollout that has asked QUESTION and got `said`."""
+    """A rollout whose first turn answers QUESTION with `said`."""
 
     def __init__(self, said: str = THOUGHT + CALL, *, end: bool = True) -> None:
         self.rollout = Rollout(family_renderer("qwen3"))
@@ -168,7 +168,8 @@ def test_an_edit_further_back_keeps_the_ids_before_it() -> None:
 
 
 def test_a_reminder_that_moves_forks_from_the_last_turn_before_it() -> None:
-    """A client that adds a note behind its newest message and removes it again: each turn keeps the ids before it."""
+    """A client adds a note behind its newest message and removes it in the next request. Every request keeps the ids of
+    turn 0, the last turn before the first note."""
     talk = Talk("Hello.")
     note = Message(role=Role.USER, content="Remember the plan.")
     history = [talk.reply]
@@ -240,7 +241,8 @@ def test_equal_replies_with_different_reasoning_are_told_apart() -> None:
 
 
 def test_quoted_reasoning_is_part_of_what_the_model_saw() -> None:
-    """An assistant message that was never sampled here: a request that changes its thinking is no retry."""
+    """If a request changes the reasoning of an assistant message that was not sampled in this session, it is no
+    retry."""
     rollout = Rollout(family_renderer("qwen3"))
     quoted = Message(role=Role.ASSISTANT, content="Yes.", reasoning="one")
     first = rollout.join([QUESTION, quoted, AGAIN])

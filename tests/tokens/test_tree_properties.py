@@ -1,4 +1,4 @@
-"""Whatever known clients do, in any order, the ids that the engine is given are the ids that are trained on."""
+"""For random actions of clients in any order, the ids that the engine gets are the ids that are trained on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_any_session_is_recorded_exactly(history: History, made: list[Move], fam
 
 @given(st.integers(0, 2**32), st.integers(1, 8))
 def test_a_straight_session_is_one_sample(seed: int, length: int) -> None:
-    """Appends only, with every invisible change a client makes: one row that trains on every sampled id."""
+    """A session that only appends, with the changes that clients make to their histories, is one row that trains on
+    every sampled id."""
     rng = Random(seed)
     rollout = Rollout(family_renderer("qwen3"))
     messages: tuple[Message, ...] = (Message(role=Role.USER, content="Read the file."),)
@@ -62,7 +63,7 @@ def can_go_on(ids: list[int]) -> bool:
 
 @given(st.integers(0, 2**32))
 def test_the_clients_echo_says_the_same(seed: int) -> None:
-    """The clients' notion of "unchanged" agrees with the second opinion's."""
+    """`echoed` makes only changes that `says` accepts."""
     rng = Random(seed)
     rollout = Rollout(family_renderer("qwen3"))
     joined = rollout.join([Message(role=Role.USER, content="x")], TOOLS)

@@ -1,5 +1,5 @@
-"""The corpus: sessions of agent programs, call by call as their requests look on the wire, with the true use of every
-answer. `tests/tokens/test_confusion.py` compares the uses with the kinds that Outrider decides."""
+"""The corpus: sessions of agent programs, call by call with the requests that these programs send, and the true use of
+every answer. `tests/tokens/test_confusion.py` compares the uses with the kinds that Outrider decides."""
 
 from . import compactions, flows, hand_overs, helpers, rewritten, side_calls
 from .script import CORPUS, Conversation, Session, Use, played

@@ -1,4 +1,4 @@
-"""Histories that a program replaces by summaries, once or again and again."""
+"""Histories that a program replaces by summaries, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def works(agent: Agent, part: int) -> None:
 
 @conversation()
 def summary_asked_at_the_historys_end(session: Session) -> None:
-    """Form (a), as Claude Code: the agent itself is asked, behind its history."""
+    """Form (a), Claude Code: the agent itself writes the summary, in reply to a request at the end of its history."""
     agent = coder(session)
     for part, text in enumerate(SUMMARIES):
         works(agent, part)
@@ -38,7 +38,8 @@ def summary_asked_at_the_historys_end(session: Session) -> None:
 
 @conversation()
 def summary_of_a_text_without_the_opening(session: Session) -> None:
-    """Form (b): the summariser never sees the task; from the second on it sees the last summary and what came after."""
+    """Form (b): the summariser's request does not contain the task. From the second request on, it contains the last
+    summary and the messages after it."""
     agent = coder(session)
     skip, before = 1, ""
     for part, text in enumerate(SUMMARIES):
@@ -52,7 +53,7 @@ def summary_of_a_text_without_the_opening(session: Session) -> None:
 
 @conversation()
 def condenser_that_keeps_the_first_events(session: Session) -> None:
-    """Form (c), as OpenHands: the first events stay, a summary message replaces the middle, the end stays."""
+    """Form (c), OpenHands: the first and the last events stay; a summary message replaces the middle."""
     agent = coder(session)
     works(agent, 0)
     first, before = list(agent.history[:3]), ""
@@ -68,7 +69,8 @@ def condenser_that_keeps_the_first_events(session: Session) -> None:
 
 @conversation()
 def condenser_that_reads_previews(session: Session) -> None:
-    """OpenHands' SDK: of each event the condenser reads the kind and the beginning, so it quotes next to nothing."""
+    """OpenHands' SDK: the condenser's request has only a short preview of each event, so it quotes almost nothing of
+    the history."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Find the commit that broke the build.")
     before = ""
     for part, text in enumerate(("Commits a to c are good.", "Commits a to f are good.\nThe search goes on at g.")):
@@ -84,7 +86,7 @@ def condenser_that_reads_previews(session: Session) -> None:
 
 @conversation()
 def codex_summaries(session: Session) -> None:
-    """Codex: the summary is asked for without tools; the user's messages stay in front of it."""
+    """Codex: the request for the summary has no tools. The user's messages stay before the summary."""
     agent = coder(session)
     first = list(agent.history)
     for part, text in enumerate(SUMMARIES):
@@ -96,7 +98,8 @@ def codex_summaries(session: Session) -> None:
 
 @conversation()
 def gemini_snapshots(session: Session) -> None:
-    """Gemini CLI: the old part becomes a snapshot, the newest messages stay; the next snapshot reads the last one."""
+    """Gemini CLI: a snapshot replaces the old part of the history, and the newest messages stay. The request for the
+    next snapshot contains the last one."""
     agent = coder(session)
     for part, text in enumerate(SUMMARIES):
         works(agent, part)
@@ -112,7 +115,7 @@ def gemini_snapshots(session: Session) -> None:
 
 @conversation()
 def opencode_summaries(session: Session) -> None:
-    """OpenCode: the summary is an assistant message, behind a question that the program makes up."""
+    """OpenCode: the summary is an assistant message, after a question that the program makes up."""
     agent = coder(session)
     for part, text in enumerate(SUMMARIES):
         works(agent, part)
@@ -125,7 +128,8 @@ def opencode_summaries(session: Session) -> None:
 
 @conversation()
 def running_summary_in_the_system_prompt(session: Session) -> None:
-    """LangMem: the summary is extended, and stands behind the system prompt; the newest messages stay."""
+    """LangMem: the summary stands at the end of the system prompt and is extended each time. The newest messages
+    stay."""
     agent = coder(session)
     head, asked = agent.head, "Create a summary of the conversation above:"
     for part, text in enumerate(SUMMARIES):
@@ -141,7 +145,7 @@ def running_summary_in_the_system_prompt(session: Session) -> None:
 
 @conversation()
 def sub_agents_summaries_without_the_opening(session: Session) -> None:
-    """A helper's history is replaced twice; its summariser never sees what it was asked."""
+    """A helper's history is replaced twice. The requests for its summaries do not contain the helper's task."""
     main = session.agent("main", "You lead.", "task").hears("Audit the code.")
     main.calls("task", prompt="Look for unsafe calls in all modules.")
     sub = session.agent("helper", "You audit.", "bash edit").hears("Look for unsafe calls in all modules.")
@@ -157,7 +161,8 @@ def sub_agents_summaries_without_the_opening(session: Session) -> None:
 
 @conversation()
 def summary_of_a_text_protocol_agent(session: Session) -> None:
-    """Neither the agent nor the summariser has tools, as in aider; the question is left out, and stands anew."""
+    """aider: neither the agent nor the summariser has tools. The request for a summary leaves out the history's first
+    message."""
     agent = session.agent("main", "Act as a developer. Write edits as blocks.").hears("Add type hints to a.py.")
     for part, text in enumerate(
         ("I asked you to add type hints.\nYou did it for f().", "Type hints are in f() and g().")
@@ -175,7 +180,7 @@ def summary_of_a_text_protocol_agent(session: Session) -> None:
 
 @conversation()
 def summary_in_the_arguments_of_a_call(session: Session) -> None:
-    """The agent must call a tool with its summary; the program ends the history there and begins with the text."""
+    """The agent passes its summary as the argument of a tool call. The program begins a new history with that text."""
     agent = coder(session)
     agent.tools = "bash edit save_progress"
     for part, text in enumerate(SUMMARIES[:2]):
@@ -189,7 +194,8 @@ def summary_in_the_arguments_of_a_call(session: Session) -> None:
 
 @conversation()
 def two_halves_summed_up_apart(session: Session) -> None:
-    """Pi, where one turn is too long: its beginning is summed up apart, and the program joins both texts."""
+    """Pi, if one turn is too long: one call summarises the history, another one the beginning of the turn, and the
+    program joins both texts."""
     agent = coder(session)
     works(agent, 0)
     works(agent, 1)
@@ -203,7 +209,7 @@ def two_halves_summed_up_apart(session: Session) -> None:
 
 @conversation()
 def summary_of_one_line(session: Session) -> None:
-    """A summariser that says little; the program shows the task again."""
+    """A summary of one line. The new history begins with the task."""
     agent = coder(session)
     for part, text in enumerate(("Part 0 is edited.", "Parts 0 and 1 are edited, 2 is next.")):
         works(agent, part)

@@ -53,7 +53,7 @@ def votes_and_a_tally(session: Session) -> None:
 
 @conversation()
 def votes_that_the_program_counts(session: Session) -> None:
-    """The program asks for all three votes before it has the first, and so may have used all of them."""
+    """The program sends all three requests before the first vote arrives, so it may have used every vote."""
     main = session.agent("main", "You do sums.", "poll").hears("Is 91 a prime?")
     main.calls("poll", question="Is 91 a prime? Answer yes or no.", voters=3)
     voters = [session.agent("helper").hears("Is 91 a prime? Answer yes or no.") for _ in range(3)]
@@ -94,7 +94,7 @@ def judge_of_candidates(session: Session) -> None:
 
 @conversation()
 def chain_of_prompts(session: Session) -> None:
-    """Each step's answer is the next step's input; nobody has tools."""
+    """Each step's answer is the next step's input; no call has tools."""
     facts = session.ask(
         "helper",
         "List three facts of this text: Bees dance.",
@@ -133,7 +133,7 @@ def planner_in_the_executors_system_prompt(session: Session) -> None:
 
 @conversation()
 def votes_asked_one_after_another(session: Session) -> None:
-    """The same request again and again; the tally quotes every answer."""
+    """The same request is sent three times, one after the other; the tally quotes every answer."""
     ask = "Does this patch leak memory?\n+ p = malloc(4);\n+ return;"
     answers = ["Yes. Nothing frees p.", "Yes: p is lost at the return.", "No, the system frees it at the end."]
     for answer in answers:
@@ -148,7 +148,7 @@ def votes_asked_one_after_another(session: Session) -> None:
 
 @conversation(has_transcript=False)
 def votes_of_one_letter(session: Session) -> None:
-    """The answers are too short to be found again."""
+    """The answers are too short to be recognised in a later request."""
     voters = [session.agent("helper", "Answer with a letter.").hears("Which is odd: (A) 2, (B) 3?") for _ in range(3)]
     session.at_once(*zip(voters, ["B", "A", "B"], strict=True))
     session.ask("main", "The votes are B, A, B. Answer the user who asked which of 2 and 3 is odd.", "Three is odd.")
@@ -156,7 +156,7 @@ def votes_of_one_letter(session: Session) -> None:
 
 @conversation()
 def map_and_reduce(session: Session) -> None:
-    """One call for each part at once, and one that joins their answers."""
+    """One call for each part, all at once, and one call that joins the answers."""
     parts = ["Chapter 1: Ada meets Bo.", "Chapter 2: Bo leaves for sea.", "Chapter 3: Ada follows him."]
     mappers = [session.agent("helper", "Summarize the chapter in a line.").hears(part) for part in parts]
     session.at_once(*zip(mappers, ["Ada and Bo meet.", "Bo goes to sea.", "Ada goes after him."], strict=True))
@@ -192,7 +192,7 @@ def research_flow(session: Session) -> None:
 
 @conversation(has_transcript=False)
 def plan_and_execute(session: Session) -> None:
-    """LangGraph: a planner answers by a tool, an agent takes each step, a replanner reads what was done."""
+    """LangGraph: a planner answers with a tool call, an agent carries out each step, a replanner reads the results."""
     steps = {
         "Find the winner.": "Jannik Sinner won.",
         "Find where the winner was born.": "Sinner was born in Innichen.",
@@ -215,7 +215,7 @@ def plan_and_execute(session: Session) -> None:
 
 @conversation()
 def reflexion(session: Session) -> None:
-    """The reflection on a failed attempt is in the next attempt's system prompt: a summary in all but name."""
+    """The reflection on a failed attempt is in the next attempt's system prompt, so it serves as a summary."""
     head, memory = "You play a text adventure.", ""
     for room, thought in (("cellar", "I should have lit the lamp before I went down."), ("attic", "")):
         agent = session.agent("main", head + memory, "act").hears("Find the treasure.")
@@ -241,7 +241,8 @@ def mixture_of_agents(session: Session) -> None:
 
 @conversation()
 def corrective_retrieval(session: Session) -> None:
-    """A question is rewritten for the search, documents are graded in one word, and an answer quotes what was found."""
+    """A question is rewritten for the search, documents are graded in one word, and the last request quotes the
+    document that was found."""
     better = session.ask(
         "helper",
         "Look at the input: why sky blue? Formulate a better question.",
@@ -257,7 +258,7 @@ def corrective_retrieval(session: Session) -> None:
 
 @conversation(has_transcript=False)
 def question_to_sql_to_answer(session: Session) -> None:
-    """The query that the model wrote is run by the program, and stands in the last request."""
+    """The program runs the query that the model wrote. The last request quotes the query."""
     query = session.ask(
         "helper", "Tables: t(a, b).\nQuestion: how many rows?\nSQLQuery:", "```sql\nSELECT count(*)\nFROM t\n```"
     )
@@ -269,7 +270,8 @@ def question_to_sql_to_answer(session: Session) -> None:
 
 @conversation(has_transcript=False)
 def tree_of_thoughts(session: Session) -> None:
-    """Thoughts are proposed, each is valued in a word, and the best one is in the next proposal's request."""
+    """Steps are proposed, and each is rated in one word. The next request contains the numbers that the best step
+    leaves."""
     left = "4 9 10 13"
     for steps in (
         ["13 - 9 = 4 (left: 4 4 10)", "10 - 4 = 6 (left: 6 9 13)"],
@@ -286,7 +288,7 @@ def tree_of_thoughts(session: Session) -> None:
 
 @conversation(has_transcript=False)
 def only_the_tagged_part_is_used(session: Session) -> None:
-    """The program takes what is between tags, and drops the thoughts around it."""
+    """The program uses the text between tags and drops the thoughts around it."""
     said = session.ask(
         "helper",
         "Translate to French: good night",
@@ -298,7 +300,7 @@ def only_the_tagged_part_is_used(session: Session) -> None:
 
 @conversation(has_transcript=False)
 def hypothetical_document_for_a_search(session: Session) -> None:
-    """HyDE: the first answer is only embedded, and nothing ever shows it."""
+    """HyDE: the program only embeds the first answer; no request shows it."""
     session.ask(
         "helper", "Write a passage that answers: why do cats purr?", "Cats purr to calm themselves,\nand to heal."
     )

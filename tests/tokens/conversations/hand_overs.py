@@ -1,4 +1,5 @@
-"""Several agents whose work is one conversation: each is shown what the others said, or only their last words."""
+"""Several agents that share one conversation. The requests of each contain all messages of the others, or only their
+last answers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ CHARGED = "I was charged twice for order 4711. Please get my money back."
 
 @conversation(one_history=True)
 def openai_agents_hand_off(session: Session) -> None:
-    """OpenAI Agents SDK: the next agent is shown all messages behind its own head."""
+    """OpenAI Agents SDK: the next agent's requests have all messages, behind the agent's own head."""
     triage = session.agent(
         "main", "You route customers to the right agent.", "transfer_to_billing transfer_to_shipping"
     )
@@ -40,7 +41,7 @@ def openai_agents_hand_off_and_back(session: Session) -> None:
 
 @conversation()
 def openai_agents_hand_off_without_tool_calls(session: Session) -> None:
-    """`handoff_filters.remove_all_tools`: the next agent is not shown the calls."""
+    """`handoff_filters.remove_all_tools`: the next agent's history does not contain the tool calls."""
     faq = session.agent("main", "You answer questions.", "search transfer_to_writer")
     faq.hears("How do I pickle a lambda? Write it up for our wiki.")
     faq.does("search", "12 hits, the best: use cloudpickle.", query="pickle a lambda")
@@ -53,7 +54,7 @@ def openai_agents_hand_off_without_tool_calls(session: Session) -> None:
 
 @conversation()
 def openai_agents_nested_history(session: Session) -> None:
-    """`nest_handoff_history`: the SDK writes the history out, as one message of an assistant, for the next agent."""
+    """`nest_handoff_history`: the SDK gives the next agent the history as the text of one assistant message."""
     triage = session.agent("main", "You route customers.", "find_order transfer_to_billing").hears(CHARGED)
     triage.does("find_order", '{"payments": 2}', order=4711)
     triage.does("transfer_to_billing", '{"assistant": "Billing agent"}')
@@ -66,7 +67,7 @@ def openai_agents_nested_history(session: Session) -> None:
 
 @conversation()
 def langgraph_supervisor(session: Session) -> None:
-    """The workers see the shared messages; the supervisor gets their last answers, with their names."""
+    """The workers' requests have the shared messages. The supervisor gets only the last answer of each worker."""
     supervisor = session.agent("main", "You manage two workers.", "transfer_to_coder transfer_to_qa")
     supervisor.hears("Add a --version flag, and have it tested.")
     lasts = {"coder": "The flag is in cli.py now.\nOver to QA for the tests.", "qa": "All 14 tests pass."}
@@ -81,7 +82,7 @@ def langgraph_supervisor(session: Session) -> None:
 
 @conversation()
 def supervisor_with_answers_of_one_line(session: Session) -> None:
-    """Each worker's last answer is a line of twelve characters, which the next request holds."""
+    """Each worker's last answer is a line of twelve characters, which the supervisor's next request contains."""
     supervisor = session.agent("main", "You decide who works next. Say only whom.")
     supervisor.hears("Ship version 2.")
     for name, line in (("dev", "Over to Tess"), ("tess", "Back to Dev."), ("dev", "Over to boss")):
@@ -95,7 +96,8 @@ def supervisor_with_answers_of_one_line(session: Session) -> None:
 
 @conversation(one_history=True)
 def langgraph_swarm(session: Session) -> None:
-    """The active agent sees all messages; the user asks again, and the last active agent goes on."""
+    """The active agent's requests have all messages. After the user's second question, the agent that was active last
+    continues."""
     alice = session.agent("main", "You are Alice, an addition expert.", "add transfer_to_bob")
     alice.hears("I want to speak to Bob.").does("transfer_to_bob", "Successfully transferred to bob")
     bob = alice.hands_over("You are Bob. You speak like a pirate.", "transfer_to_alice")
@@ -108,7 +110,8 @@ def langgraph_swarm(session: Session) -> None:
 
 @conversation(hints=(False, True), has_transcript=False)
 def autogen_round_robin(session: Session) -> None:
-    """Every agent has its own history: the others' words are user messages, its own are assistant messages."""
+    """Every agent has its own history. The other agents' replies are user messages in it, the agent's own are assistant
+    messages."""
     writer = session.agent("main", "You are a poet. Revise by feedback.", name="writer")
     critic = session.agent("main", "You are a critic. Say APPROVE when you are content.", name="critic")
     for agent in (writer, critic):
@@ -164,7 +167,7 @@ def agent_resumed_with_other_tools(session: Session) -> None:
 
 @conversation(one_history=True)
 def final_report_without_tools(session: Session) -> None:
-    """Out of steps: the last answer is asked for without tools."""
+    """The agent has no steps left, so the request for the last answer has no tools."""
     agent = session.agent("main", "You are a research agent.", "search open").hears("When was the bridge built?")
     agent.does("search", "3 hits", query="bridge built").does("open", "Built in 1932.", url="http://a.test")
     agent.aside(
@@ -183,7 +186,7 @@ def structured_extraction_at_the_end(session: Session) -> None:
 
 @conversation(one_history=True)
 def langgraph_supervisor_with_full_histories(session: Session) -> None:
-    """`output_mode="full_history"`: all that a worker did goes back to the supervisor."""
+    """`output_mode="full_history"`: the supervisor's history gets all messages of each worker."""
     agent = session.agent("main", "You manage two workers.", "transfer_to_coder transfer_to_qa")
     agent.hears("Add a --version flag, and have it tested.")
     for worker, last in (("coder", "Over to QA."), ("qa", "All 14 tests pass.")):
@@ -197,7 +200,8 @@ def langgraph_supervisor_with_full_histories(session: Session) -> None:
 
 @conversation(has_transcript=False)
 def one_line_hands_over_a_shared_history(session: Session) -> None:
-    """The program reads the next agent's name off the last line; each agent is shown everything as a user would be."""
+    """The program reads the next agent's name from the last answer. Each agent gets the whole log as one user
+    message."""
     log = ["Customer: my invoice has the wrong address."]
     for name, line in (
         ("Reception", "Over to Rex!"),
@@ -213,7 +217,8 @@ def one_line_hands_over_a_shared_history(session: Session) -> None:
 
 @conversation(hints=(False, True), has_transcript=False)
 def autogen_swarm(session: Session) -> None:
-    """Each agent has its own history; a hand-over gives it the others' words, not their calls."""
+    """Each agent has its own history. A hand-over adds the result of the other agent's transfer call as a user message,
+    without the call."""
     travel = session.agent("main", "You are a travel agent.", "transfer_to_refunder", name="travel")
     refunder = session.agent("main", "You refund flights.", "refund transfer_to_travel", name="refunder")
     for agent in (travel, refunder):
@@ -272,7 +277,7 @@ def crewai_manager_in_text(session: Session) -> None:
 
 @conversation(has_transcript=False)
 def camel_role_play(session: Session) -> None:
-    """CAMEL: a user agent instructs an assistant agent; each one's words are the other's user messages."""
+    """CAMEL: a user agent instructs an assistant agent; the replies of each are the user messages of the other."""
     worker = session.agent("main", "You are a Python programmer. Never flip roles.")
     boss = session.agent("helper", "You are a stock trader. Instruct the programmer. Say DONE at the end.")
     boss.hears("Now start to give me instructions.")
@@ -322,7 +327,7 @@ def magentic_ledgers(session: Session) -> None:
 
 @conversation()
 def router_of_one_word_and_specialist(session: Session) -> None:
-    """A router names a department in a word; the specialist then does all of the work."""
+    """A router names a department in one word; the specialist then does all of the work."""
     session.ask("helper", "Which department: 'My router is broken'? One word.", "hardware", says="You route requests.")
     agent = session.agent("main", "You are the hardware department.", "diagnose ship").hears("My router is broken")
     agent.does("diagnose", "no power", device="router").does("ship", "sent", item="power supply")
@@ -349,7 +354,8 @@ def smolagents_managed_agent(session: Session) -> None:
 
 @conversation(one_history=True)
 def user_turns_to_another_agent(session: Session) -> None:
-    """The user picks another agent for the second question; its history has the first."""
+    """The user picks another agent for the second question. That agent's history has the first question and its
+    answer."""
     asker = session.agent("main", "You answer, and change nothing.", "read").hears("Where is the port set?")
     asker.does("read", "PORT = 80", path="settings.py").says("In settings.py.")
     coder = asker.hands_over("You change code.", "read edit").hears("Set it to 8080.")

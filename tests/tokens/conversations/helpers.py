@@ -1,4 +1,4 @@
-"""Agents that others call: as tools, as sub-agents, as simulated users."""
+"""Agents that work for other agents: as tools, as sub-agents, as simulated users."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def agents_as_tools_at_once_and_then_checked(session: Session) -> None:
 
 @conversation()
 def agent_as_tool_whose_answer_is_wrapped(session: Session) -> None:
-    """The tool's result has the answer between other words."""
+    """The tool's result contains the helper's answer between other text."""
     main = session.agent("main", "You write reports.", "ask_analyst").hears("Is Acme a good buy?")
     for question, answer in (
         ("What are the fundamentals of Acme?", "Revenue grew by 8 %.\nDebt is low.\nMargins shrink."),
@@ -53,7 +53,7 @@ def agent_as_tool_whose_answer_is_wrapped(session: Session) -> None:
 
 @conversation(hints=(False, True))
 def parallel_sub_agents(session: Session) -> None:
-    """Two sub-agents in the background, their calls between each other's and the caller's."""
+    """Two sub-agents run side by side; their calls are interleaved."""
     main = session.agent("main", "You are a coding agent.", "bash task").hears("Why is the build slow?")
     main.calls_all(
         ("task", {"prompt": "Profile the compile step.", "subagent_type": "explore"}),
@@ -128,7 +128,8 @@ def resumed_sub_agent(session: Session) -> None:
 
 @conversation(has_transcript=False)
 def simulated_user(session: Session) -> None:
-    """tau-bench with the policy in both roles: the user's words are the model's, with the roles the other way round."""
+    """tau-bench with the policy in both roles: the model's replies as the customer are the agent's user messages, and
+    vice versa."""
     agent = session.agent("main", "You are an airline agent.", "find_booking cancel")
     customer = session.agent(
         "helper", "You are a customer. You want to cancel booking X7. Say ###STOP### when content."
@@ -144,7 +145,7 @@ def simulated_user(session: Session) -> None:
 
 @conversation()
 def answer_in_the_json_of_a_result(session: Session) -> None:
-    """The tool's result has the helper's lines escaped, in JSON."""
+    """The tool's result contains the helper's answer as a JSON string, in which line breaks are escaped."""
     main = session.agent("main", "You lead.", "consult bash").hears("Make startup faster.")
     main.calls("consult", question="What slows the startup of a Python program?")
     answer = session.ask(
@@ -173,7 +174,7 @@ def answer_cut_to_its_beginning(session: Session) -> None:
 
 @conversation()
 def answer_that_goes_to_a_file(session: Session) -> None:
-    """The helper's answer is written to a file; its caller only learns that it was."""
+    """The program writes the helper's answer to a file; the tool's result only confirms it."""
     main = session.agent("main", "You are a coding agent.", "bash write_docs").hears("Document parser.py.")
     main.calls("write_docs", instructions="Write a page about parse() and its errors.", path="docs/parser.md")
     session.ask(
@@ -201,7 +202,8 @@ def helper_with_the_callers_head(session: Session) -> None:
 
 @conversation(hints=(False, True))
 def codex_threads(session: Session) -> None:
-    """Codex: a thread for each agent; the main thread and the sub-agent's are both summed up, without tools."""
+    """Codex: each agent has a thread. The main thread and the sub-agent's are both summarised by calls without
+    tools."""
     main = session.agent("main", "You are Codex.", "shell spawn_agent wait", name="t1").hears("Speed up the parser.")
     main.does("spawn_agent", '{"id": "t2"}', message="Profile parse() on big files.")
     sub = session.agent("helper", "You are Codex.", "shell", name="t2", of="t1").hears("Profile parse() on big files.")
@@ -230,7 +232,7 @@ def sub_agent_in_the_background(session: Session) -> None:
 
 @conversation(hints=(False, True))
 def sub_agent_that_is_cut_off(session: Session) -> None:
-    """The caller loses patience; what the helper did before was its work all the same."""
+    """The caller times out and cuts the helper off. The helper's earlier turns still count as work."""
     main = session.agent("main", "You lead.", "delegate bash").hears("Find the leak.")
     main.calls("delegate", task="Run the tests under valgrind.")
     sub = session.agent("helper", "You test.", "bash", name="tester").hears("Run the tests under valgrind.")

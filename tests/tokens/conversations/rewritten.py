@@ -1,4 +1,4 @@
-"""Histories that a program cuts, edits, or asks about again."""
+"""Histories that a program cuts or edits, and requests that it sends again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .script import Session, conversation
 
 @conversation(one_history=True)
 def message_removed_from_the_middle(session: Session) -> None:
-    """The program takes a failed attempt out of the history: it is still the same conversation."""
+    """The program removes a failed attempt from the history. The conversation is still the same."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Free some disk space.")
     agent.does("bash", "/var 97 %", command="df").does("bash", "command not found", command="duh /var")
     agent.does("bash", "/var/log 40 GB", command="du /var")
@@ -24,7 +24,7 @@ def message_removed_from_the_middle(session: Session) -> None:
 
 @conversation(replaces=True)
 def history_trimmed_from_the_front(session: Session) -> None:
-    """The task stays, the oldest calls go."""
+    """The task stays; the oldest calls are removed."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Count the lines of every module.")
     for number in range(5):
         agent.does("bash", f"{number}0 m{number}.py", command=f"wc -l m{number}.py")
@@ -35,7 +35,7 @@ def history_trimmed_from_the_front(session: Session) -> None:
 
 @conversation(one_history=True)
 def note_moved_off_the_first_message(session: Session) -> None:
-    """A reminder is behind the first message only as long as that is the newest."""
+    """A reminder moves from the first message to the end of the history, and is then removed."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears(
         "List the files.\n<note>No todos yet.</note>"
     )
@@ -49,7 +49,7 @@ def note_moved_off_the_first_message(session: Session) -> None:
 
 @conversation(one_history=True)
 def answer_after_an_abort_and_an_unused_one(session: Session) -> None:
-    """A request is cut off, sent again, answered badly, and sent again."""
+    """The first request is cut off and sent again. The second one is answered badly and sent again."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("List the files.")
     agent.cut("I will now li")
     agent.does("bash", "a.py b.py", command="ls")
@@ -59,7 +59,7 @@ def answer_after_an_abort_and_an_unused_one(session: Session) -> None:
 
 @conversation(one_history=True)
 def failed_attempts_removed_again_and_again(session: Session) -> None:
-    """Every failed call leaves the history as soon as the next one works."""
+    """A failed call is removed from the history as soon as the next call succeeds."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Build all three packages.")
     for name in ("one", "two", "three"):
         agent.does("bash", "error: no such flag", command=f"build --quick {name}")
@@ -70,7 +70,7 @@ def failed_attempts_removed_again_and_again(session: Session) -> None:
 
 @conversation(replaces=True)
 def window_that_loses_the_task(session: Session) -> None:
-    """Only the newest messages are sent, from a user message on; the task is soon gone."""
+    """Each request has only the newest messages, beginning with a user message, so the task is soon lost."""
     agent = session.agent("main", "You are a tutor.").hears("Teach me to count in Danish.")
     for number, (said, asked) in enumerate(
         (("En.", "And two?"), ("To.", "And three?"), ("Tre.", "And four?"), ("Fire.", "Thanks!"))
@@ -98,7 +98,7 @@ def old_results_blanked(session: Session) -> None:
 
 @conversation(one_history=True)
 def note_at_the_end_of_each_request(session: Session) -> None:
-    """A reminder is always last, and never stays."""
+    """Each request ends with a reminder, which is removed afterwards."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("List the files.")
     for number in range(3):
         agent.hears(f"<reminder>You have {9 - number} calls left.</reminder>")
@@ -109,7 +109,7 @@ def note_at_the_end_of_each_request(session: Session) -> None:
 
 @conversation(one_history=True)
 def clock_in_the_system_prompt(session: Session) -> None:
-    """The head is another at each request."""
+    """The system prompt differs in each request."""
     agent = session.agent("main", "", "bash").hears("Wait for the build.")
     for minute in range(4):
         agent.head = f"You are an agent. It is 12:0{minute}."
@@ -119,7 +119,7 @@ def clock_in_the_system_prompt(session: Session) -> None:
 
 @conversation(one_history=True)
 def unreadable_answers_asked_again(session: Session) -> None:
-    """An answer that does not parse leaves no trace: the same request is sent again."""
+    """The program drops an answer that does not parse, and sends the same request again."""
     agent = session.agent("main", "Answer in JSON only.").hears("Which city is the capital of Peru?")
     agent.unused("Sure! The capital is Lima.")
     agent.unused('{"city": ')
@@ -129,7 +129,7 @@ def unreadable_answers_asked_again(session: Session) -> None:
 
 @conversation(one_history=True)
 def unreadable_answers_with_the_error_shown(session: Session) -> None:
-    """An answer that does not parse is shown to the model with the error: it was used."""
+    """An answer that does not parse stays in the history, followed by the error, so it was used."""
     agent = session.agent("main", "Answer in JSON only.").hears("Which city is the capital of Peru?")
     agent.says("Sure! The capital is Lima.")
     agent.hears("JSONDecodeError at 1:1. Answer in JSON only.").says('{"city": "Lima"}')
@@ -137,7 +137,7 @@ def unreadable_answers_with_the_error_shown(session: Session) -> None:
 
 @conversation(one_history=True)
 def best_of_three_actions(session: Session) -> None:
-    """Three answers to each request at once; the program takes one by a score of its own."""
+    """Each request is sent three times at once; the program picks one answer by its own score."""
     agent = session.agent("main", "You play chess.", "move").hears("You are white.")
     for moves in (("e4", "a4", "h4"), ("Nf3", "Na3", "Nh3")):
         calls = [hermes_call("move", {"to": move}) for move in moves]
@@ -149,7 +149,7 @@ def best_of_three_actions(session: Session) -> None:
 
 @conversation(one_history=True)
 def user_goes_back(session: Session) -> None:
-    """The user takes the last question back, and asks something else from there."""
+    """The user takes the last question back and asks a different one."""
     agent = session.agent("main", "You help.", "bash").hears("Show the log.")
     agent.does("bash", "error at 9", command="cat log").says("There is an error at 9.")
     back = list(agent.history)
@@ -159,7 +159,7 @@ def user_goes_back(session: Session) -> None:
 
 @conversation()
 def two_histories_from_one_state(session: Session) -> None:
-    """A tree search over histories: both children of a state go on, and one of them is the outcome."""
+    """A tree search over histories: both children of a state continue, and one of them is the outcome."""
     agent = session.agent("main", "You prove theorems.", "tactic").hears("Prove that 1 + 1 = 2.")
     agent.does("tactic", "1 goal left", text="intro")
     other = agent.hands_over(agent.head, agent.tools, use="helper")

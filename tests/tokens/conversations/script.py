@@ -1,5 +1,6 @@
 """A small language for sessions of agent programs. A conversation is a function that plays one session: agents with
-their histories, the questions that programs ask beside them, and what the model answers. Each call names its true use.
+their histories, separate questions of the program, and the model's answers. Each call states the true use of its
+answer.
 
 The calls drive the real token tree (`Rollout`); only the model is scripted.
 """
@@ -27,7 +28,7 @@ class Use(StrEnum):
     """What the program does with an answer."""
 
     MAIN = "main"  # the conversation that does the task's work
-    HELPER = "helper"  # work that another request, or the session's outcome, has in it: a sub-agent's, a voter's
+    HELPER = "helper"  # another request, or the session's outcome, contains the answer: a sub-agent's, a voter's
     SUMMARY = "summary"  # a later history begins with the answer
     SIDE = "side"  # nothing uses the answer: a title, a quota
     UNUSED = "unused"  # the program went on with another answer to the same request
@@ -42,7 +43,7 @@ class Session:
         self.uses: list[Use] = []
         self.hints = hints
         self.continues: dict[int, list[int]] = {}
-        """By turn, the summaries from which its request continues."""
+        """The summaries that a turn's request continues from, by index of the turn."""
 
     def agent(self, use: Use | str, says: str = "", tools: str = "", *, name: str = "", of: str = "") -> Agent:
         """A new agent with an empty history; `says` is its system prompt, `tools` are names. With hints, the client
@@ -50,11 +51,12 @@ class Session:
         return Agent(self, Use(use), says, tools, Hints(name or None, of or None))
 
     def ask(self, use: Use | str, question: str, answer: str, *, says: str = "", tools: str = "") -> str:
-        """One question of its own, and its answer."""
+        """Send one question in a history of its own. Returns the answer."""
         return self.agent(use, says, tools).hears(question).says(answer)
 
     def at_once(self, *calls: tuple[Agent, str]) -> None:
-        """Send the requests of all agents before the first answer comes; the answers come in this order."""
+        """Send the requests of all agents before the first answer arrives. The answers arrive in the order of
+        `calls`."""
         joined = [agent.send() for agent, _ in calls]
         for (agent, said), request in zip(calls, joined, strict=True):
             agent.receive(request, said)
@@ -70,7 +72,7 @@ class Session:
 
 
 class Hints(msgspec.Struct, frozen=True):
-    """What a client says of a call, if it does."""
+    """Hints that a client sends about a call."""
 
     agent_id: str | None = None
     parent_agent_id: str | None = None
@@ -78,7 +80,7 @@ class Hints(msgspec.Struct, frozen=True):
 
 
 class Agent:
-    """One history, with the head that its requests have. `history` has no system messages, and may be edited."""
+    """One history, and the head of its requests. `history` has no system messages, and may be edited."""
 
     def __init__(self, session: Session, use: Use, says: str, tools: str, hints: Hints) -> None:
         self.session = session
@@ -89,29 +91,29 @@ class Agent:
         self.history: list[Message] = []
 
     def hears(self, text: str) -> Agent:
-        """A user message."""
+        """Add a user message."""
         self.history.append(user(text))
         return self
 
     def said(self, text: str) -> Agent:
-        """An assistant message that the model did not say, or not here."""
+        """Add an assistant message that the model did not sample in this history."""
         self.history.append(assistant(text))
         return self
 
     def said_call(self, tool: str, result: str) -> Agent:
-        """A call that the program made up, with its result."""
+        """Add a tool call that the program made up, with its result."""
         call = ToolCall(f"made-up-{len(self.history)}", tool, "{}")
         self.history.append(Message(role=Role.ASSISTANT, content="", tool_calls=(call,)))
         self.history.append(Message(role=Role.TOOL, content=result, tool_call_id=call.id))
         return self
 
     def says(self, text: str) -> str:
-        """The model answers in words."""
+        """Send the history, and receive `text` as the model's answer. Returns the answer's content."""
         self.receive(self.send(), text)
         return self.history[-1].content
 
     def calls(self, tool: str, /, thought: str = "", **arguments: object) -> Agent:
-        """The model calls a tool, and waits for `gets`."""
+        """The model calls a tool. `gets` adds the result."""
         return self.calls_all((tool, arguments), thought=thought)
 
     def calls_all(self, *calls: tuple[str, Mapping[str, object]], thought: str = "") -> Agent:
@@ -120,7 +122,7 @@ class Agent:
         return self
 
     def gets(self, *results: str) -> Agent:
-        """The results of the tools that the last answer called."""
+        """Add the results of the tools that the last answer called."""
         last = next(message for message in reversed(self.history) if message.role is Role.ASSISTANT)
         self.history += [
             Message(role=Role.TOOL, content=text, tool_call_id=call.id)
@@ -129,7 +131,7 @@ class Agent:
         return self
 
     def does(self, tool: str, result: str, /, thought: str = "", **arguments: object) -> Agent:
-        """The model calls a tool, which gives the result."""
+        """The model calls a tool and gets the result."""
         return self.calls(tool, thought, **arguments).gets(result)
 
     def aside(
@@ -142,20 +144,20 @@ class Agent:
         tools: str | None = None,
         purpose: str = "",
     ) -> str:
-        """A question behind the history, which the history does not keep. By default the head is the agent's. With
-        hints, the client names the purpose."""
+        """Send a question at the end of the history, which keeps neither the question nor the answer. By default the
+        head is the agent's. With hints, the client names the purpose. Returns the answer."""
         other = self.hands_over(self.head if says is None else says, self.tools if tools is None else tools, use=use)
         other.hints = msgspec.structs.replace(self.hints, purpose=purpose or None)
         return other.hears(question).says(answer)
 
     def hands_over(self, says: str, tools: str = "", *, use: Use | str | None = None) -> Agent:
-        """Another agent that is shown the whole history."""
+        """Return another agent with a copy of the history."""
         other = Agent(self.session, Use(use or self.use), says, tools, self.hints)
         other.history = list(self.history)
         return other
 
     def begins_anew(self, *messages: Message) -> Agent:
-        """The program replaces the history. If the last answers were summaries, the next request continues them."""
+        """Replace the history. If the last answers were summaries, the next request continues from them."""
         self.history = list(messages)
         uses = self.session.uses
         last = takewhile(lambda index: uses[index] is Use.SUMMARY, reversed(range(len(uses))))
@@ -163,11 +165,11 @@ class Agent:
         return self
 
     def unused(self, text: str) -> None:
-        """The model answers, and the program does not use the answer."""
+        """The model gives an answer that the program does not use."""
         self.hands_over(self.head, self.tools, use=Use.UNUSED).says(text)
 
     def cut(self, text: str) -> None:
-        """The program hangs up after this much of the answer."""
+        """The program hangs up after `text`, which is the beginning of the answer."""
         self.receive(self.send(), text, cut=True)
 
     def written_out(self, *, skip: int = 0) -> str:
@@ -202,7 +204,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
     policy: the task's policy where it differs from the default.
     has_transcript: an evaluator must receive the path to the last `main` turn.
-    one_history: the `main` turns are one history, as answers show that are sent back. So all must be of kind main.
+    one_history: the `main` turns share one history, as the answers sent back show, so all must be of kind main.
     replaces: the program begins a history anew without a summary, or cuts it to its end, so that turns may be of kind
         compaction.
     """

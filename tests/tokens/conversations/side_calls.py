@@ -21,7 +21,7 @@ def quota_topic_and_title(session: Session) -> None:
 
 @conversation(one_history=True)
 def next_speaker_and_loop_checks(session: Session) -> None:
-    """Gemini CLI: a router first, and checks about the history."""
+    """Gemini CLI: a router call first, and later checks of the history."""
     session.ask("side", "Fix the tests", '{"model_choice": "flash"}', says="You are a Task Routing AI.")
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Fix the tests")
     agent.does("bash", "2 failed", command="make test")
@@ -49,7 +49,7 @@ def command_prefixes(session: Session) -> None:
 
 @conversation(hints=(False, True))
 def claude_code_with_all_of_it(session: Session) -> None:
-    """Quota, topic, a sub-agent, a web page, a summary and what continues from it."""
+    """Quota, topic, a sub-agent, a web page, a summary and the turn that continues from it."""
     session.ask("side", "quota", "Hi", tools="")
     session.ask(
         "side", "Port us to Lib 3", '{"isNewTopic": true, "title": "Lib 3"}', says="Analyze if this is a new topic."
@@ -70,7 +70,7 @@ def claude_code_with_all_of_it(session: Session) -> None:
 
 @conversation(hints=(False, True), one_history=True)
 def opencode_with_a_title_and_a_child(session: Session) -> None:
-    """A title before the first call, and a child session whose prompt a tool call gave."""
+    """A title before the first call, and a child session whose prompt is in a tool call."""
     head = "You are a title generator. Output only the title."
     session.agent("side", head).hears("Generate a title:").hears("Why is CI red?").says("CI failure cause")
     agent = session.agent("main", "You are opencode.", "bash task").hears("Why is CI red?")
@@ -87,7 +87,7 @@ def opencode_with_a_title_and_a_child(session: Session) -> None:
 
 @conversation(one_history=True)
 def title_tags_and_questions_after_a_chat(session: Session) -> None:
-    """Open WebUI: three calls about the chat as text, after each answer."""
+    """Open WebUI: three calls after an answer, each with the chat as text."""
     agent = session.agent("main").hears("How do I boil an egg?")
     agent.says("Put it into boiling water for seven minutes.")
     for task, answer in (
@@ -101,7 +101,7 @@ def title_tags_and_questions_after_a_chat(session: Session) -> None:
 
 @conversation(one_history=True)
 def commit_message_at_the_end(session: Session) -> None:
-    """aider: after the work, a message for the diff, which goes into a command of the program."""
+    """aider: after the work, a call writes a commit message for the diff. No later request contains the message."""
     agent = session.agent("main", "Write edits as blocks.").hears("Set x to 1.")
     agent.says("a.py\n<<<<\nx = 0\n====\nx = 1\n>>>>")
     agent.hears("Applied. Anything else?").says("No, x is 1 now.")
@@ -110,7 +110,7 @@ def commit_message_at_the_end(session: Session) -> None:
 
 @conversation(one_history=True)
 def guardrail_beside_the_agent(session: Session) -> None:
-    """OpenAI Agents SDK: a guardrail answers in JSON at the same time; nothing quotes it."""
+    """OpenAI Agents SDK: a guardrail answers in JSON while the agent works; no request quotes its answer."""
     guard = session.agent("side", "Check whether the user asks for help with homework.").hears(
         "Solve 2x = 4 for our accounts."
     )
@@ -124,7 +124,8 @@ def guardrail_beside_the_agent(session: Session) -> None:
 
 @conversation(one_history=True)
 def task_with_the_words_of_a_side_call(session: Session) -> None:
-    """The task itself asks for a summary and a title, in one question without tools; a title of the chat quotes it."""
+    """The task requests a summary and a title, in one question without tools. A title call for the chat quotes the
+    task."""
     task = "Summarize this web page and give it a title: Bees dance to tell the way."
     answer = session.ask("main", task, "Dancing Bees\n\nBees dance to tell the way to food.")
     session.ask("side", f"### Task:\nGenerate a title.\n### Chat:\n{task}\n{answer}", '{"title": "Bees"}')
@@ -132,7 +133,7 @@ def task_with_the_words_of_a_side_call(session: Session) -> None:
 
 @conversation(one_history=True)
 def title_of_a_text_protocol_agent(session: Session) -> None:
-    """The agent has no tools either: what follows tells it from the title."""
+    """The agent has no tools either. Only the calls that follow distinguish it from the title call."""
     session.ask("side", "Name this chat: How many files are there?", "Counting files", says="You write titles.")
     agent = session.agent("main", "Run one command in a ```bash block.").hears("How many files are there?")
     agent.says("I count them.\n```bash\nls | wc -l\n```")
@@ -154,7 +155,7 @@ def facts_extracted_for_a_memory(session: Session) -> None:
 
 @conversation(one_history=True)
 def warm_up_and_retries_of_a_side_call(session: Session) -> None:
-    """A call that only warms the cache, and a title that is asked for twice."""
+    """A call that only warms the cache, and a title that is requested twice."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Run the tests.")
     title = session.agent("side", "Write a title of three words.").hears("Run the tests.")
     title.cut("Run")
