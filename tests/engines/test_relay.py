@@ -755,7 +755,7 @@ async def test_a_worker_that_is_away_during_an_update_loads_before_it_serves() -
             assert loading.loaded == [("weights", 3)]
 
 
-async def test_a_worker_that_attaches_while_others_load_gets_the_new_weights_too() -> None:
+async def test_a_worker_that_loads_its_first_weights_during_an_update_loads_the_next_too() -> None:
     """The worker attaches after an update. Another update follows while it loads the weights of the first."""
     engine = relay()
     first, second = Weights(goes=False), Weights(goes=False)

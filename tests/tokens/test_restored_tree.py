@@ -88,13 +88,12 @@ def test_a_turn_that_was_not_stored_leaves_a_gap() -> None:
     lost = rollout.join([Message(role=Role.USER, content="Who are you?")])
     kept = rollout.join([Message(role=Role.USER, content="Where is it?")], TOOLS)
     rollout.answer(lost, [5, 6, 7])
-    reply = rollout.answer(kept, [8, 9, 10], tools=TOOLS)
+    rollout.answer(kept, [8, 9, 10], tools=TOOLS)
     del rollout.turns[0]
     tree = restored(rollout)
     again = run_inline(tree.join(ParsedMessages([Message(role=Role.USER, content="Who are you?")]), (), b""))
     assert again.kind is JoinKind.ROOT
     assert tree.commit(again.prompt, [5, 6, 7], None).index == 2
-    assert reply.content is not None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

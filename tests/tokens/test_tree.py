@@ -121,21 +121,12 @@ def altered(reply: Message, change: dict[str, str | None]) -> Message:
     return msgspec.structs.replace(reply, tool_calls=calls, **of_message)
 
 
-@pytest.mark.parametrize(
-    ("change", "joins"),
-    [
-        ({"content": "Read the file. "}, ROOT),
-        ({"role": Role.SYSTEM}, ROOT),
-    ],
-    ids=str,
-)
-def test_a_changed_first_question_is_another_conversation(
-    change: dict[str, str], joins: tuple[JoinKind, None, None]
-) -> None:
+@pytest.mark.parametrize("change", [{"content": "Read the file. "}, {"role": Role.SYSTEM}], ids=str)
+def test_a_changed_first_question_is_another_conversation(change: dict[str, str]) -> None:
     talk = Talk()
     question = msgspec.structs.replace(QUESTION, **change)
     joined = talk.rollout.join([SYSTEM, question, talk.reply, AGAIN], TOOLS)
-    assert outcome(joined) == joins
+    assert outcome(joined) == ROOT
     assert joined.prompt.conversation == 1
 
 
