@@ -1,12 +1,21 @@
-"""A whole agent program in a page, to be certified: python agent.py URL INSTRUCTION [HABIT]...
+"""An agent program for the tests of certification: `python agent.py URL INSTRUCTION [HABIT]...`.
 
-Its habits are what clients do: `respaced` re-serialises tool arguments, `trimmed` trims texts, `forgetful` drops its
-first reply, once, `lazy` runs only the first call of a reply, `streamed` asks for streams, `quits` ends with an error,
-`toolless` shows no tool, `argv` takes commands as lists of words, `files` has no shell but tools that write and read.
-`waits` has a tool that waits for a person, `mirrors` one that repeats its argument to the model, `desks` one that
-starts a sub-agent, whose task is in the system message, and `asks` one whose sub-agent has no tools. `sums` has a tool
-that asks the model for a summary and shows it all tools, `compacts` one after which a summary is the whole history,
-`later` one whose sub-agent works in the background, and `ends` one that ends the program.
+The habits are those of real clients:
+
+- `respaced` serialises tool arguments again, with other spaces; `trimmed` strips the texts of replies.
+- `forgetful` drops the first reply and its result from the history, once.
+- `lazy` runs only the first call of a reply.
+- `streamed` requests streams.
+- `quits` exits with code 3.
+- `toolless` offers no tool of its own; `argv` takes a command as a list of words; `files` has no shell, but tools that
+  write and read files.
+- `waits` adds a tool that waits a minute, as for a person; `mirrors` adds a tool that returns its argument to the
+  model.
+- `desks` adds a tool that starts a sub-agent, with the task in the system message; `asks` adds a tool whose sub-agent
+  has no tools; `later` adds a tool whose sub-agent works in the background.
+- `sums` adds a tool that requests a summary from the model and offers all tools in the request; `compacts` adds a tool
+  that replaces the history by a summary.
+- `ends` adds a tool that ends the program.
 """
 
 from __future__ import annotations
@@ -119,7 +128,7 @@ def run(command: str | list[str]) -> str:
 
 
 class Compacted(Exception):
-    """The history is `messages` now."""
+    """Raised by a tool that replaces the history by `messages`."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self.messages = messages
@@ -151,4 +160,4 @@ def work(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
 
 
 work([{"role": "user", "content": INSTRUCTION}], MAIN)
-os._exit(3 if "quits" in HABITS else 0)  # without waiting for what runs in the background
+os._exit(3 if "quits" in HABITS else 0)  # does not wait for background threads

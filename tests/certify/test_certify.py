@@ -1,4 +1,4 @@
-"""Certifications of a small program of our own, with the habits that clients have, in plain processes."""
+"""Certification of the small program in agent.py, with the habits of real clients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_an_honest_program_passes_every_row_that_applies(habits: tuple[str
 async def test_an_agent_in_its_own_environment_is_certified(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is found by its name alone, and imports what is in its environment."""
+    """The agent is found by its name alone, and imports a module of its environment."""
     if not (can := resolve("runtime", kind).available()).ok:
         pytest.skip(can.detail)
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
@@ -120,7 +120,8 @@ async def test_a_program_goes_on_after_a_look_at_an_image() -> None:
 
 @pytest.mark.deep
 async def test_a_tool_is_known_by_the_conversation_that_its_call_begins() -> None:
-    """The tool has an odd name and odd parameters. Tools with likelier names are called first; one never returns."""
+    """The tool has an odd name and odd parameters. Tools with likelier names are called first; one of them does not
+    return in time."""
     [row] = (await certified("waits", "mirrors", "asks", "desks", rows=("sub-agent",), seconds=5)).rows
     assert row.verdict == "holds"
     assert row.branches == {"main": 1, "subagent": 1}
@@ -154,7 +155,7 @@ async def test_a_conversation_that_begins_with_a_mark_may_be_no_sub_agent(habit:
 
 @pytest.mark.deep
 async def test_a_sub_agent_may_work_in_the_background_until_the_program_ends() -> None:
-    """A tool before it ends the program."""
+    """The tool that is called first ends the program."""
     [row] = (await certified("ends", "later", rows=("sub-agent",))).rows
     assert (row.verdict, row.branches) == ("holds", {"main": 1, "subagent": 1})
     assert row.tools == {"task_end": OPEN, "zorp_later": STARTS, "run_it": KNOWN}
@@ -181,7 +182,7 @@ async def test_the_agent_in_python_is_given_a_server_and_a_skill() -> None:
 
 
 async def test_a_sandbox_without_python_has_no_server_to_try() -> None:
-    """Codex is not started: the session ends before."""
+    """The session ends before Codex is started."""
     if not (can := resolve("runtime", "namespace").available()).ok:
         pytest.skip(can.detail)
     if installation(load_preset("codex")) is None:

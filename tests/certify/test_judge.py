@@ -1,4 +1,4 @@
-"""The verdict of the sub-agent's row, on evidence made by hand."""
+"""Verdicts on rows, and certificates made of verdicts, from evidence written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows are sound as data: what they need is there, and what they say can be told apart."""
+"""The table of rows is consistent: names, documentation, steps, and the word for the streaming row."""
 
 from __future__ import annotations
 

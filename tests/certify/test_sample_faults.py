@@ -1,4 +1,5 @@
-"""The independent proof of rows: it holds for true ones and breaks with every id, mask and number that is changed."""
+"""The check of samples against the recorded calls: a true sample has no fault, and each changed id, mask or
+log-probability is found."""
 
 from __future__ import annotations
 

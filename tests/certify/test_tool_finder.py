@@ -1,4 +1,4 @@
-"""Finding the tool that runs a command, and reading back prompts."""
+"""Finding an agent's tools by their schemas, choosing the calls that may start a sub-agent, and reading prompts."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_every_free_text_of_a_call_is_another_one(one: ToolSpec, arguments: Any)
 
 
 async def test_a_trial_calls_the_tools_that_a_later_request_declares() -> None:
-    """The first request is a side call with a tool of its own."""
+    """The first request is a side call with another tool."""
     trial = SubagentTrial(Certify())
     first = await trial.next_call("s-1", [tool("finish_plan", {"plan": STRING})], 0)
     second = await trial.next_call("s-1", [BASH, tool("zorp", {"x": STRING})], 0)

@@ -1,4 +1,4 @@
-"""A bench for evaluators: real sandboxes, an agent's final words, and the spec's evaluator on them."""
+"""Grades an agent's last reply with the evaluator of a spec, in real sandboxes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from outrider.trajectory import Verdict
 from runtimes.world import World
 
 PIDS = 96
-"""Processes of a sandbox: few, so that a fork bomb is a small one."""
+"""Maximum number of processes in a sandbox. It is low, so that a fork bomb stays small."""
 
 
 class Bench:
-    """`sandbox` is the evaluation's. `fields` are those of every other sandbox, too."""
+    """Grades in `sandbox`. All its sandboxes have the same `fields`. `others` is the number of sandboxes that
+    evaluators have started beside `sandbox`."""
 
     def __init__(self, world: World, sandbox: Runtime, fields: dict[str, Any]) -> None:
         self._world = world
@@ -32,7 +33,7 @@ class Bench:
         self.fields = fields
         self.others = 0
         self.log = bytearray()
-        """What graders have printed."""
+        """The output of graders."""
 
     @asynccontextmanager
     async def beside(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
@@ -45,7 +46,7 @@ class Bench:
             await other.stop()
 
     async def renew(self) -> None:
-        """Another sandbox for the next evaluation."""
+        """Replace the sandbox by a new one for the next evaluation."""
         await self.sandbox.stop()
         self.sandbox = await self._world.start("namespace", **self.fields)
 

@@ -1,4 +1,4 @@
-"""A grader outside: it answers POSTs as a test says, and remembers what it was sent."""
+"""An external grader: replies to POST requests as a test prescribes, and records the requests."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from outrider.trajectory import Verdict
 from outrider.wire.http_server import Receive, Scope, Send
 
 CUT = "cut"
-"""An answer that breaks off."""
+"""A reply whose connection breaks off."""
 
 
 class Grader:
-    """`answer` makes an answer of a request's body: an object, bytes, a status, a status with headers and
-    perhaps content, or CUT."""
+    """`answer` returns the reply to a request's body, or an awaitable of the reply: an object, bytes, a status, a tuple
+    of status, headers and optionally content, or CUT."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
         self.answer = answer
@@ -58,7 +58,7 @@ class Grader:
         elif isinstance(given, int):
             status, given = given, {"error": "canned"}
         content = given if isinstance(given, bytes) else orjson.dumps(given)
-        if given == CUT:  # a promised length that is not kept makes the server break the connection off
+        if given == CUT:  # the body is shorter than its content-length, so the server closes the connection
             headers, content = {"content-length": "1000"}, b"{"
         lines = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": lines})
@@ -72,7 +72,7 @@ class Grader:
 
 
 def an_outcome(spec: EvaluatorSpec, said: str, instruction: str = "x", **fields: Any) -> Outcome:
-    """What an agent left that did nothing but speak."""
+    """Return the outcome of an agent whose only action was the reply `said`."""
     replied = (Message(role=Role.ASSISTANT, content=said),) if said else ()
     defaults: dict[str, Any] = {
         "task": TaskSpec(instruction=instruction, harness=HarnessSpec(command=["true"]), evaluator=spec),
@@ -96,7 +96,8 @@ async def a_grader(answer: Callable[[dict[str, Any]], Any], **settings: Any) -> 
 
 
 def in_turn(*answers: Any) -> Callable[[dict[str, Any]], Any]:
-    """The answers in order, the last one again and again. One that can be called makes the answer of the body."""
+    """Return a function that gives the answers in order and repeats the last. If an answer is callable, the function
+    calls it with the request's body and gives the result."""
     left = list(answers)
 
     def answer(body: dict[str, Any]) -> Any:

@@ -1,4 +1,5 @@
-"""Checks that do what code in an answer would do if it ever ran; the zygote of `test_checks.py` is made with them."""
+"""Checks that act as hostile code in an answer would act if it ran. The zygote of `test_checks.py` runs these
+checks."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def _tried(act: Any) -> str:
 
 
 def _forge() -> None:
-    """Write what looks like a result to everything that can be written to, and read what comes to others."""
+    """Write a forged result to every file descriptor that can be written to."""
     for fd in range(256):
         try:
             os.write(fd, b'{"score": 1}\n{"status": 0, "seconds": 0}')

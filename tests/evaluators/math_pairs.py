@@ -1,4 +1,4 @@
-"""The labelled pairs of math_pairs.toml, and the confusion table that docs/evaluators/math.md prints."""
+"""The labelled pairs of math_pairs.toml, and the confusion table in docs/evaluators/math.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE = Path(__file__).with_name("math_pairs.toml")
 
 @dataclass(frozen=True)
 class Pair:
-    """`right` is the teacher's label, `reward` what the evaluator gives."""
+    """`right` is the label that a maths teacher would give, `reward` the evaluator's reward."""
 
     family: str
     gold: str

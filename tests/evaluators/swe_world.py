@@ -1,4 +1,4 @@
-"""A repository with a fault, its hidden tests, and sandboxes with what candidates make of it, for kind `swebench`."""
+"""For kind `swebench`: a repository with a fault, its hidden tests, and sandboxes with the changes of candidates."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FIELDS: dict[str, Any] = {
 }
 
 AS_IN_AN_IMAGE = f"touch -d 2026-01-01 {' '.join(BASE)}"
-"""Every sandbox has the files with the same times."""
+"""Sets the same modification time for the files in every sandbox."""
 GIT = "git init -q . && git add -A && git -c user.name=a -c user.email=a@b.c commit -q -m base && git tag base"
 SCRIPT = f"""\
 #!/bin/bash
@@ -78,7 +78,7 @@ git apply -v - <<'EOF_PATCH'
 : '>>>>> End Test Output'
 git checkout base {TEST}
 """
-"""As a row of 5.x has it."""
+"""The `eval_script` of a row of swebench 5.x."""
 
 
 def spec_of(**options: Any) -> EvaluatorSpec:
@@ -86,7 +86,8 @@ def spec_of(**options: Any) -> EvaluatorSpec:
 
 
 class Repository:
-    """Grades candidates: files, by path, that are written over those of the repository; None takes one away."""
+    """Grades candidates. A candidate is a mapping of paths to file contents, which are written over the repository's
+    files. None removes the file or folder."""
 
     def __init__(self, world: World, *, git: bool, mounts: Sequence[Mapping[str, str]]) -> None:
         self._world = world
@@ -96,7 +97,7 @@ class Repository:
 
     @asynccontextmanager
     async def sandbox(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
-        """A sandbox as its prepare steps leave it."""
+        """Yield a sandbox in the state that its prepare steps leave."""
         fields = self._fields if resources is None else self._fields | {"resources": resources}
         runtime = await self._world.start("namespace", **fields)
         try:

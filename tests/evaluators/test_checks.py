@@ -1,4 +1,5 @@
-"""The processes that check answers: confined, killed in time, one for each check, and none left."""
+"""The processes that check answers: each check has its own confined process, is killed in time, and leaves no process
+behind."""
 
 from __future__ import annotations
 
@@ -42,20 +43,21 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
 
 
 def processes(host: Host) -> set[int]:
-    """The zygote, and the checks that run."""
+    """Return the pids of the zygote and of the running checks."""
     return marked(f"{host.folder.name}/")
 
 
 async def until(host: Host, number: int) -> set[int]:
-    """Waits until there are so many processes."""
+    """Wait until the number of processes is `number`, and return their pids."""
     async with asyncio.timeout(30):
-        while len(found := processes(host)) != number:  # noqa: ASYNC110  # nothing tells of a process's end
+        while len(found := processes(host)) != number:  # noqa: ASYNC110  # there is no event for the end of a process
             await asyncio.sleep(0.01)
     return found
 
 
 async def only_check(host: Host) -> int:
-    """The process of the only check: the child of the other process. (Numbers of processes wrap.)"""
+    """Return the pid of the only check, which is the child of the zygote. Pids wrap, so the check's pid may be the
+    smaller one."""
     pids = await until(host, 2)
     parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in pids}  # noqa: ASYNC240
     [check] = (pid for pid in pids if parents[pid] in pids)
@@ -110,7 +112,7 @@ async def test_a_check_that_hangs_is_ended_by_its_own_time_alone(host: Host) -> 
 
 async def test_time_in_which_the_machine_does_other_things_is_not_held_against_an_answer(host: Host) -> None:
     await act(host, "nothing")
-    await until(host, 1)  # the process of that check has ended
+    await until(host, 1)  # the process of this check has ended
     working = asyncio.ensure_future(act(host, "work", seconds=0.2))
     check = await only_check(host)
     os.kill(check, signal.SIGSTOP)
@@ -121,7 +123,8 @@ async def test_time_in_which_the_machine_does_other_things_is_not_held_against_a
 
 @pytest.mark.nightly
 async def test_what_is_submitted_keeps_no_answer_waiting(host: Host) -> None:
-    """However many tasks come, each with a check that hangs, they have their own line."""
+    """Checks of submitted tasks have their own queues. However many of them hang, checks of answers and quick checks of
+    other submitted tasks do not wait."""
     checks = await host.part(PART)
     await act(host, "nothing")
     submitted = [asyncio.ensure_future(checks.check({"act": "spin"}, seconds=60, submitted=True)) for _ in range(32)]
@@ -130,7 +133,7 @@ async def test_what_is_submitted_keeps_no_answer_waiting(host: Host) -> None:
     await until(host, 1 + SUBMITTED_AT_ONCE)
     assert (await checks.check({"act": "nothing"}, seconds=60, submitted=True)).answer == {
         "said": "nothing"
-    }  # nor others
+    }  # a quick check of another submitted task
     assert not any(one.done() for one in submitted)
     for one in submitted:
         one.cancel()
@@ -143,7 +146,7 @@ async def test_what_is_submitted_keeps_no_answer_waiting(host: Host) -> None:
 
 
 class Spins:
-    """An evaluator whose spec takes for ever to check."""
+    """An evaluator whose check of the spec never ends."""
 
     spec: Mapping[str, Any] = MappingProxyType({"act": "spin"})
 
@@ -155,7 +158,7 @@ class Spins:
 
 
 class Works(Spins):
-    """One whose spec needs the line of those that take longer."""
+    """An evaluator whose check of the spec takes more than QUICK_SECONDS, and so needs the slow queue."""
 
     spec = MappingProxyType({"act": "work", "for": QUICK_SECONDS + 0.05})
 
@@ -187,7 +190,7 @@ async def test_a_group_has_one_time_for_all_its_checks_and_its_wait(host: Host) 
 
 @pytest.mark.deep
 async def test_a_check_that_takes_long_waits_for_one_of_each_other_bucket(host: Host) -> None:
-    """However many of another one's hang: its own is the next but one, in both lines."""
+    """Buckets take turns in the quick queue and in the slow queue, however many checks of another bucket hang."""
     checks = await host.part(PART)
     await act(host, "nothing")
     hanging = [
@@ -202,12 +205,12 @@ async def test_a_check_that_takes_long_waits_for_one_of_each_other_bucket(host: 
 
 @pytest.mark.parametrize("size", [1, 8 << 20])
 async def test_a_check_that_crashes_is_told_from_one_that_was_killed(host: Host, size: int) -> None:
-    """A check of 8 MiB is killed while it still reads its request."""
+    """With 8 MiB, the check is killed while it still reads its request."""
     crashed = await act(host, "crash")
     assert crashed.answer is None
     assert crashed.fault.startswith("it makes pytest crash")
     slow = asyncio.ensure_future(act(host, "spin", seconds=60, rest="x" * size))
-    os.kill(await only_check(host), signal.SIGKILL)  # as the kernel does when memory is short
+    os.kill(await only_check(host), signal.SIGKILL)  # the kernel kills a process in this way if memory runs out
     with pytest.raises(EvaluatorError, match="killed by signal 9"):
         await slow
 
@@ -224,7 +227,7 @@ async def test_no_check_reaches_another(host: Host) -> None:
     forging = asyncio.gather(*(act(host, "forge") for _ in range(8)), return_exceptions=True)
     honest = await asyncio.gather(*(act(host, "nothing") for _ in range(8)))
     assert [done.answer for done in honest] == [{"said": "nothing"}] * 8
-    assert all(isinstance(done, EvaluatorError) for done in await forging)  # two results are none
+    assert all(isinstance(done, EvaluatorError) for done in await forging)  # two results count as none
 
 
 async def test_a_check_whose_caller_is_cancelled_is_killed(host: Host) -> None:
@@ -275,7 +278,7 @@ async def test_nothing_outlives_a_service_that_is_killed(tmp_path: Path) -> None
     )
     assert holder.stdout is not None
     assert await holder.stdout.readline() == b"ready\n"
-    while len(marked(f"{folder.name}/")) < 2:  # noqa: ASYNC110  # nothing tells of it
+    while len(marked(f"{folder.name}/")) < 2:  # noqa: ASYNC110  # there is no event for a new process
         await asyncio.sleep(0.01)
     holder.kill()
     await holder.wait()

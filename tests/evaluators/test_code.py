@@ -1,4 +1,4 @@
-"""The evaluator `code`: what passes, what does not, and what a candidate tries instead of solving its task."""
+"""The evaluator `code`: programs that pass, programs that fail, and programs that attack the grading."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_blanks_at_the_ends_do_not_count(bench: Bench, given: Any, output:
 @pytest.mark.parametrize(
     ("given", "output", "body", "reward"),
     [
-        ("[1, 2]\n3", "[3, 4]", "return [one + b - 1 for one in a[:1]] + [4]", 1.0),  # LiveCodeBench: JSON a line
+        ("[1, 2]\n3", "[3, 4]", "return [one + b - 1 for one in a[:1]] + [4]", 1.0),  # LiveCodeBench: JSON in lines
         ([[1], 2], [[1, 2]], "return [*a, b]", 1.0),  # APPS: the result in a list of its own
         ([[1], 2], [[1, 2]], "return 1", 0.0),
         ([[1], 2], [1, 2], "return (a[0], b)", 1.0),
@@ -198,7 +198,8 @@ async def test_what_a_program_does_instead_earns_nothing(bench: Bench, form: str
 
 @pytest.mark.deep
 async def test_a_share_of_an_attack_is_what_it_answers(bench: Bench) -> None:
-    """Where each case counts, printing one case's output is worth that case; a program that kills all gets no more."""
+    """With the reward `share`, a program that prints the output of one case earns the share of this case. A program
+    that kills all processes, and a fork bomb, earn nothing."""
     always = await bench.grade(spec(reward="share", **TEXTS), fenced("print(42)\n"))
     assert (always.reward, always.metrics["passed"]) == (1 / 3, 1.0)
     for program in ("import os\nprint(3, flush=True)\nos.kill(-1, 9)\n", "import os\nwhile True: os.fork()\n"):
@@ -224,7 +225,7 @@ async def test_the_right_output_is_not_enough(bench: Bench, program: str, option
 
 
 class Breaks:
-    """A sandbox that breaks after so many commands, from inside or not."""
+    """A sandbox that breaks after `commands` commands. `inside` is True if the failure happened inside the sandbox."""
 
     def __init__(self, sandbox: Runtime, commands: int, *, inside: bool) -> None:
         self._sandbox = sandbox
@@ -257,12 +258,13 @@ def add(a, b):
 @pytest.mark.parametrize("form", ["calls", "check"])
 @pytest.mark.parametrize("value", ['{"set": numbers}', '{"dict": [[k, 0] for k in numbers]}'])
 async def test_numbers_with_the_same_hash_hold_up_nothing(bench: Bench, form: str, value: str) -> None:
-    """The sandbox of a check may try; it ends with the time of the candidate."""
+    """With `calls`, a value that is not of JSON's types is refused and never hashed here. With `check`, the check's
+    sandbox may build the value, and its time counts as the candidate's."""
     options = FORMS[form] | {"case_seconds": 5, "total_seconds": 6, "output_bytes": 4 << 20}
     graded = await bench.grade(spec(**options), fenced(COLLIDING.replace("VALUE", value)))
     assert graded.reward == 0.0
     said = "no value of JSON's types" if form == "calls" else "did not end in time"
-    # On a busy machine the program itself may take too long.
+    # On a busy machine the program itself may exceed its time.
     assert said in str(graded.reason) or "did not end within" in str(graded.reason)
 
 
@@ -316,7 +318,7 @@ async def test_a_second_sandbox_that_starts_slowly_costs_the_candidate_nothing(
 
 
 class Hangs:
-    """A sandbox whose python3 does not end."""
+    """A sandbox in which no command ends, as if python3 hung."""
 
     def __init__(self, sandbox: Runtime) -> None:
         self._sandbox = sandbox
@@ -352,7 +354,7 @@ async def test_a_sandbox_that_breaks_is_the_programs_doing_only_if_it_broke_from
     bench: Bench, inside: bool
 ) -> None:
     await bench.sandbox.write("solution.py", SUM.encode())
-    bench.sandbox = cast(Runtime, Breaks(bench.sandbox, 2, inside=inside))  # the probe, and the first case
+    bench.sandbox = cast(Runtime, Breaks(bench.sandbox, 2, inside=inside))  # the probe and the first case succeed
     options = spec(file="solution.py", reward="share", **TEXTS)
     if not inside:
         with pytest.raises(RuntimeFailure, match="it is gone"):
@@ -370,7 +372,7 @@ async def test_each_run_is_logged(bench: Bench) -> None:
 
 
 class Holds:
-    """A sandbox that does not end a program in time, as one that a fork bomb leaves no processor time."""
+    """A sandbox that does not end a program in time, as happens if a fork bomb takes all processor time."""
 
     def __init__(self, sandbox: Runtime) -> None:
         self._sandbox = sandbox
@@ -389,7 +391,7 @@ async def test_a_sandbox_that_ends_no_program_is_the_programs_doing_where_anothe
     bench: Bench, monkeypatch: pytest.MonkeyPatch, another: bool
 ) -> None:
     bench.sandbox = cast(Runtime, Holds(bench.sandbox))
-    # A third of the seconds after `total_seconds` is left for programs that end late: 0.1 s.
+    # Programs that end late get a third of the seconds that remain after `total_seconds`: 0.1 s.
     options = spec(file="solution.py", reward="share", case_seconds=0.2, total_seconds=59.7, **TEXTS)
     if another:
         graded = await bench.grade(options)
@@ -415,7 +417,7 @@ except OSError: print("forked", forked)
 
 
 async def test_a_program_of_the_reply_has_a_small_sandbox_of_its_own(bench: Bench) -> None:
-    """A file of the agent's sandbox has the limits of that sandbox."""
+    """A program in a file of the agent's sandbox has the limits of the agent's sandbox."""
     await bench.sandbox.write("secret", b"x")
     await bench.sandbox.write("solution.py", COUNTS.encode())
     forked = {}
@@ -477,7 +479,7 @@ async def test_what_a_program_leaves_behind_holds_up_no_verdict(bench: Bench, wh
 
 
 async def test_a_program_of_several_files(bench: Bench) -> None:
-    """One of them has the name of a module that the guest's program imports."""
+    """One file has the name of a module that the evaluator's program in the sandbox imports."""
     await bench.sandbox.write("queue.py", b"raise SystemExit(5)\n")
     await bench.sandbox.write("src/solution.py", b"import helper\nadd = helper.add\n")
     await bench.sandbox.write("src/helper.py", b"def add(a, b):\n    return a + b\n")
@@ -488,7 +490,8 @@ async def test_a_program_of_several_files(bench: Bench) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_what_an_agent_left_in_the_sandbox_earns_nothing(bench: Bench, form: str) -> None:
-    """Another python3 and sitecustomize, a library to load first, and a process that rewrites whatever is written."""
+    """The agent has left another python3, a sitecustomize.py, a json.py, a library in /etc/ld.so.preload, and a process
+    that overwrites the files in /tmp and /work again and again."""
     await bench.sandbox.exec(
         """
         printf '#!/bin/sh\\ncase "$*" in *ready*) printf ready;; *) echo 3; echo PASSED;; esac\\n' > /tmp/python3

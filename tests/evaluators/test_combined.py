@@ -1,4 +1,4 @@
-"""Evaluators made of others: `weighted` and `all`, with parts that are functions of this module and commands."""
+"""The combining evaluators `weighted` and `all`. Their parts are functions of this module, and commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Grade = Callable[..., Awaitable[Verdict]]
 
 
 def gives(outcome: Outcome) -> Any:
-    """What the part's own options say."""
+    """Return the verdict in the part's options."""
     return outcome.task.evaluator.options["verdict"]
 
 
@@ -34,7 +34,7 @@ def says_yes(outcome: Outcome) -> Any:
 
 
 class Strict:
-    """Refuses its spec only once it is checked."""
+    """An evaluator that accepts its spec when it is made, and refuses the spec in `check_spec`."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self.options = spec.options
@@ -150,11 +150,11 @@ def test_what_is_wrong_is_named_at_submission(kind: str, options: Any, field: st
 
 
 class Renamed(CombiningEvaluator):
-    """A combining class under a name of its own."""
+    """A combining class with a name of its own."""
 
 
 def test_only_the_built_in_names_have_parts() -> None:
-    """Of any other the allow-list would not check what the parts name."""
+    """The allow-list does not check the parts of other kinds."""
     inner = {"kind": "callable", "path": "os:system"}
     for kind in (f"{__name__}:Renamed", "outrider.evaluators.combined:CombiningEvaluator"):
         with pytest.raises(InvalidField, match="only the kinds weighted and all have parts") as caught:
@@ -229,7 +229,7 @@ async def test_a_whole_session_is_graded_by_its_parts(tmp_path: Path) -> None:
 
 
 class Decides:
-    """Decides as its options say."""
+    """An evaluator that decides with the verdict in its options."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = spec.options

@@ -133,7 +133,7 @@ async def test_a_sandbox_that_breaks_after_grading_does_not_take_the_verdict_bac
     outcome: Any, sandbox: Runtime
 ) -> None:
     class Breaking:
-        """The sandbox, which stops with the clean-up."""
+        """The sandbox, which stops when the evaluator removes its files."""
 
         read, write, scratch = sandbox.read, sandbox.write, sandbox.scratch
 
@@ -152,7 +152,7 @@ async def test_a_sandbox_that_breaks_before_its_verdict_is_read_is_no_fault_of_t
     outcome: Any, sandbox: Runtime
 ) -> None:
     class Breaking:
-        """The sandbox, which stops with the end of the grader."""
+        """The sandbox, which stops when the grader has ended."""
 
         read, write, scratch = sandbox.read, sandbox.write, sandbox.scratch
 

@@ -57,7 +57,7 @@ def test_only_the_summary_is_read() -> None:
 
 
 def test_what_pytest_itself_lists_twice_is_believed() -> None:
-    """Tests of two files have one name here; and a test passes, and its end fails."""
+    """pytest lists a name twice if two files have a test of this name, and if a test passes and its teardown fails."""
     other_file = "FAILED r2e_tests/test_0.py::test_a"
     assert judged(other_file, *LINES, CUT)["resolved"]
     end = "ERROR r2e_tests/test_1.py::test_a"

@@ -1,4 +1,4 @@
-"""Grading in a sandbox whose disk the agent has filled: an error, never a reward."""
+"""Grading in a sandbox whose disk the agent has filled gives an error, never a reward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def small() -> AsyncIterator[Runtime]:
 async def test_a_verdict_that_could_not_be_written_is_no_reward(
     outcome: Any, small: Runtime, fill: str, number: int
 ) -> None:
-    """Whether the disk is full before the grader begins, or only when it writes."""
+    """The disk is filled by the grader just before it writes the verdict, or is full before the grader begins."""
     late = f'rm -f "$OUTRIDER_VERDICT"; {fill}; printf {number} > "$OUTRIDER_VERDICT"; exit $((1 - {number}))'
     await graded_as_error(outcome, small, late)
     await small.exec(fill, seconds=20)

@@ -103,7 +103,7 @@ async def test_an_exception_is_an_error_with_its_traceback(grade: Any, name: str
     with pytest.raises(EvaluatorError, match=message) as caught:
         await grade(name)
     assert tail in (caught.value.log_tail or "")
-    assert "in evaluate" not in (caught.value.log_tail or "")  # the frames are those of the function
+    assert "in evaluate" not in (caught.value.log_tail or "")  # the traceback has only frames of the function
     assert "restart the service" in (caught.value.hint or "")
 
 

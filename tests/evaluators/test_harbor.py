@@ -1,4 +1,5 @@
-"""Kind `harbor` in real sandboxes: Harbor's rules for what test.sh writes, and what an agent may have put there."""
+"""Kind `harbor` in real sandboxes: Harbor's rules for the files that test.sh writes, and files that the agent left at
+the same paths."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ ERRORS: dict[str, str] = {
 
 
 async def test_the_output_of_the_tests_is_logged(bench: Bench) -> None:
-    """Also if it has no reward."""
+    """The output is also logged if the tests write no reward."""
     assert (await bench.grade(spec(f"echo looked; echo why >&2; echo 0 > {TEXT}"))).reward == 0.0
     assert bench.log == b"looked\nwhy\n"
     with pytest.raises(EvaluatorError, match="wrote neither"):

@@ -1,4 +1,4 @@
-"""The evaluator `http`: what a grader outside is sent, and which answers are grades."""
+"""The evaluator `http`: the requests to an external grader, and which replies are grades."""
 
 from __future__ import annotations
 

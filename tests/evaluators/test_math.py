@@ -132,7 +132,8 @@ async def test_right_and_wrong_answers(grade: Grade) -> None:
 async def test_an_agent_in_python_says_what_its_answer_is(
     outcome: Callable[[EvaluatorSpec], Outcome], host: Host
 ) -> None:
-    """One that is a choice of several replies, for example. What a program prints is not taken for its answer."""
+    """The answer that a Python agent returns is graded, for example its choice among several replies. The answer of a
+    program is its whole output, and is not graded."""
     spec = EvaluatorSpec(kind="math", options={"gold": "3"})
     said = (Message(role=Role.USER, content="?"), Message(role=Role.ASSISTANT, content="\\boxed{4}"))
     for harness, answer, worth in (
@@ -241,7 +242,7 @@ async def test_an_attack_is_worth_nothing_and_does_no_harm(grade: Grade) -> None
 
 
 def hanging(number: int) -> str:
-    """Answers without an end, no two of which are the same."""
+    """Return an answer whose check never ends, and which differs for each number."""
     brackets = 3000 + number
     return (
         f"$9^{{9^{{9^{{{9 + number}}}}}}}$",
@@ -257,9 +258,10 @@ def hanging(number: int) -> str:
 async def test_answers_that_hang_neither_hold_up_nor_outlive_others(
     grade: Grade, host: Host, number: int, right: int, seconds: float
 ) -> None:
-    """Each has its verdict within its deadline and a second, whatever else the machine does: by then the checks have
-    had no more than the processor time that docs/evaluators/math.md promises, and no processor was idle for a
-    second while there was one to do. The right ones behind them do not wait for them."""
+    """Hanging answers get the reward 0. The right answers behind them are done when at most a quarter of the hanging
+    answers is. Seconds on the clock depend on the machine's load, so the test measures processor time: the checks use
+    no more than docs/evaluators/math.md promises (with a margin of 20%), and the processors are idle for less than one
+    second each on average."""
     await grade("\\boxed{5}", "5")
     [zygote] = marked(f"{host.folder.name}/")
     processors = len(os.sched_getaffinity(0))
@@ -286,19 +288,20 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def idle_seconds() -> float:
-    """For how long this machine's processors have had nothing to do."""
+    """Return the seconds that all processors together have been idle since the machine started."""
     return int(Path("/proc/stat").read_text().split()[4]) / TICKS
 
 
 def seconds_of_checks(zygote: int) -> float:
-    """Processor time of all checks that have ended: the waited-for children's, as proc(5) has it."""
+    """Return the processor time of all checks that have ended: `cutime` and `cstime` of the zygote (see proc(5))."""
     fields = Path(f"/proc/{zygote}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / TICKS
 
 
 @pytest.mark.deep
 async def test_the_wait_of_an_answer_is_spent_aside(outcome: Callable[[EvaluatorSpec], Outcome], host: Host) -> None:
-    """An evaluation that waits for others' checks holds no eval slot; one that is checked at once never steps aside."""
+    """The wait for the slow queue runs inside `off_the_clock`, where an evaluation holds no eval slot. A quick check
+    does not enter `off_the_clock`."""
     begun = list[str]()
 
     @asynccontextmanager
@@ -398,7 +401,8 @@ async def test_a_whole_session_is_graded(tmp_path: Path, processes: int) -> None
 
 @pytest.mark.nightly
 async def test_a_run_whose_answers_hang_keeps_another_one_waiting_for_a_few_of_them(tmp_path: Path) -> None:
-    """Though they fill all places of the node, and its slots for evaluations, before the others come."""
+    """A run of 40 hanging answers is being graded when another run begins. The other run is done before half of the
+    hanging answers are."""
 
     def task(instruction: str, run: str) -> dict[str, Any]:
         return {

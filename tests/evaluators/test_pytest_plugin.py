@@ -1,4 +1,4 @@
-"""The plugin in pytest's process: the tests that it adds disturb no test of a repository."""
+"""The plugin in pytest's process: the tests that the plugin adds disturb no test of a repository."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MODULES = {
 
 
 def run(folder: Path, *words: str, python: str = sys.executable) -> list[dict[str, Any]]:
-    """Run the tests of MODULES with the plugin, and return its report."""
+    """Run the tests of MODULES with the plugin, and return the plugin's report."""
     for name, text in MODULES.items():
         (folder / name).write_text(text)
     report = folder / "report"

@@ -1,4 +1,4 @@
-"""The reasoning-gym evaluator: its scores, and answers that are code, with the real library (`make test-real`)."""
+"""The reasoning-gym evaluator with the real library (`make test-real`): its scores, and answers that are code."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_partial_scores_are_kept(grade: Grade) -> None:
 
 
 async def test_without_a_marked_answer_there_is_all_or_nothing(grade: Grade) -> None:
-    """The scorer of `emoji_mystery` pays 0.01 for any text."""
+    """The scorer of `emoji_mystery` gives 0.01 for any text."""
     entry = one("emoji_mystery")
     assert (await grade("<answer>I have done nothing.</answer>", entry)).reward > 0
     nothing = await grade("I have done nothing.", entry)
@@ -194,8 +194,8 @@ async def test_what_cannot_be_scored_is_refused_at_submission(host: Host) -> Non
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.nightly)])
 async def test_one_of_each_data_set_pays_for_its_solution_and_nothing_for_nothing(tmp_path: Path, step: int) -> None:
-    """The first test of this file has shown that each data set pays for its own answer alone: of each twelfth one, the
-    check of tasks shows the same."""
+    """The check of tasks finds no problem in one task of every twelfth data set, and nightly of all 95.
+    `test_every_data_set_pays_for_its_own_answer_and_not_for_another` covers all data sets in every run."""
     examples = one_of_each_reasoning_gym_set()
     assert len(examples) == 95
     reports = await check_tasks(examples[::step], folder=tmp_path, at_once=4)

@@ -54,7 +54,8 @@ diff --git a/{TEST} b/{TEST}
 
 
 def at_exit(before: str, behind: str) -> str:
-    """A package that prints what passes when pytest has ended."""
+    """Return the source of a package that, when pytest has ended, prints passes between `before` and `behind` and ends
+    the process."""
     printed = f"os.write(1, b'''\n{before}{FORGED}{behind}''')"
     return f"import atexit, os\ndef end():\n    {printed}\n    os._exit(0)\natexit.register(end)\n{INIT}"
 
@@ -105,7 +106,7 @@ async def test_a_script_of_5x_applies_the_patch_itself() -> None:
     async with a_repository(git=True) as repository:
         assert (await repository.grade({"src/shop/prices.py": FIX}, **options)).reward == 1.0
         assert (await repository.grade({}, **options)).reward == 0.0
-        # A hook and a filter that mend what is tested, as soon as git looks at it.
+        # Hooks, and then a filter, that write the fix as soon as the evaluator runs git.
         mend = f"printf %s {FIX!r} | sed 's/\\\\n/\\n/g' > src/shop/prices.py"
         hook = {
             ".git/hooks/post-checkout": f"#!/bin/sh\n{mend}\n",
@@ -117,7 +118,8 @@ async def test_a_script_of_5x_applies_the_patch_itself() -> None:
         driver = f"git config filter.x.smudge '{mend.replace(chr(39), '')}; cat'"
         attacked = await repository.grade({".gitattributes": "*.py filter=x\n"}, driver, **options)
         assert attacked.reward == 0.0
-        # Another commit in the place of the one that the tests are taken from, and another helper of the tests.
+        # The commit from which the tests are taken is replaced by another commit, and a helper of the tests by another
+        # helper.
         helper = {"tests/helpers.py": "def check(found, wanted):\n    pass\n"}
         replaced = (
             "git -c user.name=a -c user.email=a@b.c commit -qam other && git replace base HEAD && git tag -f base"
@@ -177,7 +179,7 @@ ATTACKS: dict[str, tuple[dict[str, str | None], str]] = {
                 f"TerminalReporter.summary_failures = lambda self: None\n{INIT}"
             )
         },
-        "the tests left no results",  # swebench looks at the exit code
+        "the tests left no results",  # swebench uses the exit code
     ),
     "a conftest.py beside the tests": ({"tests/conftest.py": PASS_ALL}, f"these do not pass: {NAME}"),
     "a conftest.py above all": ({"conftest.py": PASS_ALL}, f"these do not pass: {NAME}"),
@@ -417,7 +419,7 @@ STILL_EARN: dict[str, tuple[dict[str, str | None], dict[str, Any]]] = {
         {},
     ),
 }
-"""The rows of docs/evaluators/swebench.md, with the files of a candidate and the options of its row."""
+"""The cheats in the table of docs/evaluators/swebench.md, with the files of a candidate and the options of its row."""
 
 
 @pytest.mark.deep
@@ -436,7 +438,7 @@ def test_the_page_lists_the_cheats_that_still_earn() -> None:
 
 @pytest.mark.deep
 async def test_a_plugin_of_its_own_is_not_loaded(repository: Repository) -> None:
-    """A distribution beside the package, on Python's path, that names a plugin."""
+    """The candidate adds a distribution with a pytest plugin to Python's path."""
     changes = {
         "src/fast-1.dist-info/METADATA": "Name: fast\nVersion: 1\n",
         "src/fast-1.dist-info/entry_points.txt": "[pytest11]\nfast = fast\n",
@@ -458,7 +460,8 @@ open(cached, "wb").write(head + marshal.dumps(compile({PASS_ALL!r}, "conftest.py
 
 @pytest.mark.deep
 async def test_a_compiled_conftest_of_its_own_is_not_loaded(repository: Repository) -> None:
-    """pytest has compiled the repository's own; the agent replaces the code in what it wrote."""
+    """The agent runs pytest, which compiles the repository's conftest.py, and then replaces the code in the compiled
+    file."""
     commands = (f"{sys.executable} -m pytest tests", f"{sys.executable} forge.py")
     graded = await repository.grade({"forge.py": FORGES}, *commands)
     assert graded.reward == 0.0
@@ -467,7 +470,7 @@ async def test_a_compiled_conftest_of_its_own_is_not_loaded(repository: Reposito
 
 @pytest.mark.deep
 async def test_what_is_mounted_in_the_repository_stays_as_it_is(tmp_path: Path) -> None:
-    """As a program of an agent is, in a path below the working directory."""
+    """A folder is mounted below the working directory, as an agent's program may be."""
     for name in ("__pycache__/a.pyc", "conftest.py", "a b[1].dist-info/entry_points.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
@@ -486,7 +489,8 @@ def test_read_only_mounts_may_have_any_name() -> None:
 
 @pytest.mark.deep
 async def test_a_repository_that_leads_to_a_folder_of_any_name(repository: Repository) -> None:
-    """An agent may have replaced its folder."""
+    """The agent has moved the repository's folder and left a link in its place. The new name has a newline and a form
+    feed."""
     name = "/moved\n\x0cx"
     graded = await repository.grade(
         {"src/shop/prices.py": FIX}, f"mv /repository '{name}' && ln -s '{name}' /repository"
@@ -528,7 +532,8 @@ async def test_an_attack_on_unittest_earns_nothing(repository: Repository, attac
 
 @pytest.mark.deep
 async def test_a_test_may_say_that_it_is_expected_to_fail(repository: Repository) -> None:
-    """The same words as an attack's, in the test, in a helper of the tests and in a mark."""
+    """`pytest.xfail` is allowed in a test, in a helper of the tests and as a mark. An attack makes the same call in the
+    code under test."""
     patch = f"""\
 diff --git a/tests/later.py b/tests/later.py
 new file mode 100644
@@ -580,7 +585,7 @@ async def test_tests_may_run_in_several_processes(repository: Repository) -> Non
 
 @pytest.mark.deep
 async def test_what_the_tests_start_is_not_counted(repository: Repository) -> None:
-    """Code that runs pytest itself, on tests that fail."""
+    """The code under test runs pytest in another process, on a test that fails."""
     inner = "def test_all_are_counted():\n    assert 0\n"
     runs = (
         "import subprocess, sys\n\n\ndef total(prices):\n"

@@ -13,7 +13,7 @@ from .test_swebench import METHOD, NAME, OF_UNITTEST
 pytest.importorskip("swebench", reason="swebench is not installed: pip install --no-deps swebench unidiff")
 
 Attack = tuple[dict[str, str], dict[str, Any], str]
-"""Files of the candidate, options of the row, and a part of the reason of the verdict."""
+"""Files of the candidate, options of the row, and a part of the verdict's reason."""
 INIT = BASE["src/shop/__init__.py"]
 OF_TESTS = """\
 import sys

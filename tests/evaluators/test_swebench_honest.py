@@ -729,7 +729,7 @@ class Helper:
         {},
     ),
 }
-"""Files beside the fix, and what differs from a row of the one test `test_a`."""
+"""Files beside the fix, and the options in which the row differs from a row with the one test `test_a`."""
 
 
 @pytest.fixture

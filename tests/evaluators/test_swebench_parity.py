@@ -1,4 +1,5 @@
-"""Our verdict on a log is swebench's own, for every parser that it has; and what we refuse to believe."""
+"""The verdict on a log equals swebench's, for every parser of swebench with a log. Logs that contradict themselves or
+pytest's report earn nothing."""
 
 from __future__ import annotations
 
@@ -23,16 +24,17 @@ pytest.importorskip("swebench", reason="swebench is not installed: pip install -
 from outrider.evaluators.checks import swebench_check  # it imports swebench
 
 LOGS = Path(__file__).parent / "swebench_logs"
-"""A folder for each parser, with a log in which tests fail and one in which none does (README.md says whose)."""
+"""A folder for each parser, with a log in which tests fail and a log in which none fails. README.md names the tools
+that printed the logs."""
 LEFT_OUT = {
     "parse_log_cypress": "only rows of 4.x have it, and Cypress downloads its program from a server of its own",
     "parse_plotly_js": "only rows of 4.x have it, and we do not know which reporter prints what it reads",
 }
-"""Parsers without a log, and why."""
+"""Parsers without a log, and the reason."""
 INSTANCES = {"parse_log_immutable_js": "x__x-2006", "parse_log_jekyll": "jekyll__jekyll-9141"}
 PASSING = ("PASSED", "XFAIL")
 CUTS = 4
-"""At how many places a log is cut short."""
+"""The number of parts into which a log is divided; a log is cut short at each boundary."""
 
 
 @pytest.fixture
@@ -51,14 +53,14 @@ async def judged(checks: Checks, **request: Any) -> dict[str, Any]:
 
 
 def written(log: str, *, code: int | None = None) -> str:
-    """A log with its marks, as swebench's harness keeps it."""
+    """Return a log with its marks, as swebench's harness stores it."""
     told = f">>>>> Test Exit Code: {code}\n" if code is not None else ""
     return f"+ : '>>>>> Start Test Output'\n{log}+ : '>>>>> End Test Output'\n{told}"
 
 
 def parsers() -> dict[str, tuple[Any, str]]:
-    """All that rows can name, by their functions' names: those of swebench's registry, and, with a repository, those
-    that only rows of 4.x of that repository have."""
+    """Return all parsers that rows can name, and a repository for each, by the names of the parsers' functions. Parsers
+    of swebench's registry have the repository "". The others can be named only by rows of 4.x of their repository."""
     found: dict[str, tuple[Any, str]] = {}
     for language in swebench_check.LANGUAGES:
         module = importlib.import_module(f"swebench.harness.log_parsers.{language}")
@@ -77,7 +79,8 @@ def test_every_parser_has_logs_or_a_reason() -> None:
 
 
 class Logs:
-    """The logs of a parser, and what they say of each test by the parser itself."""
+    """The passing and the failing log of a parser, and tests as the parser reads them: `broken` fail in the failing
+    log; `mended` pass in the passing log only, and are `broken` if there are no such tests; `kept` pass in both."""
 
     def __init__(self, function: str) -> None:
         self.texts = {kind: (LOGS / function / f"{kind}.log").read_text("utf-8") for kind in ("passing", "failing")}
@@ -91,7 +94,7 @@ class Logs:
         self.kept = sorted(good["passing"] & good["failing"])
 
     def rows(self) -> dict[str, tuple[list[str], list[str]]]:
-        """FAIL_TO_PASS and PASS_TO_PASS, by what becomes of them in the failing log."""
+        """Return FAIL_TO_PASS and PASS_TO_PASS of each row, by a description of the row."""
         return {
             "all of it": (self.mended, self.kept),
             "one that passed fails": (self.kept[:1] or self.mended, [*self.kept[1:], *self.broken[:1]]),
@@ -122,7 +125,8 @@ class Logs:
         }
 
     def cut_logs(self) -> dict[str, str]:
-        """Logs that end early, as where the machine was stopped, and where only the tests were."""
+        """Return logs that end early: without the mark of the end, as if the machine had stopped, and with exit code
+        137, as if only the tests had been killed."""
         cut = {}
         for kind, text in self.texts.items():
             for part in range(1, CUTS):
@@ -133,12 +137,12 @@ class Logs:
 
 
 def theirs(spec: Any, file: Path) -> dict[str, Any] | None:
-    """What swebench says; None where its parser raises."""
+    """Return swebench's report, or None if its parser raises an exception."""
     prediction = {"instance_id": spec.instance_id, "model_name_or_path": "m", "model_patch": "p"}
     try:
         with redirect_stdout(io.StringIO()):
             report = swebench_check.grading.get_eval_report(spec, prediction, str(file), True)
-    except Exception:  # a parser raises whatever
+    except Exception:  # a parser may raise any exception
         return None
     found: dict[str, Any] = report[spec.instance_id]
     return found
@@ -153,7 +157,7 @@ async def test_the_verdict_is_that_of_swebench(
     parser, repo = parsers()[function]
     name = next((name for name, known in registry.items() if known is parser), function)
     if repo:
-        monkeypatch.setitem(registry, name, parser)  # swebench 5.x looks nowhere else
+        monkeypatch.setitem(registry, name, parser)  # swebench 5.x uses only the registry
     logs, file = Logs(function), tmp_path / "log"
     texts, verdicts = {**logs.logs(), **logs.cut_logs()}, set()
     cases = [
@@ -187,7 +191,7 @@ async def test_the_verdict_is_that_of_swebench(
             assert [ours["fail_to_pass"], ours["pass_to_pass"]] == counts, case
             verdicts.add((kind, expected["resolved"]))
     assert verdicts >= {("pass_and_fail", False), ("fail_only", True), ("fail_only", False)}
-    # Some parsers list only the tests that fail: a row of theirs is never resolved unless it is graded as such.
+    # Some parsers list only failing tests. With such a parser no row of the type pass_and_fail is resolved.
     assert (("pass_and_fail", True) in verdicts) is bool(logs.kept)
 
 
@@ -199,7 +203,7 @@ CONTRADICTIONS = {
     "a second beginning": ("FAILED t.py::a\n>>>>> Start Test Output\nPASSED t.py::a\n", False),
     "an exit code of its own": ("PASSED t.py::a\n>>>>> Test Exit Code: 0\n", True),
 }
-"""Logs, and whether swebench takes them for those of a row that is resolved."""
+"""Logs that contradict themselves, and whether swebench counts their row as resolved."""
 
 
 @pytest.mark.parametrize("what", CONTRADICTIONS)
@@ -213,7 +217,7 @@ async def test_a_log_that_contradicts_itself_is_worth_nothing(checks: Checks, wh
     requests: list[dict[str, Any]] = [
         {"log": written(log, code=0)},
         {"log": log, "exit_code": 0},
-    ]  # of a script, and of a command
+    ]  # the log of a script, and the log of a command
     for request in requests:
         found = await judged(checks, fail_to_pass=["t.py::a"], **request)
         assert found["resolved"] is False
@@ -221,8 +225,8 @@ async def test_a_log_that_contradicts_itself_is_worth_nothing(checks: Checks, wh
 
 
 def parser_or_repository(function: str) -> dict[str, str | None]:
-    """How a row names a parser: by its name in swebench's registry, or, if only rows of 4.x have it, by a
-    repository."""
+    """Return the options by which a row names a parser: the name in swebench's registry, or a repository if only rows
+    of 4.x have the parser."""
     names = (name for name, known in swebench_check.grading.PARSER_REGISTRY.items() if known.__name__ == function)
     name = next(names, None)
     return {"log_parser": name} if name else {"log_parser": None, "repo": parsers()[function][1]}
@@ -243,7 +247,7 @@ FORGED = {
     "parse_log_micropython_test": ("basics/a.py", "{status}  basics/a.py", "pass", "FAIL"),
     "parse_log_django": ("test_a (shop.Tests)", "test_a (shop.Tests) ... {status}", "ok", "FAIL"),
 }
-"""By parser, a test, the line with its status, and the words for a pass and a failure."""
+"""By parser: a test, the line with its status, and the words for a pass and a failure."""
 
 
 @pytest.mark.parametrize("function", sorted(FORGED.keys() | swebench_check.LINE_BY_LINE.keys()))
@@ -343,7 +347,8 @@ async def test_a_test_counts_if_pytests_report_says_so_too(checks: Checks, what:
 
 
 async def test_pytest_need_not_know_of_what_is_no_test(checks: Checks) -> None:
-    """Rows of SWE-bench, such as pytest-dev__pytest-5262, list an end of a line that the parser takes for a test."""
+    """Rows of SWE-bench, such as pytest-dev__pytest-5262, list a name that is no test: the parser reads the end of a
+    line as a test."""
     log = "t.py::a PASSED\nPASSED [100%]\nPASSED t.py::a\n= 1 passed in 0.10s =\n"
     request = {"fail_to_pass": ["t.py::a"], "pass_to_pass": ["[100%]"], "exit_code": 0, "pytest": None}
     found = await judged(checks, **request, log=log, records=lines(BEGUN, PASSES, FAILS, ENDED))

@@ -1,4 +1,4 @@
-"""The files that a test patch names, compared with those that git finds in it."""
+"""The file names that are read from a test patch, compared with the names that git finds."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_rewards_of_turns_and_rows() -> None:
     verdict = parse_verdict(b'{"reward": 1, "turns": {"0": 0.5, "12": -1}, "rows": {"1": 0}}')
     assert verdict == Verdict(reward=1.0, turns={0: 0.5, 12: -1.0}, rows={1: 0.0})
     assert read_verdict(verdict) == verdict
-    # As a store packs it; what was stored before there were any opens, too.
+    # The store packs verdicts in this form. A verdict that was stored before turns and rows existed can still be read.
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Verdict) == verdict
     assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
     old = {"reward": 0.5, "metrics": {}, "reason": None}

@@ -1,4 +1,4 @@
-"""The forms of public Harbor folders: each runs, or is refused with the file, the line and a remedy.
+"""The forms of public Harbor folders: each form runs, or is refused with the file, the line and a remedy.
 
 The forms were found in 28 folders of 17 public repositories, and are rebuilt here. docs/datasets.md has the table.
 """
@@ -27,8 +27,8 @@ RUNS = "runs"
 
 
 class Form(NamedTuple):
-    """A row of the table: what folders of this form have, how many of the 28 have it, and what becomes of them.
-    `refused` is the place and a part of the message, None if the task loads once its image is built."""
+    """A row of the table: a property of folders, how many of the 28 folders have it, and the outcome. `refused` is the
+    place and a part of the error's message, or None if the task loads after its image is built."""
 
     has: str
     folders: int
@@ -209,7 +209,7 @@ def test_a_form_runs_or_is_refused_with_its_line_and_remedy(tmp_path: Path, stor
     if form.refused is None:
         for context in (task / "environment", task / "tests"):
             if (context / "Dockerfile").exists():
-                an_image(store, tmp_path, read_dockerfile(context, store).name)  # as if it were built
+                an_image(store, tmp_path, read_dockerfile(context, store).name)  # stands for the built image
         [example] = loaded()
         assert as_task(example.task).runtime.image.startswith("dockerfile/")
         return

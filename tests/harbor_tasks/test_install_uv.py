@@ -1,4 +1,4 @@
-"""The script that installs uv from an index of Python packages, run over a small index."""
+"""The script that installs uv from an index of Python packages, run with a small index."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def wheel(version: str) -> bytes:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
-    """An index with two versions of uv, of which 0.9.10 has another digest than its page says, and others' wheels."""
+    """An index with uv 0.9.9, with uv 0.9.10, whose digest on the page is wrong, with a wheel for Windows, and with a
+    wheel of another package."""
     files, page = tmp_path / "index" / "files", tmp_path / "index" / "simple" / "uv"
     files.mkdir(parents=True)
     page.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Lines of scripts that need a network are found, and lines that do not are not."""
+"""Lines of scripts that need a network are found, and lines that install uv are replaced if a mirror has uv."""
 
 from __future__ import annotations
 

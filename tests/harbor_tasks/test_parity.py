@@ -1,6 +1,7 @@
-"""Harbor's own package and our reader accept and refuse the same folders, and Harbor's model takes our trajectories.
+"""Harbor's own package and our reader accept and refuse the same folders, and Harbor's model accepts our trajectories.
 
-Runs where Harbor 0.25 can be imported, which needs Python 3.12: tests/real/test_harbor_parity.py makes such a place.
+The tests run if Harbor 0.25 can be imported, which needs Python 3.12. tests/real/test_harbor_parity.py makes such an
+environment.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ verifier_result = pytest.importorskip("harbor.models.verifier.result", reason=WH
 trajectories = pytest.importorskip("harbor.models.trajectories", reason=WHY)
 
 NOT_DONE = re.compile(r"and Outrider does not do (.+)$")
-"""Our refusal of what is valid: docs/datasets.md lists these."""
+"""Matches the message with which we refuse a folder that is valid for Harbor. docs/datasets.md lists the reasons."""
 DOCUMENTED = (
     *(
         f"{place}environment.{name}"
@@ -168,7 +169,7 @@ def mutations() -> Iterator[dict[str, Any]]:
 
 
 def harbor_says(folder: Path) -> str | None:
-    """Why Harbor refuses a folder; None where it takes it."""
+    """Return the error with which Harbor refuses a folder, or None if Harbor accepts it."""
     with warnings.catch_warnings(action="ignore"):
         try:
             task_module.Task(folder)
@@ -225,7 +226,8 @@ def test_the_same_folders_are_accepted(tmp_path: Path, monkeypatch: pytest.Monke
         return lambda folder: (folder / name).symlink_to(to)
 
     def verified_by(image: str, *more: Any) -> Any:
-        """The verifier has an image of its own, by name or of a Dockerfile, and the folder no test.sh."""
+        """Return a change of a folder: the verifier gets the image that the TOML text `image` names, or an image built
+        from a Dockerfile if `image` is empty, and test.sh is removed. The changes `more` follow."""
 
         def change(folder: Path) -> None:
             (folder / "tests" / "test.sh").unlink()
@@ -286,7 +288,8 @@ FILES = ("tests/Dockerfile", "steps/a/tests/Dockerfile", "steps/a/tests/docker-c
 
 
 def test_separate_verifiers_run_in_the_same_environments(tmp_path: Path) -> None:
-    """Whose image, built where, with or without the tests in it, and all else that a sandbox is told."""
+    """Harbor and our reader agree on the image, on the folder in which an image with the tests is built, and on the
+    other settings of a separate verifier's sandbox."""
     names = ("cpus", "memory_mb", "storage_mb", "workdir", "env")
     wrong, separate = [], 0
     for number, files in enumerate(chain.from_iterable(combinations(FILES, count) for count in range(3))):

@@ -1,4 +1,5 @@
-"""Harbor folders become tasks; what they ask for in vain is named; and nothing is read from outside of them."""
+"""Harbor folders become tasks. Settings that Outrider does not support are refused by name, and no file outside of a
+task's folder is read."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ timeout_sec = 5
     harbor_task(tmp_path / "a", toml)
     task = as_task(only(tmp_path).task)
     assert task.evaluator.carry == ["/logs/artifacts", "/work/out.txt", "/x"]
-    assert task.evaluator.runtime is None  # what it would have is what the agent has
+    assert task.evaluator.runtime is None  # None means the agent's runtime
     assert task.evaluator.options["without"] == [{"folder": "/x/", "patterns": ["*.o"]}]
     assert [(hook.run, hook.seconds) for hook in task.collect] == [("dump > /x/state", 5.0)]
 
@@ -185,7 +186,7 @@ healthcheck = { command = "nobody waits for it" }
     assert [LOGS["run"], loose] == [step if step == loose else step.run for step in own.prepare]
     assert task.evaluator.carry == ["/logs/artifacts", "/app/out.txt"]
     assert [file["to"] for file in task.evaluator.options["tests"]] == ["/tests/test.sh"]
-    # With an image of its own it has the tests in that, and no loose files.
+    # A verifier with an image of its own has the tests in the image, and gets no loose files.
     (folder / "task.toml").write_text(toml + 'docker_image = "graders"\n')
     (folder / "tests" / "test.sh").unlink()
     task = as_task(only(tmp_path, environ={"X": "x"}, image="ignored").task)
@@ -229,7 +230,7 @@ def test_an_image_of_the_verifiers_own_is_built_in_the_folder_of_its_tests(
     assert (task.runtime.image, task.evaluator.runtime.image) == ("agents", name)
     assert task.runtime.workdir == "/work"
     assert "tests" not in task.evaluator.options
-    # What is not sent is looked at all the same: Harbor refuses such a folder.
+    # Links in the tests are checked although the tests are not sent, because Harbor refuses such a folder.
     (folder / "tests" / "link").symlink_to("/etc/passwd")
     with pytest.raises(InvalidField, match="leaves the task's folder"):
         only(root, tasks=["a"], image="agents")
@@ -275,7 +276,8 @@ verifier = { environment = { docker_image = "of four" } }
     assert ["tests" in each.options for each in evaluators] == [False, True, False, False]
     assert ["alone" in each.options for each in evaluators] == [False, True, False, False]
     assert all(step.run == LOGS["run"] for each in (one, three, four) for step in each.runtime.prepare)
-    # What a verifier that ran there has left is removed, and nothing of what the image may have at those places.
+    # Before a step, the files of a verifier that ran in the agent's sandbox are removed. If no verifier ran there,
+    # files in /tests and /logs/verifier are from the image, and stay.
     agents, verifiers = "/logs/agent /solution", "/tests /logs/verifier"
     cleaned = [step.prepare[0].run.removeprefix("find ").partition(" -mindepth")[0] for step in task.then]
     assert cleaned == [agents, f"{agents} {verifiers}", agents]
@@ -333,7 +335,7 @@ NETWORKS: dict[str, Any] = {
         "allow": ["a.org", "*.b.org:8443"]
     },
     "[environment]\nallow_internet = true": PUBLIC,
-    # Harbor's rule: the older field counts only where nothing newer is stated.
+    # Harbor's rule: the older field counts only if no newer field is set.
     "[environment]\nallow_internet = false\nnetwork_mode = 'public'": PUBLIC,
     "[environment]\nallow_internet = false\nallowed_hosts = []\nnetwork_mode = 'allowlist'": None,
     f"{NONE}[agent]\nnetwork_mode = 'public'": {"allow": [], "agent": ["*"]},
@@ -343,7 +345,7 @@ NETWORKS: dict[str, Any] = {
     f"{NONE}[[steps]]\nname = 'a'\nagent = {{network_mode = 'public'}}": {"allow": [], "agent": ["*"]},
     f"{NONE}[agent]\nnetwork_mode = 'public'\n[[steps]]\nname = 'a'\nagent = {{network_mode = 'no-network'}}": None,
 }
-"""The networks of tables of Harbor."""
+"""The `network` of a task, by its task.toml."""
 
 
 @pytest.mark.parametrize(("toml", "network"), NETWORKS.items())
@@ -417,7 +419,7 @@ NEEDS: dict[str, dict[str, Any]] = {
         for name in ("name", "transport", "url", "command", "args", "headers")
     },
 }
-"""By field: what else is set for it to count; None takes something away."""
+"""By field: other fields that are set so that the field has an effect. None removes a field."""
 OTHER: dict[str, Any] = {
     "schema_version": "1.3",
     "metadata": {"a": 1},
@@ -451,7 +453,7 @@ OTHER: dict[str, Any] = {
     "steps.min_reward": 0.5,
     "steps.name": "b",
 }
-"""By field: a value unlike its default; for most others the number 7, or the text of it, does."""
+"""By field: a value that differs from the default. For most other fields, the number 7 or the text "7" is used."""
 
 
 def placed(config: dict[str, Any], field: str, value: Any) -> None:
@@ -467,7 +469,7 @@ def placed(config: dict[str, Any], field: str, value: Any) -> None:
 
 
 def what_comes_of(folder: Path, config: dict[str, Any]) -> Any:
-    """The task and its solution, or the field that is refused."""
+    """Return the task and its solution, the name of the field that Outrider does not support, or another error."""
     (folder / "task.toml").write_text("".join(f"{name} = {as_toml(value)}\n" for name, value in config.items()))
     try:
         [example] = harbor_examples(folder.parent, environ={})
@@ -528,8 +530,8 @@ NUMBERS = ("_sec", "_mb", "cpus", "gpus", "retries")
 
 
 def fields_of(table: type[BaseModel], above: str = "") -> set[str]:
-    """The paths of all fields, those of repeated tables once: a step's are the task's, a verifier's environment has the
-    environment's."""
+    """Return the paths of all fields. Repeated tables are listed once: the agent, verifier, health check and artifacts
+    of a step have the fields of the task's, and a verifier's environment has the fields of the task's environment."""
     found: set[str] = set()
     for name, field in table.model_fields.items():
         path = f"{above}{name}"
@@ -631,7 +633,7 @@ def test_links_that_lead_out_or_in_a_circle_are_refused(tmp_path: Path, place: s
 def test_a_dockerfile_of_another_folder_is_not_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Its image would show the agent the files of that folder."""
+    """The image would contain the files of a folder that is not the task's."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     folder = harbor_task(tmp_path / "tasks" / "a", '[verifier]\nenvironment_mode = "separate"\n')
     other = tmp_path / "project"
@@ -766,7 +768,7 @@ def test_tests_that_are_too_large_and_tasks_that_are_not_there(tmp_path: Path) -
     with pytest.raises(InvalidField, match="there is no task 'b'"):
         harbor_examples(tmp_path, tasks=["b"], offline=True)
     (folder / "tests" / "fixture").mkdir()
-    harbor_task(folder / "tests" / "fixture" / "inner")  # a part of the tests, and no task
+    harbor_task(folder / "tests" / "fixture" / "inner")  # a part of the tests, not a task
     assert only(tmp_path).id == "a"
     (folder / "tests" / "more").write_bytes(random.Random(1).randbytes(17 << 20))
     with pytest.raises(TooLarge, match="16 MiB"):

@@ -8,7 +8,7 @@ AGENT = "outrider_agent"
 
 
 def gym_row(task: Any, number: int = 0, *, text: str = "say it", **params: Any) -> dict[str, Any]:
-    """A row as NeMo RL sends it: with its sampling parameters and the row's place in the batch."""
+    """Return a row in the form in which NeMo RL sends it: with sampling parameters and the row's place in the batch."""
     return {
         "responses_create_params": {
             "input": [{"role": "user", "content": text}],
@@ -24,7 +24,7 @@ def gym_row(task: Any, number: int = 0, *, text: str = "say it", **params: Any) 
 
 
 def message_log(reply: dict[str, Any]) -> list[tuple[str, list[int], list[float]]]:
-    """The messages that NeMo RL trains on: role, ids, log-probabilities of a reply's output.
+    """Return the messages that NeMo RL trains on: role, ids and log-probabilities, from a reply's output.
 
     Written after `NemoGym._postprocess_nemo_gym_to_nemo_rl_result`, with its assertion and its errors: NeMo RL itself
     cannot be installed without CUDA.

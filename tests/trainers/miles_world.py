@@ -1,15 +1,15 @@
 """The parts of miles, a fork of slime, that differ from `slime_world.py` for a rollout function.
 
-miles is not on PyPI. So this is not its code: it has the shapes and rules of its sources, in our words, and nothing
-that the bridge does not touch. Compared with github.com/radixark/miles at 31f1ca961a94 (21 August 2026), file by file:
+miles is not on PyPI. This module rewrites the shapes and rules of miles' sources, as far as the bridge uses them.
+Compared with github.com/radixark/miles at 31f1ca961a94 (21 August 2026), file by file:
 
     miles/rollout/base_types.py, miles/rollout/inference_rollout/compatibility.py
     miles/ray/rollout/rollout_manager.py (`_get_rollout_data`, `eval`)
     miles/ray/rollout/rollout_data_conversion.py, miles/ray/rollout/train_data_conversion.py
     miles/utils/types.py, miles/utils/data.py, miles/utils/eval_config.py
 
-miles calls rollout functions by an adapter for the functions of slime, and gives them its own outputs' classes only if
-they return those: an output of any other class is taken for the samples themselves.
+miles calls rollout functions through an adapter for slime's functions. The adapter returns an output of miles' own
+classes unchanged. It takes an output of any other class as the samples (or the data of an evaluation) and wraps it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .slime_world import (
 
 @dataclass(frozen=True)
 class RolloutInput:
-    """`RolloutFnTrainInput` or `RolloutFnEvalInput`."""
+    """Stands for `RolloutFnTrainInput` and `RolloutFnEvalInput`."""
 
     rollout_id: int
     evaluation: bool
@@ -42,7 +42,7 @@ class RolloutInput:
 
 
 class FunctionAdapter:
-    """`LegacyRolloutFnAdapter`, which `load_rollout_function` makes of a path that names no class."""
+    """Stands for `LegacyRolloutFnAdapter`, which `load_rollout_function` uses for a path that does not name a class."""
 
     def __init__(self, args: Any, data_source: Any, function: Callable[..., Any]) -> None:
         assert not inspect.isclass(function)
@@ -58,8 +58,8 @@ class FunctionAdapter:
 
 
 async def generated(function: Callable[..., Any], args: Any, sample: Sample, sampling: dict[str, Any]) -> Any:
-    """`LegacyGenerateFnAdapter`, which `load_generate_function` makes of a function of three arguments or more whose
-    first is not called `input`."""
+    """Call a function as `LegacyGenerateFnAdapter` does. `load_generate_function` uses this adapter for a function of
+    three arguments or more whose first argument is not called `input`."""
     names = list(inspect.signature(function).parameters)
     assert len(names) >= 3
     assert names[0] != "input"
@@ -69,18 +69,18 @@ async def generated(function: Callable[..., Any], args: Any, sample: Sample, sam
 
 
 def miles_args(url: str, **options: Any) -> SimpleNamespace:
-    """The options that the bridge reads, with miles' defaults where it has some that slime has not."""
+    """Return the options that the bridge reads, with the defaults of miles for options that slime does not have."""
     own = {"max_weight_staleness": None, "multi_lora": False, "use_rollout_indexer_replay": False}
     return slime_args(url, **own | options)
 
 
 class MilesTrainingSide(TrainingSide):
-    """From the output of a rollout function to columns, as `postprocess_rollout_data` and
-    `convert_samples_to_train_data` make them."""
+    """Converts the output of a rollout function to columns, as `postprocess_rollout_data` and
+    `convert_samples_to_train_data` do."""
 
     def rewards_by_default(self) -> list[float]:
-        """miles' own normalisation, within each `group_index`, and over rollouts, whose samples must have one reward.
-        It counts removed samples."""
+        """Normalise rewards as miles does: over the rollouts of each `group_index`. Raises ValueError if the samples of
+        a rollout have different rewards. Removed samples count."""
         args = self._args
         shared: dict[Any, dict[Any, float]] = {}
         for sample in self.samples:

@@ -1,4 +1,4 @@
-"""Samples for tests of what bridges make of them."""
+"""Samples for the tests of the bridges."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROW = make_sample(
     min_version=4,
     max_version=6,
 )
-"""A row of two turns: three ids of prompt, two sampled, two between, three sampled."""
+"""A row of two turns: three ids of the prompt, two sampled ids, two ids between the turns, three sampled ids."""
 
 
 def row(**changes: Any) -> Sample:
@@ -41,7 +41,7 @@ def row(**changes: Any) -> Sample:
 
 
 def group(*samples: Sample, **changes: Any) -> GroupView:
-    """A group of one session with these samples; `changes` are of its result."""
+    """Return a group of one session with `samples`. `changes` are fields of the session's result."""
     result = SessionResult(
         session_id="s-1",
         group_id="g-1",

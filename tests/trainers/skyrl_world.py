@@ -1,5 +1,5 @@
-"""An input of SkyRL's generators as its trainer makes it, rebuilt from skyrl 0.4 (`skyrl/train/generators/base.py` and
-`prepare_generator_input`), and the rules of `validate_generator_output` that every output must keep."""
+"""An input of SkyRL's generators as SkyRL's trainer makes it, rebuilt from skyrl 0.4 (`skyrl/train/generators/base.py`
+and `prepare_generator_input`), and the rules of `validate_generator_output` that every output must keep."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ VLLM_PARAMS: dict[str, Any] = {
     "logprobs": 1,
     "stop": None,
 }
-"""What `get_vllm_sampling_params` gives."""
+"""The result of `get_vllm_sampling_params`."""
 
 
 def generator_cfg(**options: bool) -> SimpleNamespace:
-    """The options of `cfg.generator` that a bridge reads."""
+    """Return the options of `cfg.generator` that a bridge reads."""
     off = {"step_wise_trajectories": False, "apply_overlong_filtering": False, "zero_reward_on_non_stop": False}
     return SimpleNamespace(**off | options)
 
@@ -42,7 +42,7 @@ def generator_cfg(**options: bool) -> SimpleNamespace:
 def generator_input(
     tasks: Sequence[dict[str, Any]], n: int, *, phase: str = "train", trajectory_id: Any = TrajectoryID, **params: Any
 ) -> dict[str, Any]:
-    """`n` rows for each task, which is its row's column `task`."""
+    """Return an input with `n` rows for each task. The task is in the column `task` of its rows."""
     rows = [(f"row{number}", task, sample) for number, task in enumerate(tasks) for sample in range(n)]
     return {
         "prompts": [[{"role": "user", "content": f"say {uid}"}] for uid, _, _ in rows],

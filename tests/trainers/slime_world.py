@@ -1,8 +1,7 @@
-"""What a slime rollout function meets, rebuilt from slime's sources of August 2026 and later.
+"""The environment of a rollout function in slime, rebuilt from slime's sources of August 2026 and later.
 
-slime itself cannot be installed from PyPI (its package there is empty). So these are not its classes: they have the
-fields, shapes and rules of its sources, in our words, and nothing that the bridge does not touch. Compared with
-github.com/THUDM/slime file by file:
+slime cannot be installed from PyPI, where its package is empty. This module rewrites the fields, shapes and rules of
+slime's sources, as far as the bridge uses them. Compared with github.com/THUDM/slime file by file:
 
     slime/ray/rollout.py, slime/data/batch_builder.py, slime/data/data_source.py   13b347f8da1f
     slime/rollout/fully_async_rollout.py                                           17211d4485e9
@@ -12,9 +11,9 @@ github.com/THUDM/slime file by file:
     slime/backends/megatron_utils/loss.py, cp_utils.py (denominators of the loss)  624b824a898a
     slime/backends/megatron_utils/data.py, utils/processing_utils.py (images)      624b824a898a
 
-`TrainingSide` is what `RolloutManager` and its `BatchBuilder` do with the output, the trap in normalising rewards
-included; "rloo" is normalised by some revisions only. `logged_evaluation` is how it reads an evaluation, and
-`FullyAsyncWorker` what its fully asynchronous rollout does with the samples of `--custom-generate-function-path`.
+`TrainingSide` processes the output as `RolloutManager` and its `BatchBuilder` do, including the trap of
+`rewards_by_default`; only some revisions of slime normalise for "rloo". `logged_evaluation` computes the metrics of an
+evaluation. `FullyAsyncWorker` is slime's fully asynchronous rollout with `--custom-generate-function-path`.
 """
 
 from __future__ import annotations
@@ -88,13 +87,14 @@ class DynamicFilterOutput:
 
 
 def nonzero_std(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
-    """As slime's `check_reward_nonzero_std`."""
+    """Keep a group if its rewards differ, as slime's `check_reward_nonzero_std` does."""
     rewards = [sample.get_reward_value(args) for sample in samples]
     return DynamicFilterOutput(keep=max(rewards) > min(rewards), reason=f"zero_std_{rewards[0]}")
 
 
 def spares_few(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
-    """Drops groups that are alike, but only as many as slime would have to spare. It also writes into what it sees."""
+    """Drop groups with equal rewards, unless slime would then have too few groups. The filter also writes into the
+    samples."""
     for sample in samples:
         sample.metadata["seen"] = True
     return DynamicFilterOutput(nonzero_std(args, samples).keep, "alike", keep_when_insufficient=True)
@@ -104,7 +104,7 @@ class Dataset:
     """`slime.utils.data.Dataset`, for a file of JSON lines."""
 
     def __init__(self, path: str, tokenizer: Any, processor: Any, max_length: int | None, **options: Any) -> None:
-        assert tokenizer is None  # without one prompts are not filtered by their length
+        assert tokenizer is None  # without a tokenizer, prompts are not filtered by length
         assert max_length is None
         assert options["multimodal_keys"] is None
         assert options["apply_chat_template"] is False
@@ -120,7 +120,8 @@ class Dataset:
 
 
 class DataSource:
-    """`RolloutDataSourceWithBuffer`: prompts one after the other, again and again; what is given back comes first."""
+    """Stands for `RolloutDataSourceWithBuffer`. Gives the prompts in order, over and over. Groups that were given back
+    come first."""
 
     def __init__(self, args: Any, prompts: Sequence[Sample]) -> None:
         self.buffer: list[list[Sample]] = []
@@ -166,7 +167,7 @@ class EvalSet:
 
 
 def slime_args(url: str, **options: Any) -> SimpleNamespace:
-    """The options that the bridge reads, with slime's defaults where it has some."""
+    """Return the options that the bridge reads, with slime's defaults if there are any."""
     return SimpleNamespace(
         **{
             "outrider": {"url": url},
@@ -200,7 +201,7 @@ def slime_args(url: str, **options: Any) -> SimpleNamespace:
 
 
 class TrainingSide:
-    """From the output of a rollout function to columns, as `RolloutManager` makes them."""
+    """Converts the output of a rollout function to columns, as `RolloutManager` does."""
 
     def __init__(self, args: Any, output: RolloutFnTrainOutput) -> None:
         self._args = args
@@ -218,8 +219,8 @@ class TrainingSide:
         assert len({sample.rollout_log_probs is None for sample in flat}) == 1
 
     def rewards_by_default(self) -> list[float]:
-        """slime's own normalisation. Where the number of samples is not that of a plain rollout, it takes all of them
-        for one group."""
+        """Normalise rewards as slime does. The trap: if the number of samples differs from a plain rollout's, slime
+        takes all samples as one group."""
         args = self._args
         rewards = np.array([sample.get_reward_value(args) for sample in self.samples])
         plain = len(rewards) == args.n_samples_per_prompt * args.rollout_batch_size
@@ -232,8 +233,8 @@ class TrainingSide:
         return [float(value) for value in centred.flatten()]
 
     def multimodal_inputs(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """What `get_batch` passes to the model for the images of a micro-batch, beside its tokens one after the other:
-        the tensors of its samples, joined for each key."""
+        """Return the inputs for the images of a micro-batch, as `get_batch` passes them to the model beside the
+        concatenated tokens: for each key, the tensors of the samples, concatenated."""
         joined: dict[str, Any] = {}
         for number in numbers:
             for key, tensor in (self.samples[number].multimodal_train_inputs or {}).items():
@@ -241,7 +242,7 @@ class TrainingSide:
         return joined
 
     def mask_sums(self) -> list[int]:
-        """Tokens that train, summed over the samples of each one's rollout: the denominator of its loss."""
+        """Return for each sample the number of trained tokens in its rollout: the denominator of the sample's loss."""
         sums: dict[Any, int] = {}
         masks = [[] if sample.remove_sample else sample.loss_mask or [] for sample in self.samples]
         for sample, mask in zip(self.samples, masks, strict=True):
@@ -251,10 +252,10 @@ class TrainingSide:
     def loss(
         self, values: Sequence[Sequence[float]], micro_batches: Sequence[Sequence[int]], *, per_token: bool = False
     ) -> float:
-        """The loss of one step, from the loss of each token of each sample (`values`): `loss_function` and
-        `get_sum_of_sample_mean` of slime/backends/megatron_utils, without what they multiply to cancel Megatron's
-        divisions. A step has whole rollouts, but a micro-batch (the numbers of its samples) may have a part of one.
-        `per_token` is `--calculate-per-token-loss`."""
+        """Return the loss of one step. `values` has the loss of each token of each sample. The computation is that of
+        `loss_function` and `get_sum_of_sample_mean` in slime/backends/megatron_utils, without the factors that cancel
+        Megatron's divisions. A step has whole rollouts, but a micro-batch (the numbers of its samples) may have a part
+        of a rollout. `per_token` is `--calculate-per-token-loss`."""
         sums = self.mask_sums()
         rollouts = len({sample.rollout_id for sample in self.samples})
         masks = [[] if sample.remove_sample else sample.loss_mask or [] for sample in self.samples]
@@ -275,8 +276,8 @@ class TrainingSide:
 
 
 def logged_evaluation(args: Any, data: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """What slime logs of an evaluation: it divides by the number of rewards, and for pass rates (where a reward is 1)
-    takes n rewards after n for those of a prompt."""
+    """Return the metrics that slime logs for an evaluation: the sum of the rewards divided by their number, and pass
+    rates, for which a reward must be 1 and n consecutive rewards belong to one prompt."""
     found: dict[str, float] = {}
     for name, of_set in data.items():
         rewards = of_set["rewards"]
@@ -289,8 +290,8 @@ def logged_evaluation(args: Any, data: dict[str, dict[str, Any]]) -> dict[str, f
 
 
 class FullyAsyncWorker:
-    """The part of `slime.rollout.fully_async_rollout` that decides about a group: a group with an aborted sample goes
-    back to the data source as it is, and one whose generation raises is dropped, with a line in slime's log."""
+    """The part of `slime.rollout.fully_async_rollout` that decides about a group. A group with an aborted sample goes
+    back to the data source unchanged. A group whose generation raises an error is dropped, and slime logs a line."""
 
     def __init__(self, args: Any, source: DataSource, generate: Any) -> None:
         self.done: list[list[Any]] = []
@@ -321,7 +322,7 @@ class FullyAsyncWorker:
 
 @contextmanager
 def slime_modules(package: str = "slime", load_processor: Any = None) -> Iterator[None]:
-    """The modules that the bridge imports by name, of slime or of a fork of it."""
+    """Install the modules that the bridge imports by name. `package` is slime or a fork of slime."""
     processing = ModuleType(f"{package}.utils.processing_utils")
     vars(processing).update(load_processor=load_processor)
     base_types, data = ModuleType(f"{package}.rollout.base_types"), ModuleType(f"{package}.utils.data")

@@ -24,7 +24,7 @@ from support.tokenizer import write_tokenizer
 
 @asynccontextmanager
 async def server(tmp_path: Path, *, stall: bool = False) -> AsyncIterator[tuple[ScriptedEngine, dict[str, Any]]]:
-    """A vLLM server, and what a trainer attaches for it."""
+    """Yield the engine of a vLLM server, and the spec by which a trainer attaches the server."""
     folder = write_tokenizer(tmp_path / "tokenizer")
     replies = [{"reply": say("hello"), "stall": 1}] if stall else [say("hello")]
     fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": replies}))

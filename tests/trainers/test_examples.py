@@ -1,4 +1,5 @@
-"""The examples of the bridges: their settings and rows make tasks that a service takes, and their scripts name ours."""
+"""The examples of the bridges: their settings and rows make valid tasks, and their scripts name files and objects that
+exist."""
 
 from __future__ import annotations
 

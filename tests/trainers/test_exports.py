@@ -1,4 +1,5 @@
-"""Samples in the shapes of trainers that read data: nothing of a row is lost, and each shape keeps its own rules."""
+"""Samples in the shapes of trainers that read data: no part of a row is lost, and each shape keeps the rules of its
+trainer."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_nemo_gyms_prompts_extend_each_other(sample: Sample) -> None:
     assert (reply["reward"], reply["_rowidx"], reply["agent_ref"]) == (0.75, 3, {"name": "outrider"})
     seen: list[int] = []
     for item in reply["response"]["output"]:
-        assert item["prompt_token_ids"][: len(seen)] == seen  # what NeMo RL asserts
+        assert item["prompt_token_ids"][: len(seen)] == seen  # NeMo RL asserts the same
         assert len(item["generation_token_ids"]) == len(item["generation_log_probs"]) > 0
         seen = item["prompt_token_ids"] + item["generation_token_ids"]
         assert item["content"][0]["text"] == str(item["generation_token_ids"])
@@ -84,7 +85,7 @@ def test_a_tinker_datum_predicts_the_next_id(sample: Sample) -> None:
     made = tinker_datum(sample, advantage=2.0)
     inputs = made["loss_fn_inputs"]
     assert made["model_input"] + inputs["target_tokens"][-1:] == sample.ids.tolist()
-    assert set(inputs) == {"target_tokens", "logprobs", "advantages"}  # tinker.Datum knows no mask
+    assert set(inputs) == {"target_tokens", "logprobs", "advantages"}  # tinker.Datum has no mask
     assert {len(column) for column in (*inputs.values(), made["weights"])} == {len(made["model_input"])}
     trained = [place for place, one in enumerate(sample.loss_mask) if one]
     assert [inputs["target_tokens"][place - 1] for place in trained] == sample.ids[trained].tolist()

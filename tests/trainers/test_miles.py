@@ -32,7 +32,7 @@ def prompt(name: str, **task: Any) -> Sample:
 
 
 async def called(args: Any, source: DataSource, given: RolloutInput, function: Any = slime.generate_rollout) -> Any:
-    """Call a rollout function as miles' manager does: by the adapter, in a thread."""
+    """Call a rollout function as miles' manager does: through the adapter, in a thread."""
     try:
         return await asyncio.to_thread(FunctionAdapter(args, source, function), given)
     finally:

@@ -47,12 +47,12 @@ async def asked(rollouts: GymRollouts, row: Mapping[str, Any], left: Any = stays
 
 
 def stalling(tmp_path: Path) -> ScriptedEngine:
-    """An engine whose first reply stops after a token, until it is released."""
+    """Return an engine whose first reply stops after a token, until it is released."""
     return scripted_engine(tmp_path, [{"reply": say("one"), "stall": 1}, say("two")])
 
 
 async def ended(service: Service, number: int) -> list[Any]:
-    """The service's first groups that have ended, with their samples."""
+    """Return the service's first groups that have ended, at least `number`, with their samples."""
     found: list[Any] = []
     cursor = 0
     while len(found) < number:
@@ -167,7 +167,7 @@ async def test_a_session_of_two_rows_is_refused_or_its_main_row(tmp_path: Path) 
 
 
 async def test_rows_that_would_not_train_are_not_left_out(tmp_path: Path) -> None:
-    """A kind of branch that is masked has a row, and nothing of the row could be trained on."""
+    """A masked branch has a row, but no token of the row can be trained on, so the row does not count as left out."""
     task = scribe_task("gym masked", titles=[0]) | {"branches": {"auxiliary": "mask"}}
     async with running_service(tmp_path=tmp_path) as (service, url):
         async with GymRollouts(NemoGymSettings(url=url)) as rollouts:
@@ -272,7 +272,7 @@ async def test_a_rollout_goes_on_when_the_service_is_restarted(tmp_path: Path) -
 
 
 async def test_nemo_rls_servers_are_attached_and_a_rollout_of_several_turns_is_one_row(tmp_path: Path) -> None:
-    """Its servers render the messages, and the rendered reply has other ids than the sampled one."""
+    """The servers render the messages, and a rendered reply has other ids than the sampled reply."""
     server = NemoRLServer(Tokenizer.load(write_tokenizer(tmp_path / "tokenizer")))
     row = gym_row(scribe_task("gym capture"))
     async with serving(server) as engine, running_service(tmp_path=tmp_path, engines=()) as (service, url):

@@ -1,6 +1,6 @@
-"""The OpenRLHF bridge against a real service, without OpenRLHF: what a call gives, and how it fails.
+"""The OpenRLHF bridge against a real service, without OpenRLHF: the results of calls, and their failures.
 
-The tests in `tests/trainers/openrlhf` give the same rows to OpenRLHF's own code.
+The tests in `tests/trainers/openrlhf` pass such results to OpenRLHF's own code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VLLM_PARAMS: dict[str, Any] = {
     "stop": [],
     "logprobs": 1,
 }
-"""The fields of `vllm.SamplingParams` that are read, as OpenRLHF sets them."""
+"""The fields of `vllm.SamplingParams` that the bridge reads, with OpenRLHF's values."""
 
 
 def executor_for(url: str, task: dict[str, Any], **settings: Any) -> Executor:
@@ -166,7 +166,8 @@ async def test_a_call_that_is_cancelled_cancels_its_session(tmp_path: Path) -> N
 
 
 class VLLM:
-    """An `llm_engine` as OpenRLHF passes it: a coroutine of one event loop, with vLLM's outputs."""
+    """Stands for the `llm_engine` that OpenRLHF passes: `generate` runs in one event loop only, and returns outputs in
+    vLLM's form."""
 
     def __init__(self, ids: list[int], finish: str = "stop") -> None:
         self.asked: list[tuple[list[int], Any]] = []

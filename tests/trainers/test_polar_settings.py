@@ -1,4 +1,4 @@
-"""The settings of Polar's Slime bridge beside Outrider's: each is refused by name, with what takes its place."""
+"""Settings of Polar's Slime bridge are refused by name, with the setting of Outrider that replaces them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folders of published weights: what the service is given, and what stays on disk after failures."""
+"""The folders of published weights: which of them the service loads, and which stay on disk after failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from support.later import torch
 
 
 class Control:
-    """A service's policy. `fails` are the errors of the next updates: before or after the version is set."""
+    """The policy of a service. The next updates raise the errors in `before`, before the version is set, or in `after`,
+    after the version is set."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
@@ -47,7 +48,7 @@ def there(folder: Path) -> list[str]:
 
 
 def test_the_newest_versions_stay_on_disk(tmp_path: Path) -> None:
-    (tmp_path / "version-6").mkdir()  # of an earlier run
+    (tmp_path / "version-6").mkdir()  # a folder of an earlier run
     service = Control(version=3)
     with PolicyWeights(service, tmp_path, keep=2) as weights:
         assert [weights.publish(parameters(value)) for value in (1.0, 2.0, 3.0)] == [7, 8, 9]

@@ -30,7 +30,7 @@ def open_clients() -> dict[tuple[str, str | None], SharedClient]:
 
 
 async def submitted(watcher: AsyncClient, count: int) -> None:
-    """Return when the service has so many groups."""
+    """Wait until the service has `count` groups."""
     seen = 0
     async for event in watcher.events():
         seen += event.kind == "group.created"
@@ -57,7 +57,7 @@ async def test_rollouts_that_run_at_once_share_one_client_and_each_gets_its_own_
         assert len(set(groups)) == 24
         assert len(seen) == 1
         assert open_clients() == {}
-        # The same key again is the group that is done already: its end is not among the results to come.
+        # Submitting the same key again gives the finished group, which is not in later pages of results.
         assert await roll(url, 0) == groups[0]
 
 
@@ -69,7 +69,7 @@ async def test_a_rollout_that_is_cancelled_cancels_its_group_and_no_other(tmp_pa
                 await client.run(body(number, seconds=seconds))
 
         async with asyncio.TaskGroup() as tasks:
-            long = tasks.create_task(roll(1, 60.0))  # it is the one that follows the results
+            long = tasks.create_task(roll(1, 60.0))  # the first rollout follows the results for all rollouts
             await submitted(watcher, 1)
             short = tasks.create_task(roll(2, 0.3))
             await submitted(watcher, 2)
@@ -131,7 +131,7 @@ async def test_a_service_that_is_not_there_is_named() -> None:
 
 
 async def test_a_service_that_is_not_there_is_waited_for_once() -> None:
-    """However many rollouts began: else a thousand of them would fail one after the other, for hours."""
+    """All rollouts share one attempt. Otherwise a thousand rollouts would fail one after the other, for hours."""
     tries = 0
 
     async def unavailable(request: web.Request) -> web.Response:
@@ -144,7 +144,7 @@ async def test_a_service_that_is_not_there_is_waited_for_once() -> None:
         found = await asyncio.gather(*(client.run(body(number)) for number in range(20)), return_exceptions=True)
         assert {type(error) for error in found} == {ServiceError}
         assert tries == 1
-        with pytest.raises(ServiceError):  # one that begins later tries again
+        with pytest.raises(ServiceError):  # a rollout that begins later tries again
             await client.run(body(20))
     assert tries == 2
 

@@ -1,6 +1,6 @@
 """The SkyRL bridge against a real service, without SkyRL: order, columns, placeholders, rows of a trajectory.
 
-The tests in `tests/trainers/skyrl` give the same outputs to SkyRL's own code.
+The tests in `tests/trainers/skyrl` pass such outputs to SkyRL's own code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def metrics_of_0_4(
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, metrics_of: Callable[..., dict[str, Any]]) -> None:
-    """A stand-in for the one function of SkyRL that the bridge calls."""
+    """Install a stand-in for the one function of SkyRL that the bridge calls."""
     utils = ModuleType("skyrl.train.generators.utils")
     setattr(utils, "get_rollout_metrics", metrics_of)  # noqa: B010
     for name in ("skyrl", "skyrl.train", "skyrl.train.generators"):
@@ -150,7 +150,8 @@ async def test_rows_are_left_out_only_where_the_settings_say_so_and_counted(tmp_
 
 
 async def test_step_wise_rows_need_a_trainer_that_weighs_rollouts() -> None:
-    """Without it a rollout with seven rows would have seven times the weight. Nothing is submitted before."""
+    """Without such a trainer, a rollout with seven rows would have seven times the weight. The error comes before
+    anything is submitted."""
     batch = generator_input([scribe_task("skyrl unweighed")], 1)
     generator = OutriderGenerator(generator_cfg(step_wise_trajectories=True), {"url": "http://127.0.0.1:9"})
     with pytest.raises(InvalidField, match="the weight of a rollout") as raised:
@@ -177,7 +178,7 @@ async def test_time_with_and_without_a_model_call(tmp_path: Path, monkeypatch: p
     by_session = [(result.model_seconds, result.seconds.run) for result in results if result is not None]
     assert all(0 < calls < seconds and seconds - calls > 0.25 for calls, seconds in by_session)
     split = output["trajectory_time_splits"]
-    assert split["llm"] == [calls for calls, _ in by_session for _ in range(2)]  # each of the two rows
+    assert split["llm"] == [calls for calls, _ in by_session for _ in range(2)]  # one for each of the two rows
     assert [a + b for a, b in zip(split["llm"], split["env"], strict=True)] == pytest.approx(
         output["trajectory_generation_times"]
     )
@@ -242,7 +243,8 @@ async def test_when_all_of_a_batch_fail_the_first_error_is_raised(tmp_path: Path
 
 
 async def test_one_group_that_fails_does_not_end_the_asynchronous_trainer(tmp_path: Path) -> None:
-    """It asks for one group at a time, and ends its process with any error. A service where nothing works does."""
+    """The asynchronous trainer requests one group at a time, and any error ends its process. An error is raised only
+    after FAILED_IN_A_ROW failures in a row."""
     ill = generator_input([scribe_task("skyrl alone ill", fails=range(99))], 2)
     well = generator_input([scribe_task("skyrl alone well")], 2)
     async with running_service(tmp_path=tmp_path) as (_, url):

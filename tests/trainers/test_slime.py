@@ -1,4 +1,4 @@
-"""The slime bridge against a real service; slime's side is rebuilt from its documented interface (`slime_world.py`)."""
+"""The slime bridge against a real service; slime's side is rebuilt from its sources (`slime_world.py`)."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_unfinished_groups_go_back_and_come_first_in_the_next_rollout(tmp_
     assert [sample.status for sample in slow] == [Sample.Status.PENDING] * 2
     assert all(sample.tokens == [] for sample in slow)
     assert second.samples
-    # Nothing is lost: each group that was taken is trained on, or back in the buffer.
+    # No group is lost: each group that was taken is trained on, or is back in the buffer.
     taken = {group[0].group_index for group in [*first.samples, *second.samples, *source.buffer]}
     assert taken == set(range(source.given))
 
@@ -146,7 +146,7 @@ async def test_sessions_with_several_rows_fan_out_and_count_once(tmp_path: Path)
     assert sorted(rewards) == [0.0, 0.0, 0.0, 1.0, 1.0]
     each = 0.5 / (math.sqrt(0.5) + 1e-6)
     assert normalised == pytest.approx([each if reward else -each for reward in rewards])
-    assert side.rewards_by_default() != pytest.approx(normalised)  # the trap
+    assert side.rewards_by_default() != pytest.approx(normalised)  # the trap: slime takes all samples as one group
     of_fan = [
         sample for sample in side.samples if sum(one.rollout_id == sample.rollout_id for one in side.samples) == 2
     ]
@@ -171,8 +171,8 @@ async def test_with_main_rows_slimes_own_normalisation_is_right(tmp_path: Path) 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("micro_batches", [[range(8)], [[0, 7, 3], [1, 2], [4, 5, 6]]])
 def test_each_token_has_the_weight_of_the_formula(micro_batches: list[list[int]], per_token: bool) -> None:
-    """Rollout A has 7 rows with 22 trained tokens and reward 1, rollout B one row with 2 and reward 0; by hand, with
-    the sample standard deviation."""
+    """Rollout A has 7 rows with 22 trained tokens and reward 1; rollout B has one row with 2 trained tokens and reward
+    0. The expected values are computed by hand, with the sample standard deviation."""
     masks = [[1, 1, 0, 1], [1], [1, 0, 0, 1, 1, 1], [0, 1], [1] * 5, [1, 0, 1], [1] * 6, [1, 0, 1]]
     rows = [
         Sample(
@@ -300,7 +300,7 @@ async def test_groups_run_on_between_asynchronous_rollouts(tmp_path: Path) -> No
         engine.release()
         prompts = [group[0].prompt for group in first.samples]
         assert "say slime long" not in prompts
-        while "say slime long" not in prompts:  # of the group that was submitted in the first rollout
+        while "say slime long" not in prompts:  # its group was submitted in the first rollout
             later = await train(args, source, 1, **call)
             prompts += [group[0].prompt for group in later.samples]
         groups = await the_groups(service)
@@ -352,7 +352,7 @@ async def test_old_groups_are_dropped_and_rolled_out_again(tmp_path: Path) -> No
         first = await train(args, source, 0, **call)
         engine.version = 5
         async with AsyncClient(url) as client:
-            # The service learns the version from the next tokens.
+            # The next tokens bring the new version to the service.
             group = await client.submit({"task": {"instruction": "say it"} | scribe_task("slime between")})
             await client.wait([group.id])
         second = await train(args, source, 1, **call)
@@ -521,7 +521,8 @@ async def test_a_filter_may_keep_what_it_cannot_spare(tmp_path: Path) -> None:
 
 
 async def test_a_graded_sample_without_a_token_to_train_on_is_removed(tmp_path: Path) -> None:
-    """Its prompt is longer than `max_row_tokens`: that must not end the training of all others."""
+    """The prompt of the sample is longer than `max_row_tokens`, which must not end the training of all other
+    samples."""
     async with running_service(tmp_path=tmp_path) as (_, url):
         args = slime_args(url, n_samples_per_prompt=1, advantage_estimator="ppo")
         long, short = prompt("slime lengthy", rewards=[0.5]), prompt("slime brief")

@@ -1,4 +1,4 @@
-"""Images in slime: the rows of a rollout have the inputs that slime's model reads images from."""
+"""Images in slime: the rows of a rollout have the inputs from which slime's model reads images."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.transformers
 
 
 def processor_of(path: str, **_: Any) -> Any:
-    """As slime's `load_processor`, which loads the processor of transformers."""
+    """Stands for slime's `load_processor`, which loads the processor of transformers."""
     [pad] = Tokenizer.load(Path(path)).encode(PLACEHOLDER)
     return SimpleNamespace(image_processor=image_processor(path), image_token_id=pad)
 

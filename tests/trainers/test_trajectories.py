@@ -1,4 +1,5 @@
-"""The common part of the bridges: settings, tasks of dataset rows, sampling parameters, and what may be trained on."""
+"""The common part of the bridges: settings, tasks of dataset rows, sampling parameters, and the rows that may be
+trained on."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ def test_a_sampling_parameter_that_is_no_number_is_named() -> None:
 
 
 def test_numpys_values_are_plain_ones() -> None:
-    """Data frames and batches of trainers hold them."""
+    """Data frames and batches of trainers have such values."""
     row = {"task": {"limits": {"turns": np.int64(3)}, "history": np.array([1, 2])}, "answer": np.int64(42)}
     chat = np.array([{"role": "user", "content": "hello"}], dtype=object)
     task = make_task({"task": {"labels": {"answer": "{row.answer}"}}}, row, chat, temperature=np.float32(0.5))

@@ -179,7 +179,8 @@ async def test_texts_of_a_hosted_model_are_enough_for_an_evaluation_alone(tmp_pa
 
 
 async def test_the_clients_server_is_attached_and_versions_are_named_by_the_salt(tmp_path: Path) -> None:
-    """prime-rl names a new version before it pauses the server and changes the weights: the server gets no order."""
+    """prime-rl names a new version before it pauses the server and changes the weights, so the service sends the server
+    no order."""
     orders: list[str] = []
     folder = write_tokenizer(tmp_path / "tokenizer")
     tokenizer = str(folder)
@@ -235,7 +236,7 @@ async def test_environment_servers_of_several_processes_attach_one_engine(tmp_pa
     await fake.start()
     app = engine_app(fake, "vllm", ServeSettings(tokenizer=Tokenizer.load(folder)))
     async with serving(app) as engine, running_service(tmp_path=tmp_path, engines=()) as (service, url):
-        # An engine that an earlier training has left is removed by all of them.
+        # All processes remove an engine that an earlier training has left.
         await service.pool.add(EngineSpec(kind="vllm", name="verifiers-7", url=engine))
         server = ModelServer(url=engine, model="policy", api_key=None, trains=True)
         settings = VerifiersSettings(url=url, engines="client")

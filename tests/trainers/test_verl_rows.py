@@ -109,7 +109,7 @@ def test_rows_that_must_not_train_are_left_out_and_the_main_one_is_last() -> Non
     ("given", "expected"),
     [
         ({}, [0, 0.5, 0, 0, 0, 0, 0.25 + 0.75]),
-        ({"response_length": 6}, [0, 0.5, 0, 0, 0, 0.75]),  # the last turn is cut, and its reward with it
+        ({"response_length": 6}, [0, 0.5, 0, 0, 0, 0.75]),  # the last turn is cut, and its reward is lost
         ({"prompt_length": 2, "response_length": 4}, [0, 0, 0.5 + 0.75, 0]),
     ],
 )
@@ -265,7 +265,7 @@ def test_after_an_edit_of_the_data_the_example_trains_on_the_new_rows(tmp_path: 
     own["PATH"] = f"{tmp_path}:/usr/bin:/bin"
     trained = []
     first = (EXAMPLES / "rows.jsonl").read_text().splitlines()
-    for lines in (first, first[1:], first):  # an edit, and the edit undone: its file is there already
+    for lines in (first, first[1:], first):  # an edit, then the first rows again, whose file exists
         rows.write_text("\n".join(lines))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["make_data.py", *data])

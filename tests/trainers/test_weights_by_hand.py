@@ -1,6 +1,6 @@
 """The weights and advantages of the bridges, compared with the formulas of docs/trainers/weights.md on random batches.
-The formulas are written here again, with sums over single tokens. No trainer is needed: the real trainers' losses are
-in the folders of the trainers."""
+This module repeats the formulas with sums over single tokens, and needs no trainer. The tests of the real trainers'
+losses are in the folders of the trainers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Row(NamedTuple):
 
 
 def drawn(seed: int) -> list[Row]:
-    """Groups of one to four rollouts of one to five rows, the main row with the highest number. Some rows and some
-    whole rollouts do not train, rewards are negative or equal, and some rows have rewards of their own."""
+    """Return random groups of one to four rollouts of one to five rows. The main row has the highest number. Some rows
+    and some whole rollouts do not train, rewards are negative or equal, and some rows have rewards of their own."""
     draw = random.Random(seed)
     rows = []
     for group in ("a_b", "c", "d"):
@@ -58,7 +58,7 @@ def advantage_of(row: Row, rows: list[Row], *, by_std: bool) -> float:
 
 
 def token_weight(kind: str, row: Row, rows: list[Row]) -> float:
-    """The weight of a token that trains."""
+    """Return the weight of a token that trains."""
     tokens: defaultdict[tuple[str, int], int] = defaultdict(int)
     for each in rows:
         if any(each.mask):
@@ -122,7 +122,7 @@ def test_skyrls_weights_over_mini_batches_of_whole_rollouts() -> None:
             bounds.append((start, start + len(part)))
             start += len(part)
         last = [row == rollout[-1] for rollout in rollouts for row in rollout]
-        mask = torch.zeros(len(rows) + 1, 6, dtype=torch.long)  # the last row fills a batch up
+        mask = torch.zeros(len(rows) + 1, 6, dtype=torch.long)  # the last row is padding
         for at, row in enumerate(rows):
             mask[at, : len(row.mask)] = torch.tensor(row.mask)
         weights = row_weights(mask, [*last, True], bounds).tolist()

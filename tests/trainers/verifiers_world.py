@@ -1,4 +1,4 @@
-"""prime-rl's reading of a trace, for tests with and without the packages."""
+"""A vLLM server as prime-rl starts it, and prime-rl's reading of a trace, for tests with and without the packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.tokenizer import write_tokenizer
 async def model_server(
     tmp_path: Path, replies: Sequence[str | dict[str, Any]]
 ) -> AsyncIterator[tuple[ScriptedEngine, str]]:
-    """An engine behind vLLM's protocol, as prime-rl starts one, and its URL."""
+    """Yield an engine behind vLLM's protocol, as prime-rl starts one, and its URL."""
     folder = write_tokenizer(tmp_path / "tokenizer")
     fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": list(replies)}))
     await fake.start()
@@ -31,7 +31,7 @@ async def model_server(
 
 
 def paths(nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """The nodes of each path from a root to a leaf, in the order of the leaves."""
+    """Yield the nodes of each path from a root to a leaf, in the order of the leaves."""
     parents = {node["parent"] for node in nodes}
     for leaf in range(len(nodes)):
         if leaf in parents:
@@ -45,7 +45,7 @@ def paths(nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]
 
 
 def training_samples(nodes: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[bool], list[float]]]:
-    """The ids, masks and log-probabilities that prime-rl trains on.
+    """Return the ids, masks and log-probabilities that prime-rl trains on.
 
     Written after `prime_rl.orchestrator.trajectories.trace_to_samples` and `iter_trainable_branches` (commit 559b4477,
     21 August 2026), with `Branch.spread` of verifiers: prime-rl itself cannot be installed without CUDA.

@@ -1,4 +1,4 @@
-"""These tests run NeMo Gym's own code: where it is not installed they are not collected."""
+"""The tests of this folder run NeMo Gym's own code. They are not collected if NeMo Gym is not installed."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ async def test_rows_become_replies_token_for_token(tmp_path: Path) -> None:
 
 
 async def test_rollouts_are_collected_and_their_metrics_aggregated(tmp_path: Path) -> None:
-    """The whole of `gym eval run --no-serve`: repeats, files of results, `/aggregate_metrics`."""
+    """Runs all of `gym eval run --no-serve`: repeats, files of results, `/aggregate_metrics`."""
     rows = [gym_row(scribe_task(f"gym collected {number}", rewards=[number])) for number in range(2)]
     for row in rows:
         del row["_rowidx"]
@@ -76,7 +76,7 @@ async def test_rollouts_are_collected_and_their_metrics_aggregated(tmp_path: Pat
 
 
 async def test_statuses_say_whether_another_try_may_help(tmp_path: Path) -> None:
-    """NeMo RL takes 408, 429 and 500 upwards for failures of the infrastructure, and tries the row again."""
+    """NeMo RL treats 408, 429, and 500 upwards as failures of the infrastructure, and retries the row."""
     bodies = {
         json.dumps(gym_row(scribe_task("gym ill", fails=[0]))).encode(): (500, "the scribe fell ill"),
         json.dumps(gym_row(scribe_task("gym forks", rewrites=[0]))).encode(): (422, "2 rows that train"),

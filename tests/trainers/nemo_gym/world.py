@@ -25,17 +25,17 @@ RELAY = "outrider_environment_server"
 
 
 class Gym:
-    """The addresses of the servers, and what NeMo RL does with them."""
+    """The addresses of the servers, and NeMo RL's call to them."""
 
     def __init__(self, head: BaseServerConfig, port: int, ended: asyncio.Event) -> None:
         self.head = head
         self.url = f"http://127.0.0.1:{port}"
         self.ended = ended
-        """Set once the agent server has answered a request, or has noticed that its client is gone."""
+        """Set when the agent server has ended a request, with a reply or because the client has disconnected."""
 
     async def collect(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The results of rows by NeMo Gym's client, as NemoGym.run_rollouts of NeMo RL asks for them, in the rows'
-        order. Raises the first failure, as it does there."""
+        """Return the results of rows, in the rows' order, through NeMo Gym's client as in NemoGym.run_rollouts of NeMo
+        RL. Raises the first failure."""
         helper = RolloutCollectionHelper()
         found = [await future for future in helper.run_examples(list(rows), self.head)]
         return [result for _, result in sorted(found, key=lambda pair: pair[0]["_rowidx"])]
@@ -43,7 +43,7 @@ class Gym:
 
 @asynccontextmanager
 async def running_gym(settings: dict[str, Any]) -> AsyncIterator[Gym]:
-    """NeMo Gym's servers, with the agent server's settings under `outrider`."""
+    """Run NeMo Gym's servers, with the agent server's settings under `outrider`."""
     with socket.socket() as own, socket.socket() as relays, socket.socket() as heads:
         for one in (own, relays, heads):
             one.bind(("127.0.0.1", 0))
@@ -89,7 +89,7 @@ async def running_gym(settings: dict[str, Any]) -> AsyncIterator[Gym]:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(server.serve(sockets=[own]))
                 tasks.create_task(relay_server.serve(sockets=[relays]))
-                # uvicorn has no event for it
+                # uvicorn has no event for its start
                 while not (server.started and relay_server.started and heads_server.started):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 try:

@@ -1,7 +1,7 @@
-"""These tests run OpenRLHF's own code: where it is not installed they are not collected.
+"""The tests of this folder run OpenRLHF's own code. They are not collected if OpenRLHF is not installed.
 
-OpenRLHF imports vLLM, DeepSpeed and CUDA extensions at its head. Nothing of them runs in what is tested, and they do
-not install without a GPU: in their place are modules whose attributes are mocks.
+When it is imported, OpenRLHF imports vLLM, DeepSpeed and CUDA extensions, which cannot be installed without a GPU. The
+tests run no code of these packages, so modules whose attributes are mocks replace them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 if find_spec("openrlhf"):
-    # These look for optional packages themselves, and would believe the stand-ins.
+    # These modules look for optional packages, and would find the mocks if they were imported later.
     for name in ("transformers.integrations.flash_attention", "transformers.modeling_utils", "accelerate", "peft"):
         importlib.import_module(name)
     sys.meta_path.append(AbsentFinder())

@@ -37,7 +37,7 @@ MAX_LENGTH = 512
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the environment of the example's agent."""
+    """A function that sets the environment of the example's agent."""
 
     def set_settings(url: str, task: dict[str, Any], **more: Any) -> None:
         monkeypatch.setenv(VARIABLE, json.dumps({"url": url, "task": task, "metrics": ["number"], **more}))
@@ -46,7 +46,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def rollout_actor() -> Any:
-    """OpenRLHF's Ray actor without Ray and vLLM, with the executor of the example's file."""
+    """Return OpenRLHF's Ray actor without Ray and vLLM, with the executor of the example's file."""
     actor = object.__new__(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class)
     actor.executor = vllm_engine._load_agent_executor(str(EXAMPLE))
     return actor
@@ -91,7 +91,7 @@ async def test_responses_become_experiences_token_for_token(tmp_path: Path, sett
 
 
 async def first_rows(service: Service) -> dict[int, Any]:
-    """The row of the main conversation of each session, by its number."""
+    """Return the row of the main conversation of each session, by the metric `number`."""
     page = await service.results(after=0, wait=0, limit=100, samples=True)
     rows = [sample for group in page.groups for sample in group.samples or () if sample.row == 0]
     return {int(row.metrics["number"]): row for row in rows}
@@ -100,7 +100,7 @@ async def first_rows(service: Service) -> dict[int, Any]:
 async def test_the_dynamic_filter_replaces_prompts_by_their_scores(
     tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`SamplesGenerator._generate_vllm` itself, with Ray's two calls done in place."""
+    """Runs `SamplesGenerator._generate_vllm`, with `ray.wait` and `ray.get` replaced."""
     async with running_service(tmp_path=tmp_path) as (_, url):
         settings(url, scribe_task("openrlhf filtered", rewards=[1, 1, 0, 1]))
         actor = rollout_actor()
@@ -154,8 +154,9 @@ async def test_advantages_and_a_step_of_the_policy(tmp_path: Path, settings: Any
     ids=["seq-mean-token-mean", "token-mean"],
 )
 def test_each_token_has_the_weight_of_the_formula(token_level: bool, weights: list[float]) -> None:
-    """Two rollouts of one row, with 5 and 2 trained tokens and the rewards 1 and 0, each a micro-batch of one optimizer
-    step; by hand, with the sample standard deviation. `--actor.loss_agg_mode` decides about `token_level_loss`."""
+    """Two rollouts with one row each, with 5 and 2 trained tokens and the rewards 1 and 0. Each row is a micro-batch of
+    one optimizer step. The expected weights are computed by hand, with the sample standard deviation.
+    `--actor.loss_agg_mode` sets `token_level_loss`."""
     masks = [torch.tensor([[1, 1, 0, 1, 1, 1]]).bool(), torch.tensor([[1, 0, 1, 0, 0, 0]]).bool()]
     experiences = []
     for index, (mask, reward) in enumerate(zip(masks, (1.0, 0.0), strict=True)):
@@ -183,7 +184,8 @@ def step_loss(loss_of: Any, logits: torch.Tensor, experience: Experience) -> tor
 
 
 def chances_of_actions(logits: torch.Tensor, experiences: list[Experience]) -> list[float]:
-    """Mean log-probability of each one's action tokens under a policy that knows no context."""
+    """Return the mean log-probability of each experience's action tokens, under a policy that does not depend on the
+    context."""
     chances = logits.detach().log_softmax(-1)
     return [chances[one.sequences[:, 1:]][one.action_mask.bool()].mean().item() for one in experiences]
 
@@ -205,7 +207,7 @@ def experience_maker(n: int) -> Any:
 async def test_the_actors_own_engine_generates_for_the_service(
     tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`RolloutRayActor.generate` itself, over an engine with vLLM's outputs."""
+    """Runs `RolloutRayActor.generate` with an engine that returns outputs in vLLM's form."""
     monkeypatch.setattr(vllm, "SamplingParams", lambda **given: SimpleNamespace(**given), raising=False)
     monkeypatch.setattr(vllm_engine, "TokensPrompt", dict)
     asked: list[tuple[list[int], Any]] = []
@@ -213,7 +215,7 @@ async def test_the_actors_own_engine_generates_for_the_service(
     class AsyncLLM:
         async def generate(self, prompt: dict[str, Any], params: Any, request_id: Any) -> AsyncIterator[Any]:
             asked.append((prompt["prompt_token_ids"], params))
-            for ids in ((5,), (5, 6)):  # vLLM gives all tokens so far
+            for ids in ((5,), (5, 6)):  # each output of vLLM has all tokens so far
                 logprobs = [{each: SimpleNamespace(logprob=-0.25)} for each in ids]
                 reply = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=None, stop_reason=None)
                 if len(ids) == 2:

@@ -1,4 +1,4 @@
-"""These tests run SkyRL's own code: where it is not installed they are not collected."""
+"""The tests of this folder run SkyRL's own code. They are not collected if SkyRL is not installed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from importlib.util import find_spec
 
 import typing_extensions
 
-# The import of another conftest may have left a stand-in for the module in sys.modules.
+# After another conftest is imported, sys.modules may have a stand-in for the module.
 collect_ignore_glob = [] if find_spec("skyrl") else ["test_*.py"]
 
 if sys.version_info < (3, 12):
-    typing.TypedDict = typing_extensions.TypedDict  # SkyRL 0.3 gives pydantic the one of typing, which needs 3.12
+    # SkyRL 0.3 passes `typing.TypedDict` to pydantic, which accepts this class from Python 3.12 on only.
+    typing.TypedDict = typing_extensions.TypedDict

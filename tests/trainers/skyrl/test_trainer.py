@@ -29,7 +29,7 @@ PAD = 0
 
 
 class Generator(OutriderGenerator, GeneratorInterface):  # type: ignore[misc]
-    """SkyRL's interface asks for nothing that the bridge has not."""
+    """The bridge has all that SkyRL's interface requires."""
 
 
 def config(**generator: Any) -> Any:
@@ -47,7 +47,7 @@ class Trainer(LossPerRollout, RayPPOTrainer):  # type: ignore[misc]
 
 
 def trainer_for(cfg: Any, kind: type = Trainer, ranks: int = 1) -> Any:
-    """SkyRL's trainer without its models and engines."""
+    """Return SkyRL's trainer without its models and engines."""
     trainer: Any = object.__new__(kind)
     trainer.cfg = cfg
     trainer.tokenizer = SimpleNamespace(pad_token_id=PAD)
@@ -57,7 +57,7 @@ def trainer_for(cfg: Any, kind: type = Trainer, ranks: int = 1) -> Any:
 
 
 def rows_of(tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as SkyRL's dataset gives them."""
+    """Return rows in the form of SkyRL's dataset."""
     return [
         {
             "prompt": [{"role": "user", "content": f"say {number}"}],
@@ -121,7 +121,7 @@ async def test_steps_of_a_trajectory_share_its_advantage(tmp_path: Path) -> None
         output, uids = await generated(url, cfg, [scribe_task("skyrl real steps", rewards=[0, 1], rewrites=[0, 1])])
     assert len(output["response_ids"]) == 4
     merged = merge_stepwise_output({name: value for name, value in output.items() if value is not None})
-    assert len(merged["response_ids"]) == 4  # branches of a rewritten history do not begin with one another
+    assert len(merged["response_ids"]) == 4  # branches of a rewritten history are not prefixes of each other
     batch, advantages = advantages_of(cfg, output, uids)
     trained = batch["loss_mask"].bool()
     signs = [set(advantages[row][trained[row]].sign().tolist()) for row in range(4)]
@@ -200,8 +200,9 @@ async def test_the_output_has_the_columns_of_this_skyrl(tmp_path: Path) -> None:
 
 
 def rollouts_of_many_rows() -> tuple[dict[str, Any], list[str]]:
-    """Two prompts with two rollouts each. The rewards are 1 and 0, and 0 and 1; the first rollout has seven rows. The
-    lists are the numbers of trained tokens of the rows. Each row has a token of context before its last one."""
+    """Return the output for two prompts with two rollouts each, and the uids of its rows. The rewards are 1 and 0, and
+    0 and 1; the first rollout has seven rows. The lists are the numbers of trained tokens of the rows. Each row has a
+    token of context before its last token."""
     rows = [("p", 0, 1.0, [3, 1, 4, 1, 5, 2, 6]), ("p", 1, 0.0, [2]), ("q", 0, 0.0, [3]), ("q", 1, 1.0, [1, 4])]
     output: dict[str, Any] = {name: [] for name in ("prompt_token_ids", "response_ids", "rewards", "loss_masks")}
     output |= {name: [] for name in ("stop_reasons", "rollout_logprobs", "trajectory_ids", "is_last_step")}
@@ -221,8 +222,8 @@ def rollouts_of_many_rows() -> tuple[dict[str, Any], list[str]]:
 
 
 def pulls(cfg: Any, kind: type, ranks: int = 1) -> list[list[float]]:
-    """d loss / d log p of each row's trained tokens, by SkyRL's own advantages, normalisation and PPO loss, summed over
-    the mini-batches."""
+    """Return d loss / d log p of each row's trained tokens, by SkyRL's own advantages, normalisation and PPO loss,
+    summed over the mini-batches."""
     output, uids = rollouts_of_many_rows()
     validate_generator_output(4, output, step_wise=True)
     batch, _ = advantages_of(cfg, output, uids, kind, ranks)
@@ -245,8 +246,8 @@ def pulls(cfg: Any, kind: type, ranks: int = 1) -> list[list[float]]:
 
 @pytest.mark.parametrize(("mini_batch", "rollouts", "ranks"), [(2, 4, 1), (1, 2, 1), (2, 4, 8)])
 def test_each_rollout_has_the_same_weight_in_the_loss(mini_batch: int, rollouts: int, ranks: int) -> None:
-    """The expected numbers by hand: rewards of 1 and 0 give advantages of 2**-0.5 and -2**-0.5, and the weight of a
-    token is 1 / (R T). For several ranks SkyRL adds rows that do not train."""
+    """The expected numbers are computed by hand: rewards of 1 and 0 give advantages of 2**-0.5 and -2**-0.5, and the
+    weight of a token is 1 / (R T). For several ranks SkyRL adds rows that do not train."""
     cfg = config(step_wise_trajectories=True)
     cfg.trainer.policy_mini_batch_size = mini_batch
     given = pulls(cfg, Trainer, ranks)
@@ -264,7 +265,8 @@ def test_each_rollout_has_the_same_weight_in_the_loss(mini_batch: int, rollouts:
     ("reduction", "times"), [("token_mean", 11), ("sequence_mean", 7), ("seq_mean_token_sum_norm", 11)]
 )
 def test_skyrls_own_reductions_weigh_rows_or_tokens(reduction: str, times: int) -> None:
-    """The reason why the generator asks for a trainer with `LossPerRollout`."""
+    """SkyRL's own reductions weigh rows or tokens and not rollouts, so the generator requires a trainer with
+    `LossPerRollout`."""
     cfg = config(step_wise_trajectories=True)
     cfg.trainer.algorithm.loss_reduction = reduction
     cfg.trainer.algorithm.max_seq_len = 64

@@ -1,4 +1,5 @@
-"""These tests run tinker-cookbook's own code: where it is not installed they are not collected."""
+"""The tests of this folder run tinker-cookbook's own code. They are not collected if tinker-cookbook is not
+installed."""
 
 from __future__ import annotations
 

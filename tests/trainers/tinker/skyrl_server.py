@@ -1,7 +1,7 @@
-"""Starts SkyRL's server of Tinker's interface on this machine's processor: `skyrl_server.py MODEL PORT FOLDER`.
+"""Starts SkyRL's server of Tinker's interface on the CPU: `skyrl_server.py MODEL PORT FOLDER`.
 
-SkyRL 0.4.0 is written for Python 3.12, starts its engine with `uv run`, and serves the client 0.25. For the client 0.38
-it lacks two things, which are added here: names of sampled sequences, and the end of a client's session.
+SkyRL 0.4.0 is written for Python 3.12, starts its engine with `uv run`, and serves client 0.25. This module adds what
+client 0.38 needs: names of sampled sequences, and the end of a client's session.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ JSON = b"application/json"
 
 
 class ForNewerClient:
-    """An ASGI application that adds `sample_sequence_ids` to the replies of `/api/v1/asample`, for one sequence a
-    request, and answers `/api/v1/sessions/ID/finish`."""
+    """An ASGI application that adds `sample_sequence_ids` to the replies of `/api/v1/asample`, for requests of one
+    sequence, and answers `/api/v1/sessions/ID/finish`."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

@@ -72,7 +72,7 @@ async def test_datums_have_the_services_rows(tmp_path: Path) -> None:
 
 
 async def test_each_action_names_the_sequence_that_tinker_sampled(tmp_path: Path) -> None:
-    """Each reply is another text, so its place in the client's list is known."""
+    """Each reply is another text, which identifies the reply's place in the client's list."""
     texts = ["one", "two", "three", "four"]
     async with tinker_world(tmp_path) as world:
         client = world.client(*texts)
@@ -207,7 +207,7 @@ async def test_tinkers_failures_are_the_engines(tmp_path: Path) -> None:
     "error", [asyncio.CancelledError(), concurrent.futures.CancelledError(), RuntimeError("odd"), TimeoutError("slow")]
 )
 async def test_any_failure_of_a_sampling_client_ends_the_model_call(tmp_path: Path, error: Exception) -> None:
-    """A call that a client cancels itself, as at the end of its connection, must not wait for ever."""
+    """A call that the client itself cancels, for example because its connection ends, must not wait for ever."""
     async with tinker_world(tmp_path) as world:
         client, strategy = world.client(), world.strategy()
         client.error = error
@@ -263,7 +263,7 @@ def policy_of(client: Any) -> TinkerTokenCompleter:
 
 
 async def test_a_cancelled_group_is_cancelled_in_the_service(tmp_path: Path) -> None:
-    """As when asynchronous training ends while groups run."""
+    """Asynchronous training cancels the groups that run when it ends."""
     async with tinker_world(tmp_path) as world:
         client = world.client()
         client.held.clear()
@@ -301,7 +301,7 @@ async def test_without_a_relay_the_services_engine_samples(tmp_path: Path) -> No
 
 
 async def test_another_worker_of_the_relay_is_noticed(tmp_path: Path) -> None:
-    """As when two training runs have the same relay engine: a session must not train with another model's tokens."""
+    """Two training runs may have the same relay engine. A session must not train with another model's tokens."""
 
     async def other(request: GenerateRequest) -> Chunk:
         return Chunk(ids=[5, 6], logprobs=[-1.0, -1.0], finish=FinishReason.STOP)
@@ -356,7 +356,7 @@ def test_sampling_parameters() -> None:
 
 
 async def test_other_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process pool that is given to the cookbook as its rollout executor."""
+    """The cookbook uses other processes if its rollout executor is a process pool."""
     async with tinker_world(tmp_path) as world:
         monkeypatch.setattr("multiprocessing.parent_process", lambda: "the trainer")
         with pytest.raises(InvalidField, match="rollout executor"):

@@ -1,5 +1,5 @@
-"""The weight of each token in tinker-cookbook's datums, beside the example of docs/trainers/weights.md, computed by
-hand."""
+"""The weight of each token in tinker-cookbook's datums, compared with the example of docs/trainers/weights.md, which is
+computed by hand."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainers.sample import group, row
 pytestmark = pytest.mark.trainers
 
 LENGTHS = {1.0: [3, 1, 4, 1, 5, 2, 6], 0.0: [2]}
-"""Trained tokens of each row: rollout A has reward 1 and 7 rows, rollout B has reward 0 and one."""
+"""Trained tokens of each row. Rollout A has reward 1 and 7 rows, rollout B has reward 0 and one row."""
 PROMPT = [10, 11]
 
 
 def rollouts() -> TrajectoryGroup:
-    """The two rollouts, as the bridge gives them to the cookbook. The rows of A begin with different ids, as rows of
-    sub-agents do."""
+    """Return the two rollouts in the form that the bridge gives to the cookbook. The rows of A begin with different
+    ids, as rows of sub-agents do."""
     trajectories = []
     for lengths in LENGTHS.values():
         samples = [made_row(number, length) for number, length in enumerate(lengths)]
@@ -79,7 +79,7 @@ def test_each_token_has_the_weight_of_the_formula(corrected: bool, weights: dict
 
 
 def test_the_exports_datum_is_the_cookbooks() -> None:
-    """`exports.tinker_datum`, in the class of tinker 0.38."""
+    """`exports.tinker_datum` gives the same datum as the cookbook, in the class of tinker 0.38."""
     made = tinker_datum(sample := made_row(0, 3), advantage=0.5)
     datum = tinker.Datum(
         model_input=tinker.ModelInput.from_ints(made["model_input"]), loss_fn_inputs=made["loss_fn_inputs"]

@@ -1,6 +1,6 @@
-"""tinker-cookbook's whole training, `rl.train.main`, by examples/tinker/train.py: it samples and trains with SkyRL's
-server of Tinker's interface (JAX, on this machine's processor), and its agents are sessions of a service, with the
-demo's model and task."""
+"""Runs tinker-cookbook's whole training, `rl.train.main`, with examples/tinker/train.py. SkyRL's server of Tinker's
+interface samples and trains, with JAX on the CPU. The agents are sessions of a service, with the demo's model and
+task."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tinker_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[str]:
-    """The URL of a service in another process, whose relay engine waits for the trainer."""
+    """Yield the URL of a service in another process, whose relay engine waits for the trainer."""
     config = Config(
         port=0,
         data=tmp_path / "data",
@@ -86,7 +86,7 @@ def rows(path: Path, number: int) -> Path:
 
 
 def trained(service: str, server: str, folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """Train as the example's own command, and return the metrics of the steps."""
+    """Train with the example's command, and return the metrics of the steps."""
     given: dict[str, Any] = {
         "model_name": POLICY,
         "log_path": folder / "log",
@@ -141,7 +141,7 @@ def test_training_samples_each_step_with_its_own_weights(service: str, tinker_se
 
 
 def test_asynchronous_training(service: str, tinker_server: str, tmp_path: Path) -> None:
-    """Groups keep the client that they began with, also while newer ones serve others."""
+    """A group keeps the client with which it began, even if other groups use a newer client."""
     steps = trained(
         service,
         tinker_server,

@@ -1,4 +1,4 @@
-"""A stand-in for Tinker's sampling client, and the cookbook's own way from a group to datums."""
+"""A stand-in for Tinker's sampling client, and a service whose groups the cookbook runs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MAX_TOKENS = 64
 
 
 class SamplingStandIn:
-    """Has the interface of `tinker.SamplingClient.sample`, and gives the replies one after the other; the last one
-    repeats. The log-probability of a token is -1 / (1 + its place). `called` is set by the first call; replies wait
-    until `held` is set. `error` is raised instead of a reply."""
+    """Has the interface of `tinker.SamplingClient.sample`, gives the replies in order and repeats the last. The
+    log-probability of a token is -1 / (1 + its place). The first call sets `called`. Replies wait until `held` is set.
+    `error` is raised instead of a reply."""
 
     def __init__(self, tokenizer: Tokenizer, replies: Sequence[str], *, name: str = "stand-in") -> None:
         self.name = name
@@ -76,7 +76,7 @@ class World:
         return made
 
     async def samples(self) -> dict[str, list[Sample]]:
-        """The rows of each session."""
+        """Return the rows of each session."""
         page = await self.service.results(after=0, wait=0, limit=100, samples=True)
         found: dict[str, list[Sample]] = {}
         for group in page.groups:
@@ -114,7 +114,7 @@ async def rolled_out(
     evaluating: bool = False,
     temperature: float = 1.0,
 ) -> TrajectoryGroup | None:
-    """A group as the cookbook's training loops run it."""
+    """Run a group as the cookbook's training loops do."""
     builder = TaskGroup({"prompt": "say hello", "task": task}, n, evaluating=evaluating)
     return await do_group_rollout_and_filter_constant_reward(
         client, builder, MAX_TOKENS, temperature, do_remove_constant_reward_groups=False, strategy=strategy

@@ -34,7 +34,8 @@ def task(number: int) -> dict[str, Any]:
 
 
 def key_of(ids: list[int], logprobs: Sequence[float]) -> str:
-    """Identify a row: by its ids and the log-probabilities, as float32, of its trained tokens."""
+    """Return an identifier of a row, made of its ids and of the log-probabilities, as float32, of its trained
+    tokens."""
     return hashlib.sha256(repr((ids, [f"{value:.5f}" for value in logprobs])).encode()).hexdigest()[:16]
 
 

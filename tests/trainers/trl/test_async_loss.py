@@ -26,7 +26,8 @@ ROWS_IN_ALL = 11
 
 
 def queued(worker: RolloutWorker, prompt: str) -> list[Any]:
-    """The rows that the worker makes of a prompt's group. Each row has a token of context before its last token."""
+    """Return the rows that the worker makes of a prompt's group. Each row has a token of context before its last
+    token."""
     samples = []
     for _, index, reward, lengths in (each for each in ROWS if each[0] == prompt):
         for row, length in enumerate(lengths):
@@ -40,7 +41,7 @@ def queued(worker: RolloutWorker, prompt: str) -> list[Any]:
 
 
 def trainer_for(kind: Any, worker: RolloutWorker, rows: int) -> Any:
-    """TRL's trainer without its model, with micro-batches of `rows` rows."""
+    """Return TRL's trainer without its model, with micro-batches of `rows` rows."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
@@ -60,7 +61,7 @@ def trainer_for(kind: Any, worker: RolloutWorker, rows: int) -> Any:
 
 
 def pulls(kind: Any, folder: Path, rows: int = ROWS_IN_ALL) -> list[list[float]]:
-    """d loss / d log p of the trained tokens of each row in the first micro-batch, in the order of packing."""
+    """Return d loss / d log p of the trained tokens of each row in the first micro-batch, in the order of packing."""
     with simulated(even) as client, PolicyWeights(client, folder) as weights:
         worker = RolloutWorker(client, task, weights, n=2, groups_per_version=2)
         for _ in range(2):  # the loader reads a micro-batch ahead
@@ -85,8 +86,8 @@ def pulls(kind: Any, folder: Path, rows: int = ROWS_IN_ALL) -> list[list[float]]
 
 
 def test_each_rollout_has_the_same_weight(tmp_path: Path) -> None:
-    """The expected numbers by hand: rewards of 1 and 0 give advantages of 1 and -1, apart from the 1e-4 that is added
-    to the standard deviation, and the weight of a token is 1 / (R T)."""
+    """The expected numbers are computed by hand: rewards of 1 and 0 give advantages of 1 and -1, apart from the 1e-4
+    that is added to the standard deviation, and the weight of a token is 1 / (R T)."""
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
     class Trainer(AsyncLossPerRollout, AsyncGRPOTrainer):  # type: ignore[misc]
@@ -99,13 +100,13 @@ def test_each_rollout_has_the_same_weight(tmp_path: Path) -> None:
     assert sorted(map(len, given)) == sorted(map(len, both))
     for row, by_hand in zip(sorted(given), sorted(both), strict=True):
         assert row == pytest.approx(by_hand, rel=1e-4)
-    # A micro-batch with the first three rows has 8 of the 22 tokens of one rollout: a mean over these.
+    # A micro-batch with the first three rows has 8 of the 22 tokens of one rollout, and takes the mean over these 8.
     part = pulls(Trainer, tmp_path / "part", rows=3)
     assert part == [pytest.approx([-one / 8] * length, rel=1e-4) for length in (3, 1, 4)]
 
 
 def test_trls_own_loss_weighs_tokens(tmp_path: Path) -> None:
-    """The reason why the worker asks for a trainer with `AsyncLossPerRollout`."""
+    """TRL's own loss weighs tokens and not rollouts, so the worker requires a trainer with `AsyncLossPerRollout`."""
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
     pulled = sum(map(sum, pulls(AsyncGRPOTrainer, tmp_path, rows=8)))
@@ -127,7 +128,7 @@ def test_a_trainer_that_weighs_tokens_is_refused(tmp_path: Path) -> None:
             worker.start()
         assert "AsyncLossPerRollout" in (raised.value.hint or "")
         Weighing(worker)
-        Weighing(None)  # in all processes but the first
+        Weighing(None)  # all processes but the first have no worker
         worker.start()
         worker.stop()
 
@@ -144,8 +145,9 @@ def module(name: str, **attributes: Any) -> ModuleType:
 
 
 def modules_of(trainer: type, **places: Any) -> dict[str, ModuleType | None]:
-    """TRL 1.18 by its release notes: the trainer is in `trl`, the rest in `trl.trainer.async_grpo_trainer`, and the
-    modules of `trl.experimental.async_grpo` are gone (None: an import fails)."""
+    """Return the modules of TRL 1.18 according to its release notes: the trainer is in `trl`, the rest is in
+    `trl.trainer.async_grpo_trainer`, and the modules of `trl.experimental.async_grpo` are gone (None makes an import
+    fail)."""
     return {
         "trl": module("trl", __version__="1.18.0", AsyncGRPOTrainer=trainer),
         "trl.trainer": module("trl.trainer"),

@@ -1,5 +1,5 @@
-"""A short run of `make train`: the whole system over HTTP, and the reward rises. The whole run takes minutes. Ctrl-C
-ends it, and keeps what it has."""
+"""A short run of `make train`, the whole system over HTTP: the reward rises, and Ctrl-C ends the training and keeps its
+results. The whole run takes minutes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RISE = 0.2
 pytestmark = [
     pytest.mark.trainers,
     pytest.mark.timeout(300),
-    # What TRL, transformers and torch say of themselves is theirs.
+    # Warnings of TRL, transformers and torch are not ours.
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -64,7 +64,7 @@ ENDS_AT_ONCE_SECONDS = 30.0
 @contextmanager
 def demo_that_trains(out: Path) -> Iterator[subprocess.Popen[str]]:
     """Run `outrider demo --train` in a process group of its own, as a shell does, until it has done a step. Afterwards,
-    neither it nor its service may run."""
+    neither its process nor its service may run."""
     command = [sys.executable, "-c", PROGRAM, "demo", "--train", "--json", "--seeds", "2", "--out", str(out)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0

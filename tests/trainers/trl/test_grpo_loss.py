@@ -23,7 +23,7 @@ that trains, with 5 tokens, which a batch of GRPOTrainer has no room for."""
 
 
 def row(index: int, number: int, length: int) -> Any:
-    """A row with a token of context before its last token."""
+    """Return a row with a token of context before its last token."""
     mask = [0, 0] + [1] * (length - 1) + [0, 1]
     logprobs, versions = [-0.5 * one for one in mask], [3 if one else -1 for one in mask]
     columns = {"ids": list(range(len(mask))), "loss_mask": mask, "logprobs": logprobs, "versions": versions}
@@ -41,7 +41,7 @@ class Given(Rollouts):
 
 
 def pulls(folder: Path, loss_type: str) -> list[list[float]]:
-    """d loss / d log p of the trained tokens of the two rows."""
+    """Return d loss / d log p of the trained tokens of the two rows."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
@@ -82,9 +82,9 @@ def pulls(folder: Path, loss_type: str) -> list[list[float]]:
 
 @pytest.mark.parametrize(("loss_type", "tokens"), [("grpo", (14, 4)), ("dapo", (9, 9))])
 def test_the_weight_of_a_token(tmp_path: Path, loss_type: str, tokens: tuple[int, int]) -> None:
-    """The expected numbers by hand: TRL divides by the sample standard deviation, 2**-0.5, plus 1e-4. With `grpo` the
-    weight of a token is 1 / (R T), and so each rollout has the same weight. With `dapo`, TRL's default, the weight of
-    each token is 1 / 9."""
+    """The expected numbers are computed by hand: TRL divides by the sample standard deviation, 2**-0.5, plus 1e-4. With
+    `grpo` the weight of a token is 1 / (R T), and so each rollout has the same weight. With `dapo`, TRL's default, the
+    weight of each token is 1 / 9."""
     one = 0.5 / (2**-0.5 + 1e-4)
     first, second = pulls(tmp_path, loss_type)
     assert first == pytest.approx([-one / tokens[0]] * LENGTHS[0], rel=1e-4)

@@ -15,7 +15,7 @@ from support.later import torch
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
 
-# What transformers and torch say of themselves is theirs.
+# Warnings of transformers and torch are not ours.
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
@@ -30,7 +30,7 @@ def loop() -> ModuleType:
 
 
 def uniform() -> Any:
-    """A model whose probabilities depend on its bias alone, and not on the ids that it reads."""
+    """Return a model whose probabilities depend only on its bias, and not on the ids of its input."""
 
     class Uniform(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -30,7 +30,7 @@ from outrider.trainers.weight_publishing import PolicyWeights
 pytestmark = [
     pytest.mark.trainers,
     pytest.mark.timeout(300),
-    # What TRL, transformers and torch say of themselves is theirs.
+    # Warnings of TRL, transformers and torch are not ours.
     pytest.mark.filterwarnings("ignore"),
 ]
 SAMPLES = 4
@@ -102,9 +102,9 @@ def test_grpo_trainer_trains_with_the_samplers_logprobs(client: Client, tmp_path
         assert stats.logprob_gap <= 2e-5
         assert stats.compared_tokens == int(output["tool_mask"][output["completion_mask"] == 1].sum())
         assert torch.equal(output["old_per_token_logps"], output["sampling_per_token_logps"])
-        # Every group teaches something: none has advantage 0.
+        # Groups with equal rewards are not in the batch, so some advantage is not 0.
         assert bool((output["advantages"] != 0).any())
-    # Padding before the prompt moves no position: not by a rounding of its angles either.
+    # Padding before the prompt changes no log-probability, not even by a rounding of the positions' angles.
     output = outputs[-1]
     rows = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
     mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
@@ -121,8 +121,8 @@ def test_grpo_trainer_trains_with_the_samplers_logprobs(client: Client, tmp_path
 
 
 def test_the_ratio_is_against_what_the_tokens_were_sampled_with(client: Client, tmp_path: Path) -> None:
-    """Log-probabilities that say that every token was sampled with a tenth of its probability make every ratio 10: of
-    the tokens with a positive advantage all are clipped, and the others' pull is 10 times as strong."""
+    """The given log-probabilities are those of a tenth of each token's probability, so every ratio is 10. Tokens with a
+    positive advantage are clipped, the others are not."""
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
@@ -183,7 +183,7 @@ def test_the_example_runs(client: Client, tmp_path: Path) -> None:
 def attention_on_cpu(
     q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, longest_q: int, longest_k: int, **options: Any
 ) -> Any:
-    """What TRL takes FlashAttention 3's `flash_attn_varlen_func` for, in plain torch."""
+    """Compute in plain torch the attention for which TRL calls FlashAttention 3's `flash_attn_varlen_func`."""
     import torch
 
     outputs, repeats = [], q.shape[1] // k.shape[1]

@@ -34,12 +34,13 @@ def task(number: int) -> dict[str, Any]:
 
 
 def even(task: Mapping[str, Any], index: int, version: int) -> Played:
-    """Every third prompt teaches nothing: its samples have the same reward."""
+    """Return the result of a sample. All samples of every third prompt have the same reward, so the prompt teaches
+    nothing."""
     return Played(0.001, float(index % 2 and task["number"] % 3 != 1))
 
 
 def sample(index: int, row: int = 0, **changed: Any) -> Sample:
-    """Two ids of context, two of the model's with one of context between."""
+    """Return a sample with two ids of context and two sampled ids, which have one id of context between them."""
     made = make_sample(
         group_id="g",
         session_id=f"g-{index}",
@@ -157,7 +158,7 @@ def test_every_batch_is_full_of_groups_that_teach_something(tmp_path: Path) -> N
 
 
 def test_rows_are_left_out_only_where_that_was_chosen_and_counted() -> None:
-    """A session of two rows: a batch of GRPOTrainer has room for one of them."""
+    """A session has two rows, and a batch of GRPOTrainer has room for one of them."""
     view = group([1.0, 0.0], [sample(0), sample(0, 1), sample(1, reward=0.0)])
 
     class Given(Rollouts):
@@ -311,13 +312,14 @@ def test_an_evaluation_of_several_batches_goes_through_the_tasks(tmp_path: Path)
         for _ in range(3):
             rollouts([""] * 8, trainer)
         assert sorted(asked) == list(range(6))
-        trainer.state.global_step = 7  # the next evaluation begins again
+        trainer.state.global_step = 7  # the next evaluation begins with the first task
         rollouts([""] * 8, trainer)
     assert sorted(asked[6:]) == [0, 1]
 
 
 def test_a_trainer_goes_on_with_a_service_that_begins_anew(tmp_path: Path) -> None:
-    """Its data is gone, so it counts versions from 0 again; the checkpoint's groups have versions up to 57."""
+    """The service has lost its data, so it counts versions from 0 again. The checkpoint's groups have versions up to
+    57."""
     state = SamplerState(run="r", next=40, pending=(), version=57, batches=20)
     with (
         simulated(even) as client,
@@ -347,7 +349,8 @@ def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
 
 
 class Failing:
-    """A service that loses the connection of each update, after it has set the version or before."""
+    """A service that loses the connection of each update: after it has set the version if `accepts` is true, else
+    before."""
 
     def __init__(self) -> None:
         self.version, self.accepts = 0, False

@@ -34,7 +34,7 @@ from support.vision_model import write_vision_model
 pytestmark = [
     pytest.mark.trainers,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # what TRL, transformers and torch say of themselves is theirs
+    pytest.mark.filterwarnings("ignore"),  # warnings of TRL, transformers and torch are not ours
 ]
 SAMPLES = 2
 TURNS: list[list[tuple[str, list[int | str]]]] = [
@@ -54,14 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def processor_of(folder: Path) -> Any:
-    """The model's processor without its part for videos, which needs torchvision."""
+    """Return the model's processor without its part for videos, which needs torchvision."""
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
     class ImageProcessor(Qwen3VLProcessor):  # type: ignore[misc]  # transformers has no types
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
-            """Anything is accepted, no processor of videos included."""
+            """Accept any argument, and None as the processor of videos."""
 
     return ImageProcessor(
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),
@@ -76,7 +76,7 @@ def numbered(number: int) -> dict[str, Any]:
 
 
 def expected_logprobs(model: Any, ids: list[int], samples: list[Sample], settings: ImageSettings) -> Any:
-    """The log-probabilities of a row, from the files of its pictures and without the bridge and TRL."""
+    """Return the log-probabilities of a row, computed from the files of its pictures, without the bridge and TRL."""
     import torch
 
     [sample] = [sample for sample in samples if sample.ids.tolist() == ids][:1]

@@ -73,7 +73,7 @@ def test_rows_carry_the_trainers_versions(tmp_path: Path) -> None:
 
 
 def check_until_it_fails(worker: RolloutWorker) -> None:
-    """As the trainer does while its queue is empty."""
+    """Check the worker's health until the check raises an error, as the trainer does while its queue is empty."""
     while True:
         worker.check_health(60.0)
         with suppress(queue.Empty):
@@ -110,7 +110,7 @@ def test_a_worker_from_which_nothing_comes_is_not_healthy(tmp_path: Path) -> Non
     with simulated(slow) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, task, weights, n=2, groups_per_version=4)
         worker.weigh_rollouts()
-        worker.check_health(0.0)  # it has not begun
+        worker.check_health(0.0)  # the worker has not begun
         worker.start()
         worker.check_health(60.0)
         with pytest.raises(ServiceError, match="no group was done"):

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class SimulatedClient:
-    """What the bridge uses of `client.Client`."""
+    """The methods of `client.Client` that the bridge uses."""
 
     def __init__(self, service: SimulatedService, loop: LoopThread) -> None:
         self.asynchronous = service
@@ -41,7 +41,7 @@ class SimulatedClient:
 
 @contextmanager
 def simulated(play: Callable[[Mapping[str, Any], int, int], Played], *, version: int = 0) -> Iterator[Client]:
-    """A client of a simulated service with 8 slots."""
+    """Yield a client of a simulated service with 8 slots."""
 
     async def make() -> SimulatedService:
         return SimulatedService(play, slots=8)
@@ -53,7 +53,7 @@ def simulated(play: Callable[[Mapping[str, Any], int, int], Played], *, version:
 
 
 class BareTrainer:
-    """One process, no vLLM; `parameters` are the model's."""
+    """A trainer without vLLM. `parameters` are the model's parameters."""
 
     def __init__(self, parameters: Mapping[str, Any], *, n: int = 4, processes: int = 1) -> None:
         self.num_generations = self.num_generations_eval = n

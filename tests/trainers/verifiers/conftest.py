@@ -1,4 +1,4 @@
-"""These tests run verifiers' own code: where it is not installed they are not collected."""
+"""The tests of this folder run verifiers' own code. They are not collected if verifiers is not installed."""
 
 from __future__ import annotations
 

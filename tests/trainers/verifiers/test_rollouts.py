@@ -31,7 +31,7 @@ pytestmark = pytest.mark.trainers
 
 
 async def ended(service: Any, number: int) -> list[Any]:
-    """The service's first groups that have ended, with their samples."""
+    """Return the service's first groups that have ended, at least `number`, with their samples."""
     found: list[Any] = []
     cursor = 0
     while len(found) < number:
@@ -41,7 +41,7 @@ async def ended(service: Any, number: int) -> list[Any]:
 
 
 async def vf_eval(folder: Path, url: str, *arguments: str, at: Path | None = None) -> tuple[int, str]:
-    """The exit code and the output of verifiers' own command, run in the folder `at`."""
+    """Run verifiers' own command in the folder `at`, and return its exit code and output."""
     program = Path(sys.executable).with_name("vf-eval")
     variables = {**os.environ, "OUTRIDER_URL": url, "HOME": str(folder)}
     fixed = ("--no-push", "--no-rich", "--output-dir", str(folder / "out"), "--run.name", "run")
@@ -112,11 +112,11 @@ async def test_the_environment_server_returns_each_token_once_with_its_log_proba
             number,
         )
         assert len(rows) == (2, 1)[number]
-        for branch, row in zip(trace.branches, rows, strict=True):  # verifiers' own reading
+        for branch, row in zip(trace.branches, rows, strict=True):  # verifiers' reading of the trace
             assert branch.token_ids == row.ids.tolist()
             assert branch.sampled_mask == [bool(one) for one in row.loss_mask]
             assert branch.logprobs == row.logprobs.tolist()
-        made = training_samples([node.model_dump() for node in trace.nodes])  # prime-rl's
+        made = training_samples([node.model_dump() for node in trace.nodes])  # prime-rl's reading of the trace
         assert [(ids, mask, logprobs) for ids, mask, logprobs in made] == [
             (row.ids.tolist(), [bool(one) for one in row.loss_mask], row.logprobs.tolist()) for row in rows
         ]
@@ -240,7 +240,7 @@ async def test_episodes_at_once_are_sampled_by_prime_rls_server_with_its_version
 
 
 async def test_prime_rls_server_is_attached_again_after_a_restart_in_the_middle(tmp_path: Path) -> None:
-    """Takes ten seconds: two looks of `AttachLimits.look_seconds`."""
+    """The test takes ten seconds: two intervals of `AttachLimits.look_seconds`."""
     replies: list[str | dict[str, Any]] = [{"reply": say("one"), "stall": 1}, say("two")]
     port = free_port()
     rows = rows_file(tmp_path, [scribe_task("served anew", rewards=[0.5])])

@@ -23,7 +23,7 @@ def rows_file(folder: Path, tasks: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def env_config(rows: Path, settings: Mapping[str, Any], *, env: str = "", **agent: Any) -> Any:
-    """The environment's configuration, as a table [env] of a TOML file."""
+    """Return the environment's configuration, as a table [env] of a TOML file gives it."""
     return resolve_env_config(
         {
             "id": env,
@@ -41,8 +41,8 @@ class Orchestrator:
         self._client = client
 
     async def run(self, number: int = 0, *, base_url: str = "http://unused/v1", salt: str = "0") -> Any:
-        """The episode of a task. Checks that the episode's task is the one that was dispatched, as the dispatcher
-        does."""
+        """Run and return the episode of a task. Checks, as the dispatcher does, that the episode's task is the
+        dispatched one."""
         task = self.tasks[number]
         sampling = {"temperature": 1.0, "top_p": 1.0, "logprobs": True, "max_completion_tokens": 64}
         episode = await self._client.run(
@@ -59,7 +59,7 @@ class Orchestrator:
 async def prime_rl(
     folder: Path, tasks: Sequence[Mapping[str, Any]], url: str, *, env: str = "", **agent: Any
 ) -> AsyncIterator[Orchestrator]:
-    """prime-rl's use of verifiers' environment server, which runs tasks on the service at `url`."""
+    """Run verifiers' environment server, with tasks on the service at `url`, and yield prime-rl's use of the server."""
     config = env_config(rows_file(folder, tasks), {"url": url}, env=env, **agent)
     async with orchestrating(config) as orchestrator:
         yield orchestrator
@@ -67,7 +67,7 @@ async def prime_rl(
 
 @asynccontextmanager
 async def orchestrating(config: Any) -> AsyncIterator[Orchestrator]:
-    """verifiers' environment server on a free port, and prime-rl's client of it."""
+    """Run verifiers' environment server on a free port, and yield prime-rl's use of the server."""
     server = EnvServer(config, address="tcp://127.0.0.1:0")
     client = EnvClient(server.address)
     async with asyncio.TaskGroup() as tasks:

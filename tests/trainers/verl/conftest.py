@@ -1,4 +1,4 @@
-"""These tests import verl: where it is not installed they are not collected."""
+"""The tests of this folder import verl. They are not collected if verl is not installed."""
 
 from __future__ import annotations
 

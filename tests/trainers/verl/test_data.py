@@ -60,7 +60,7 @@ def test_verl_takes_the_examples_settings(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("train-1.parquet", "val-2.parquet"):
         (tmp_path / name).touch()
         (tmp_path / f"{name.split('-')[0]}.parquet").symlink_to(name)
-    (tmp_path / "train-0.parquet").touch()  # of the data before an edit
+    (tmp_path / "train-0.parquet").touch()  # a file of the data before an edit
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What `outrider.trainers.exports` makes is taken by the packages whose shapes it has."""
+"""The packages of tinker and verifiers accept the output of `outrider.trainers.exports`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.trainers
 
 
 class Servers:
-    """Gives these outputs one after the other, and remembers what it was asked."""
+    """Returns `outputs` in order, raises those that are exceptions, and records the requests in `asked`."""
 
     def __init__(self, outputs: Sequence[TokenOutput | Exception]) -> None:
         self.outputs = list(outputs)
@@ -37,7 +37,7 @@ class Servers:
 
 
 class Balanced:
-    """What the tests replace of a client of verl: the balancer."""
+    """Replaces the balancer of a client of verl."""
 
     servers: Servers
 
@@ -114,7 +114,7 @@ async def test_an_aborted_generation_goes_on_and_each_part_keeps_its_version(kin
 
 async def test_the_limits_of_tokens_and_of_the_context() -> None:
     [chunk] = await chunks(client(Client, output([1] * 8)))
-    assert chunk.finish is FinishReason.LENGTH  # verl says "completed" for both
+    assert chunk.finish is FinishReason.LENGTH  # verl reports "completed" for both
     made = client(Client, output([1, 2]), context=6)
     [chunk] = await chunks(made)
     assert chunk.finish is FinishReason.LENGTH

@@ -60,8 +60,8 @@ class SeededVllm(VLLMEngine):
 
 
 class Server:
-    """What verl's client calls of a server. The model is Outrider's demo policy, served by the vLLM at `url`, else by
-    torch in this process."""
+    """The methods of a server that verl's client calls. The model is Outrider's demo policy, served by the vLLM at
+    `url`, or by torch in this process if `url` is None."""
 
     def __init__(self, url: str | None) -> None:
         self._engine: Engine
@@ -114,7 +114,7 @@ class Replica:
 
 
 class TurnOfRecord(msgspec.Struct, forbid_unknown_fields=True):
-    """A turn as in the contract."""
+    """A turn in the form of the contract."""
 
     request_messages: list[dict[str, Any]]
     completion_text: str
@@ -137,7 +137,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Rows(msgspec.Struct):
-    """What the recipe's agent loop gives its trainer."""
+    """The row that the recipe's agent loop gives to its trainer."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -146,7 +146,7 @@ class Rows(msgspec.Struct):
 
 
 async def converse(base_url: str, key: str, item: str, called: Callable[[], None]) -> None:
-    """An agent that reads files as the model asks, for at most four calls."""
+    """Run an agent that reads files as the model requests, for at most four calls."""
     async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=5) as client:
         messages: list[Any] = [{"role": "user", "content": f"Where is {item}?"}]
         tools: list[Any] = [TOOLS["bash"]]
@@ -166,8 +166,8 @@ async def converse(base_url: str, key: str, item: str, called: Callable[[], None
 
 
 class AgentLoop:
-    """The recipe's RemoteAgentLoop, from the contract alone: it registers a session, has an agent call the model,
-    closes, reads and deletes the session, and builds the trainer's row."""
+    """The recipe's RemoteAgentLoop, written from the contract alone: it registers a session, has an agent call the
+    model, completes, reads and deletes the session, and builds the trainer's row."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self.called: Counter[str] = Counter()
@@ -198,7 +198,7 @@ class AgentLoop:
             assert (reply.status, body["status"]) == (200, expected)
 
     def _rows(self, record: Record) -> Rows:
-        """Sampled ids have the mask 1; the ids of tool results have the mask 0."""
+        """Return the row of a record. Sampled ids have the mask 1, and the ids of tool results the mask 0."""
         first = record.turns[0].request_messages
         prompt = self._renderer.render([_message(each) for each in first], [TOOLS["bash"]])
         rows = Rows(prompt, [], [], [])
@@ -221,7 +221,7 @@ def _message(wire: dict[str, Any]) -> Any:
 
 
 def own_row(turns: list[Turn]) -> Rows:
-    """The row of our own API: the turns of one branch."""
+    """Return the row of our own API, made of the turns of one branch."""
     rows = Rows(unpack_ids(turns[0].prompt_delta).tolist(), [], [], [])
     for turn in turns:
         if turn.index:
@@ -238,7 +238,7 @@ def own_row(turns: list[Turn]) -> Rows:
 
 
 def row_of(sample: Sample) -> Rows:
-    """The row of our own API: a sample that it has delivered."""
+    """Return the row of our own API, made of a sample that the API has delivered."""
     ids, length = sample.ids.tolist(), sample.prompt_length
     mask, logprobs = sample.loss_mask.tolist(), sample.logprobs.tolist()
     return Rows(ids[:length], ids[length:], mask[length:], logprobs[length:])
@@ -275,8 +275,8 @@ class Recipe(NamedTuple):
 
 
 async def managed(folder: Path, replica: type[Replica]) -> LLMServerManager:
-    """verl's manager with two servers of a class of replicas, as a recipe may have. A coroutine, because `create` looks
-    at the kind of its caller."""
+    """Return verl's manager with two servers of a class of replicas, as a recipe may have. This function is a
+    coroutine, because `create` checks whether its caller is a coroutine."""
 
     class Manager(LLMServerManager):  # type: ignore[misc]  # verl has no types
         rollout_replica_class = replica
@@ -288,7 +288,7 @@ async def managed(folder: Path, replica: type[Replica]) -> LLMServerManager:
 
 @asynccontextmanager
 async def recipe(folder: Path, replica: type[Replica]) -> AsyncIterator[Recipe]:
-    """A service with three workers, which call two servers through verl's manager."""
+    """Run a service with three workers, which call two servers through verl's manager."""
     manager = await managed(folder, replica)
     servers = [each._server_handle for each in manager.get_replicas()]
     assert len(servers) == 2
@@ -353,7 +353,8 @@ async def test_an_epoch_with_verls_manager_and_a_killed_worker(tmp_path: Path, c
 async def test_an_epoch_over_a_real_vllm_has_the_rows_of_our_own_api(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, cluster: None
 ) -> None:
-    """The replies are vLLM's, token for token, by way of verl's balancer, its servers, the workers and the relay."""
+    """The replies are vLLM's, token for token, after they have passed through verl's servers and balancer, the workers
+    and the relay."""
     prefix = vllm_environment(install=False)
     items = ITEMS[:TASKS]
     model = ModelConfig(tokenizer=str(POLICY), renderer=RENDERER)

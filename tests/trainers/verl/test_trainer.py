@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.trainers, pytest.mark.asyncio(loop_scope="module"), py
 
 STEP = 12
 TWO_WORKERS = ["actor_rollout_ref.rollout.agent.num_workers=2"]
-"""Each of them imports verl, which takes it ten seconds and more."""
+"""Each worker imports verl, which takes ten seconds and more."""
 GRPO = "algorithm.adv_estimator=grpo"
 
 
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    # TransferQueue starts 8 storage actors, and waits for ever where Ray has too few (logical) processors.
+    # TransferQueue starts 8 storage actors, and waits for ever if Ray has too few (logical) processors.
     tests = Path(__file__).parents[2]
     workers = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{tests}:{tests.parent / 'src'}"}
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # a short path, for sockets
@@ -114,7 +114,7 @@ def prompts_v1(tasks: dict[str, str], *, validate: bool = False) -> Any:
 
 
 def buffer(refilled: list[int], manager: Any, spare: Iterator[tuple[str, str]], **changes: Any) -> ReplayBufferAsync:
-    """verl's replay buffer, whose refills are taken from `spare`."""
+    """Return verl's replay buffer, whose refills are taken from `spare`."""
 
     def refill(count: int) -> None:
         refilled.append(count)
@@ -136,7 +136,8 @@ def buffer(refilled: list[int], manager: Any, spare: Iterator[tuple[str, str]], 
 
 
 def check_rows(rows: Any, prompts: Any, responses: Any, mask: Any, logprobs: Any) -> None:
-    """Each row has exactly what the scripted engine sampled: its log-probabilities are a function of id and place."""
+    """Check that each row has exactly what the scripted engine sampled: its log-probabilities are a function of id and
+    place."""
     for row in rows:
         prompt, response = prompts[row].tolist(), responses[row].tolist()
         expected = [
@@ -148,7 +149,8 @@ def check_rows(rows: Any, prompts: Any, responses: Any, mask: Any, logprobs: Any
 
 
 def policy_step(model: Path, sequences: list[list[int]], starts: list[int], mask: Any, advantages: Any) -> list[float]:
-    """One step of AdamW on verl's policy loss; by how much the mean log-probability of each row's tokens rose."""
+    """Make one step of AdamW on verl's policy loss, and return the increase of the mean log-probability of each row's
+    tokens."""
     policy = AutoModelForCausalLM.from_pretrained(model)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     width = mask.shape[1]

@@ -28,7 +28,7 @@ from outrider.trainers.verl_rows import VerlSettings
 
 pytestmark = pytest.mark.trainers
 
-# In each row, tokens of context (0) are between the trained ones. A has 22 trained tokens, B has 2.
+# Tokens of context (0) are between the trained tokens (1) of a row. A has 22 trained tokens, B has 2.
 MASKS = {
     "u_0_0": [1, 1, 0, 1],
     "u_0_1": [1],
@@ -42,7 +42,8 @@ MASKS = {
 KEYS = list(MASKS)
 REWARDS = dict.fromkeys(KEYS[:7], 1.0) | {"u_1_0": 0.0}
 DEVIATION = 2**-0.5
-"""The sample standard deviation of the rewards 1 and 0; without a rollout's own weight it would be that of 8 rows."""
+"""The sample standard deviation of the rewards 1 and 0. If rows counted instead of rollouts, it would be that of 8
+rows."""
 WEIGHTS = {
     "outrider_rollout": [1 / 2 / 22] * 7 + [1 / 2 / 2],
     "outrider_row": [1 / 8 / sum(MASKS[key]) for key in KEYS],
@@ -58,7 +59,7 @@ def _registered() -> None:
 
 
 def sample(key: str, rewards: dict[str, float]) -> dict[str, Any]:
-    """A row as verl has it in its queue."""
+    """Return a row in the form of verl's queue."""
     mask = torch.tensor(MASKS[key])
     last = int(mask.nonzero()[-1])
     return {
@@ -74,7 +75,7 @@ def sample(key: str, rewards: dict[str, float]) -> dict[str, Any]:
 
 
 def advantages(rows: list[dict[str, Any]], keys: list[str], estimator: str, **algorithm: Any) -> torch.Tensor:
-    """Advantages [rows, response length], as verl's V1 trainer computes them."""
+    """Compute advantages [rows, response length] as verl's V1 trainer does."""
     mask, rewards = (
         torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True)
         for name in ("response_mask", "rm_scores")
@@ -92,7 +93,7 @@ def advantages(rows: list[dict[str, Any]], keys: list[str], estimator: str, **al
 
 
 def of_rows(table: torch.Tensor) -> dict[str, float]:
-    """The advantage of each row, from its last trained token."""
+    """Return the advantage of each row, from its last trained token."""
     return {key: float(row[len(MASKS[key]) - 1]) for key, row in zip(KEYS, table, strict=True)}
 
 
@@ -189,7 +190,8 @@ def test_clipped_tokens_have_the_loss_and_the_gradient_of_the_formula(estimator:
     [("token-mean", 11.0), ("token-sum", 11.0), ("seq-mean-token-sum", 11.0), (AGGREGATION, 7.0)],
 )
 def test_verls_own_grpo_counts_the_rows_or_the_tokens(mode: str, ratio: float) -> None:
-    """Why the manager refuses verl's own estimators for sessions with several rows."""
+    """verl's own GRPO weighs rows or tokens and not rollouts, so the manager refuses verl's own estimators for sessions
+    with several rows."""
     grads, _, _ = gradients("grpo", mini=8, mode=mode)
     of_a, of_b = sum(float(grads[key].sum()) for key in KEYS[:7]), float(grads["u_1_0"].sum())
     assert -of_a / of_b == pytest.approx(ratio, rel=1e-5)
@@ -226,8 +228,8 @@ def estimate(rows: list[dict[str, Any]], **algorithm: Any) -> Any:
 
 
 def test_a_row_with_its_own_reward_is_compared_with_the_groups_rollouts() -> None:
-    """The statistics have the rewards of the main rows: 1 (row 6) and 0. Rows 0 and 3 have rewards of their own, and
-    row 2 the reward of a turn in addition."""
+    """The statistics use the rewards of the main rows: 1 (row 6) and 0. Rows 0 and 3 have rewards of their own, and row
+    2 has the reward of a turn in addition."""
     rows = [sample(key, REWARDS | {"u_0_0": 3.0, "u_0_3": -1.0}) for key in KEYS]
     rows[2]["rm_scores"][0] = 0.25
     _, returns = estimate(rows)
@@ -268,8 +270,8 @@ def test_the_estimators_need_the_managers_keys() -> None:
 
 @pytest.mark.parametrize("mode", sorted(set(core_algos.POLICY_LOSS_REGISTRY) - {"bypass_mode"}))
 def test_the_losses_that_may_be_weighted_are_proportional_to_the_advantages(mode: str) -> None:
-    """The loss of a whole batch is the sum of its rows' losses, and is multiplied by a factor of the advantages.
-    "bypass_mode" is refused, too, because it changes the mask."""
+    """The losses in SCALABLE_LOSSES are those for which the gradient of a batch is the sum of its rows' gradients, and
+    is multiplied by a factor of the advantages. "bypass_mode" is refused, too, because it changes the mask."""
     mask = torch.ones(4, 8)
     mask[0, 3:] = 0
     generator = torch.Generator().manual_seed(1)

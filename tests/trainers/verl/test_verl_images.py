@@ -1,5 +1,5 @@
 """Images of a session in verl 0.9.1: verl's own worker makes pixel values of them, which a model of transformers
-takes."""
+accepts."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class ImageProcessor(Qwen3VLProcessor):  # type: ignore[misc]  # transformers ha
     """The model's processor without its part for videos, which needs torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
-        """Anything is accepted, no processor of videos included."""
+        """Accept any argument, and None as the processor of videos."""
 
 
 def vision_processor(folder: Path) -> Any:
-    """The processor as verl's `hf_processor` makes it, with the model's `get_rope_index`."""
+    """Return the processor as verl's `hf_processor` makes it, with the model's `get_rope_index`."""
     processor = ImageProcessor(
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),
         tokenizer=PreTrainedTokenizerFast.from_pretrained(folder),

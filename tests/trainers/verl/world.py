@@ -1,5 +1,5 @@
-"""The world of the verl tests: a service with an agent that is sometimes right, a tiny model with the same tokenizer, a
-Ray cluster, and verl's own config."""
+"""For the verl tests: a service with an agent that is sometimes right, a tiny model with the same tokenizer, and verl's
+own config."""
 
 from __future__ import annotations
 
@@ -40,9 +40,13 @@ _SIDES = itertools.cycle(("heads", "tails"))
 
 
 class Caller:
-    """An agent that calls the model twice, hoping for heads and tails by turns. Options: `side` to hope for always;
-    `rewrite` has the second call rewrite the history, which makes a second row; `broken` makes it fail, always or with
-    one side. `process` has the evaluator reward turns and rows."""
+    """An agent that calls the model twice. Sessions hope for heads and tails by turns. Options:
+
+    - `side`: all sessions hope for this side.
+    - `rewrite`: the second call rewrites the history, which makes a second row.
+    - `broken`: the agent fails, always (True) or if the session hopes for this side.
+    - `process`: the evaluator rewards turns and rows.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -73,7 +77,7 @@ def grade(outcome: Outcome) -> Verdict:
 
 
 def task(instruction: str, **options: Any) -> str:
-    """A dataset row's task, as JSON."""
+    """Return a dataset row's task, as JSON."""
     return json.dumps(
         {"instruction": instruction, "harness": {"agent": "trainers.verl.world:Caller", "options": options}}
     )
@@ -85,11 +89,12 @@ BASE = {
     "max_attempts": 1,
     "branches": {"main": "train", "subagent": "train", "compaction": "train", "auxiliary": "train"},
 }
-"""What all tasks have in common: `rollout.custom.outrider.task`."""
+"""The fields that all tasks have in common: `rollout.custom.outrider.task`."""
 
 
 class OwnServers(LLMServerClient):  # type: ignore[misc]  # verl has no types
-    """A client of verl whose servers say the same `ids` to all, each with the log-probability -0.5, at step 9."""
+    """A client of verl whose servers reply to all requests with `ids`, each id with the log-probability -0.5, at step
+    9."""
 
     def __init__(self, config: Any, ids: Sequence[int]) -> None:
         super().__init__(config)
@@ -105,7 +110,7 @@ class OwnServers(LLMServerClient):  # type: ignore[misc]  # verl has no types
 
 
 PLAIN = {"runtime": {"kind": "memory"}, "evaluator": {"run": "true"}}
-"""The same without our own Python, which a service in another process does not have."""
+"""Like `BASE`, but without Python code of these tests, which a service in another process does not have."""
 
 
 def plain_task(instruction: str) -> str:
@@ -113,7 +118,7 @@ def plain_task(instruction: str) -> str:
 
 
 def write_model(folder: Path) -> Path:
-    """A Qwen3 of 60,000 parameters with the test tokenizer."""
+    """Write a Qwen3 of 60,000 parameters with the test tokenizer, and return its folder."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=make_tokenizer(),
         eos_token="<|im_end|>",
@@ -142,7 +147,7 @@ def write_model(folder: Path) -> Path:
 
 @asynccontextmanager
 async def service(folder: Path, model: Path, **settings: Any) -> AsyncIterator[tuple[Service, str]]:
-    """The service with the scripted engine, whose weights have version 7."""
+    """Run the service with the scripted engine, whose weights have version 7."""
     engine = EngineSpec(kind="scripted", name="scripted", options={"replies": REPLIES, "version": 7})
     defaults: dict[str, Any] = {"model": ModelConfig(tokenizer=str(model), renderer="qwen3"), "engines": (engine,)}
     async with running_service(tmp_path=folder, **defaults | settings) as (opened, url):
@@ -150,7 +155,7 @@ async def service(folder: Path, model: Path, **settings: Any) -> AsyncIterator[t
 
 
 def verl_config(folder: Path, model: Path, outrider: Mapping[str, Any], overrides: Sequence[str] = ()) -> Any:
-    """verl's PPO config with `RemoteAgentLoop` as the default loop and `outrider` as its settings."""
+    """Return verl's PPO config with `RemoteAgentLoop` as the default loop and `outrider` as its settings."""
     loops = folder / "loops.yaml"
     loops.write_text("- name: outrider\n  _target_: outrider.trainers.verl.RemoteAgentLoop\n")
     with initialize_config_module("verl.trainer.config", version_base=None):
