@@ -512,8 +512,9 @@ def test_each_field_of_the_table_is_used_as_it_says(tmp_path: Path, field: str, 
         placed(config, "environment.network_mode", None)
     if field.endswith(".allowed_hosts") and not field.startswith("environment"):
         placed(config, field.replace("allowed_hosts", "network_mode"), "allowlist")
-        OTHER[field] = ["a.org"]
-    value = OTHER.get(field, "final" if field.startswith("multi") else 7 if field.endswith(NUMBERS) else "7")
+        value: Any = ["a.org"]
+    else:
+        value = OTHER.get(field, "final" if field.startswith("multi") else 7 if field.endswith(NUMBERS) else "7")
     placed(config, field, value)
     after = what_comes_of(folder, config)
     if use is Use.CHECKED:
