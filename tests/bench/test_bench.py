@@ -1,7 +1,7 @@
-"""Every benchmark runs in its smallest form, so that none of them rots. What they measure is not judged here.
+"""Every benchmark runs at its smallest size, so that none stops working unnoticed. Few of the measured figures are
+checked.
 
-Those that start processes of their own run with the real programs (`make test-real`), the other slow ones with `make
-test-nightly`.
+Slow benchmarks run in `make test-deep`, `make test-nightly` or, with the real programs, `make test-real`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ while time.process_time() < begun + 0.5:
     pass
 print("burnt", end="")
 """
-"""Half a second of processor time."""
+"""A program that uses half a second of processor time."""
 
 
 @pytest.mark.real
@@ -90,7 +90,7 @@ async def test_tokens_through_a_service_are_counted_beside_those_straight_from_t
 
 
 async def test_an_engine_gives_all_requests_together_so_many_tokens_a_second() -> None:
-    """A step of four requests is as long as four of one."""
+    """A step of four requests takes as long as four steps of one request."""
     options = {"replies": [{"ids": list(range(20))}], "chunk_tokens": 2}
     engine = BatchEngine(
         ScriptedEngine(EngineOptions(name="batch", options=options)), tokens_per_second=400, event_tokens=2
@@ -352,7 +352,7 @@ def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
 
 
 def check_shown(name: str, found: dict[str, Any]) -> None:
-    """Its tables can be made, printed and written."""
+    """Check that the tables of a benchmark's results can be made, printed, and written as Markdown."""
     made = report.Report(
         at=report.now(),
         machine=report.machine(),
@@ -414,7 +414,7 @@ PAGE_READS = {
         "event.session_id === id, again, 250)",
     ),
 }
-"""The parts of the page's sources that `page_readers.py` follows."""
+"""Parts of the page's sources that `bench/page_readers.py` reproduces."""
 
 
 def test_the_readers_of_pages_keep_the_rhythm_of_the_page() -> None:

@@ -1,4 +1,5 @@
-"""Several rounds as one, and two checkouts compared: figures by name, medians, ranges."""
+"""Several rounds of a benchmark are combined into medians with ranges, and two checkouts are compared figure by
+figure."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_the_medians_of_what_both_have_are_compared() -> None:
 
 
 def test_every_figure_of_a_kept_run_can_be_a_median_with_a_range() -> None:
-    """The newest results as three rounds, in which every number that was measured differs."""
+    """The newest stored results are made into three rounds that differ in every decimal number. The tables of the three
+    rounds have the same rows, with ranges."""
 
     def scaled(value: Any, by: float) -> Any:
         match value:

@@ -1,6 +1,6 @@
-"""The simulation of bench/routing.py: nothing is lost in it, and it gives the same figures everywhere.
+"""The simulation of bench/routing.py loses no tokens and no sessions, and gives the same figures in every process.
 
-That docs/engines.md says what it gives is held by tests/docs/test_routing.py.
+tests/docs/test_routing.py compares docs/engines.md with these figures.
 """
 
 from __future__ import annotations
@@ -178,11 +178,12 @@ async def test_cache_aware_follows_the_prompt_until_engines_are_unequal() -> Non
 
     chosen = [router.choose(first_call(session, 0.0)) for session in sessions]
 
-    assert chosen == ["one", "one", "one", "two", "two"]  # with the fourth, one has three calls more than two
+    assert chosen == ["one", "one", "one", "two", "two"]  # the fourth call: one has three calls more
 
 
 async def test_outriders_placement_is_that_of_the_pool() -> None:
-    """Least loaded first, then its own, until it is overloaded against another one."""
+    """The first call of a session goes to the engine with the least load. Later calls go to the same engine, unless its
+    load is much higher than another engine's."""
     router = Outrider()
     for engine in ("one", "two"):
         router.join(engine)

@@ -1,4 +1,4 @@
-"""The soak, at its shortest."""
+"""A very short run of the soak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmarks' clients: what each sends is recognised as the conversation so far, and a stream by its end."""
+"""The benchmarks' clients: their requests continue the recorded conversation, and they recognise the end of a
+stream."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_the_marker_moves_to_the_newest_message() -> None:
 
 @asynccontextmanager
 async def conversation(corpus: Corpus, turns: list[Turn]) -> AsyncIterator[Conversation]:
-    """A conversation with a scripted engine; its turns are added to `turns`."""
+    """Yield a conversation with a scripted engine. Its turns are added to `turns`."""
 
     async def record(turn: Turn) -> None:
         turns.append(turn)

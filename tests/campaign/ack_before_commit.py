@@ -1,4 +1,4 @@
-"""A campaign's service with a planted bug: it answers when a transaction has run, and commits once a second."""
+"""A campaign's service with a planted bug: it acknowledges a write before the commit, and commits once a second."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from outrider.store import sqlite
 
 COMMIT_EVERY_SECONDS = 1.0
 FEW = 2
-"""So few changes are committed at once: the campaign puts a trigger into the new database."""
+"""A transaction with fewer changes is committed at once. Otherwise, the new database would stay locked, and the
+campaign could not install its trigger."""
 
 
 def settle(self: sqlite._Jobs, raw: sqlite3.Connection, batch: Sequence[sqlite._Job]) -> list[sqlite._Outcome]:
-    """In place of `_Jobs._settle`. Who reads does so through the same connection, and sees what is not committed."""
+    """Replaces `_Jobs._settle`. All reads use the same connection, and so return data that is not committed."""
     if not raw.in_transaction:
         raw.execute("BEGIN IMMEDIATE")
         self.began, self.changes = time.monotonic(), raw.total_changes  # type: ignore[attr-defined]

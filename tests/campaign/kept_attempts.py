@@ -1,4 +1,4 @@
-"""A campaign's service with a planted bug: it waits on and on for the attempts of a node that is gone."""
+"""A campaign's service with a planted bug: it waits for ever for the attempts of a node that is gone."""
 
 from __future__ import annotations
 

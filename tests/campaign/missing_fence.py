@@ -1,4 +1,4 @@
-"""A campaign's service with a planted bug: its store takes turns from any attempt of a session."""
+"""A campaign's service with a planted bug: its store accepts turns of any attempt of a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each check of the campaign sees the harm that it is for, and none in what is sound."""
+"""Each check of the campaign finds the harm that it is made for, and finds nothing in sound data."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def event(cursor: int, kind: EventKind, attempt: int, **data: Any) -> EventView:
 
 
 def turn(index: int, **changes: Any) -> Turn:
-    """Of a conversation whose replies are WORDS."""
+    """Return a turn of a conversation whose replies are WORDS."""
     ids = [_TOKENIZER.encode(letter)[0] for letter in WORDS[index]]
     before = len(PROMPT) + index * (len(ids) + len(NEXT))
     made = Turn(
@@ -241,5 +241,5 @@ def test_an_honest_agent_that_is_graded_has_earned_its_reward() -> None:
 
 
 def test_a_letter_is_a_token() -> None:
-    """The campaign's engine and its checks count on it."""
+    """The campaign's engine and its checks require this."""
     assert all(len(_TOKENIZER.encode(letter)) == 1 for letter in LETTERS)

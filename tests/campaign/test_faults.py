@@ -1,4 +1,4 @@
-"""A seed decides what is broken, and in every run the worst is."""
+"""The faults, the fleet and the groups of a run depend only on its seed. Every run has the most harmful faults."""
 
 from __future__ import annotations
 

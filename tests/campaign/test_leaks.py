@@ -1,4 +1,4 @@
-"""What the campaign reads of processes."""
+"""The campaign's measurement of processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from campaign.leaks import footprint
 def test_a_process_that_has_exited_has_no_footprint() -> None:
     assert footprint(os.getpid()) is not None
     program = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie until the next line
+    os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)  # a zombie until `wait` is called
     assert footprint(program.pid) is None
     program.wait()
     assert footprint(program.pid) is None

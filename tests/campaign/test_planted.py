@@ -1,4 +1,4 @@
-"""The tests of the campaign itself: a sound service passes, and each planted bug is caught as the harm that it does."""
+"""Tests of whole campaign runs: a sound service passes, and each planted bug is found, with the right kind of harm."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from campaign.run import GROUPS, RunReport
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 SEEDS = (3, 4, 5)
-"""A fault can miss: sessions may not run when their leases lapse. It does not miss three times."""
+"""Three seeds, because a fault can have no effect in a run, for example if no sessions run when the leases lapse. No
+fault misses in all three runs."""
 FEW = 16
-"""The groups of a run with a planted bug."""
+"""Number of groups in a run with a planted bug."""
 
 
 def faults(kind: FaultKind, *points: float) -> list[Fault]:
@@ -49,7 +50,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_sound_service_passes() -> None:
-    """The run draws from all kinds of faults. Its sessions run in the service, and on two machines that join."""
+    """The faults are drawn from all kinds for SQLite, nodes and machines. The sessions run in the service and on two
+    machines that join."""
     async with program_starter() as starter:
         report = await one_run(starter, SEEDS[0], fleet=Fleet(processes=1, machines=MACHINES))
     assert report.findings == []
@@ -64,7 +66,7 @@ async def test_a_sound_service_passes() -> None:
         ("ack_before_commit", Harm.LOST, "was accepted, and is not known any more", KILLED, Fleet(processes=1)),
         ("missing_fence", Harm.STALE_WRITE, "a turn of attempt", LAPSED, Fleet(processes=1)),
         ("unshielded_teardown", Harm.LEAKED, "the idle service holds the sandbox", LAPSED, Fleet(processes=1)),
-        # These sessions had begun on the machine that fell silent, and the service has given them to no other.
+        # These sessions had begun on the machine that fell silent, and the service has not started them elsewhere.
         (
             "kept_attempts",
             Harm.LOST,
@@ -76,7 +78,8 @@ async def test_a_sound_service_passes() -> None:
 )
 @pytest.mark.usefixtures("impatient")
 async def test_a_planted_bug_is_caught(program: str, harm: Harm, what: str, harmful: list[Fault], fleet: Fleet) -> None:
-    """The finding is the bug's own, and not one of the clock's: `impatient` makes those likely on a busy machine."""
+    """The test requires a finding that only the bug causes. With the short waits of `impatient`, a busy machine causes
+    other findings, too."""
     for seed in SEEDS:
         report = await run_of(f"tests.campaign.{program}", seed, harmful, fleet)
         if any(finding.harm is harm and re.search(what, finding.what) for finding in report.findings):

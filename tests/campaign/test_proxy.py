@@ -1,4 +1,5 @@
-"""The way of a machine to its service: what it breaks, and what it only holds back."""
+"""The proxy between a machine and its service: it passes on, cuts, loses and delays data, and answers in the service's
+place."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ HELD_SECONDS = 0.5
 
 
 class Echo:
-    """A server that sends back what it is sent, and remembers it."""
+    """A server that sends back the data it receives, and keeps a copy in `heard`."""
 
     def __init__(self) -> None:
         self.heard = b""
@@ -36,7 +37,7 @@ class Echo:
 
 @asynccontextmanager
 async def reached() -> AsyncIterator[tuple[Echo, FaultyProxy, asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A server, the way to it, and a connection over that."""
+    """Yield a server, a proxy in front of it, and the two ends of a connection through the proxy."""
     echo = Echo()
     server = await asyncio.start_server(echo.serve, "127.0.0.1", 0)
     proxy = FaultyProxy(server.sockets[0].getsockname()[1])
@@ -52,7 +53,7 @@ async def reached() -> AsyncIterator[tuple[Echo, FaultyProxy, asyncio.StreamRead
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the connection ends, in order or not."""
+    """Return the data that arrives until the connection ends, or nothing if the connection is reset."""
     try:
         return await reader.read()
     except ConnectionResetError:
@@ -75,7 +76,7 @@ async def test_a_cut_ends_the_connection_at_both_ends_and_not_the_next_one() -> 
         assert await rest_of(reader) == b""
         _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(proxy.url).port)
         writer.write(b"again")
-        while not echo.heard.endswith(b"again"):  # noqa: ASYNC110  # the server says nothing when it hears
+        while not echo.heard.endswith(b"again"):  # noqa: ASYNC110  # the server sets no event for data
             await asyncio.sleep(0)
         writer.transport.abort()
 

@@ -1,4 +1,4 @@
-"""A campaign's service with a planted bug: the teardown of a sandbox ends where its session was cancelled."""
+"""A campaign's service with a planted bug: a sandbox is not stopped if its session is cancelled."""
 
 from __future__ import annotations
 

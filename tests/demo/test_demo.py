@@ -1,4 +1,4 @@
-"""`outrider demo` from end to end, and that its check of its own samples can fail."""
+"""`outrider demo` from end to end, and the faults that its check of its own samples finds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAID = "It is in jade.<|im_end|>"
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """The JSON line of one real demo, and the folder it wrote to."""
+    """The JSON line that one real demo printed, and the folder with its files."""
     pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("demo")
     program = "import sys; from outrider.cli import main; sys.exit(main())"
@@ -77,7 +77,7 @@ def test_the_files_hold_what_the_line_says(demo: tuple[dict[str, Any], Path]) ->
 
 
 def rollouts(**changed: Any) -> RolloutSummary:
-    """One session of one turn, with its one sample changed as told."""
+    """Return a summary of one session with one turn and one sample. `changed` replaces fields of the sample."""
     context, sampled = TOKENIZER.encode("Where is rye?\n"), TOKENIZER.encode(SAID)
     mask = [0] * len(context) + [1] * len(sampled)
     sample = make_sample(

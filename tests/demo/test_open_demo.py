@@ -1,4 +1,4 @@
-"""`outrider demo --open`: the page is opened before the first session, and stays until Ctrl-C."""
+"""`outrider demo --open` opens the page, and serves the page until Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped policy: its ids in serving are those of its training, and it is right some of the time."""
+"""The shipped policy: its token ids are the same in serving as in training, and it solves some of the tasks."""
 
 from __future__ import annotations
 

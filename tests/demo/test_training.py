@@ -1,4 +1,4 @@
-"""The training demo, without a training: what its line says, its pictures, and the service that it starts."""
+"""The training demo, without a training run: its summary line, its plots, and the service that it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts of `deploy/`, as their tests read them."""
+"""Readers of the dashboard and the alerts in `deploy/`, for tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PanelQuery(NamedTuple):
     expr: str
 
     def at(self, *, instance: str = ".*", interval: str = "1m") -> str:
-        """The query as Grafana sends it."""
+        """Return the query as Grafana sends it."""
         return self.expr.replace("$instance", instance).replace("$__rate_interval", interval)
 
 
@@ -36,7 +36,7 @@ def panel_queries() -> Iterator[PanelQuery]:
 
 
 def alerts() -> dict[str, Any]:
-    """The rules by name."""
+    """Return the alert rules by name."""
     found = yaml.safe_load(ALERTS.read_text())
     return {rule["alert"]: rule for group in found["groups"] for rule in group["rules"]}
 

@@ -1,7 +1,8 @@
-"""The Helm chart by real Helm: what it renders is valid for Kubernetes, fits together, and keeps secrets to Secrets.
+"""The Helm chart, rendered with real Helm: the documents are valid for Kubernetes, refer only to existing objects, and
+have secrets only in Secrets.
 
-No cluster is needed and none is asked: what only a running one shows is not seen here. Helm comes from a package of npm
-that contains it, and Kubernetes' schemas from the package kubernetes-validate; both are kept for later runs.
+The tests use no cluster, so faults that appear only in a running cluster are not found. Helm is taken from an npm
+package, and Kubernetes' schemas from the package kubernetes-validate. Both are kept for later runs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from outrider.sandbox.runtimes.kubernetes.rights import RULES
 from outrider.spec import Resources, RuntimeSpec
 from support.environments import environment_with
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]  # the first test also waits for what is installed
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]  # the first test also waits for the installations
 
 ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "deploy" / "helm" / "outrider"
@@ -47,7 +48,8 @@ for document in json.load(sys.stdin):
             name = document["kind"] + " " + document["metadata"]["name"]
             sys.exit(f"{name} in {version}: {error.json_path}: {error.message}")
 """
-"""Ends with 1 at what a version's schemas refuse, unknown fields included, and at a kind that it does not have."""
+"""A program that exits with 1 if the schemas of one of the versions refuse a document. Unknown fields and unknown kinds
+are refused, too."""
 NEWEST = "1.37"
 OLDEST = {"namespace": "1.33", "process-landlock": "1.30", "kubernetes": "1.30"}
 
@@ -89,7 +91,7 @@ PODS: Values = {
 }
 LANDLOCK: Values = {**BASE, "nodes": {"sandboxes": "process-landlock"}}
 SHARED: Values = {"default_kind": "kubernetes", "pull": ["docker.io/library/"]}
-"""Settings of the service that are also the nodes'."""
+"""Settings of the service that nodes also get."""
 SETS: dict[str, Values] = {
     "least": BASE,
     "tls": {**BASE, "tls": {"secretName": "certificate"}},
@@ -143,7 +145,8 @@ SETS: dict[str, Values] = {
 
 @pytest.fixture(scope="module")
 def helm() -> str:
-    """The program, downloaded now if need be; skips with the reason where that cannot be."""
+    """The path of Helm, which is downloaded if it is missing. If Helm cannot be downloaded or does not run, the tests
+    are skipped with the reason."""
     if not HELM.exists():
         if not shutil.which("npm"):
             pytest.skip(f"Helm cannot be had here: npm, which would bring {HELM_PACKAGE}, is not installed")
@@ -169,7 +172,8 @@ def helm() -> str:
 
 @pytest.fixture(scope="module")
 def validator() -> str:
-    """The Python of an environment with Kubernetes' schemas; skips with the reason where it cannot be made."""
+    """The path of the Python of an environment with Kubernetes' schemas. If the environment cannot be made, the tests
+    are skipped with the reason."""
     return environment_with(ENVIRONMENT, [VALIDATOR])
 
 
@@ -215,7 +219,7 @@ def the(documents: list[Document], kind: str, name: str) -> Document:
 
 
 def pods(documents: list[Document]) -> dict[str, Document]:
-    """The pod templates, by the part of the release that they are."""
+    """Return the pod templates by component of the release (`service`, `nodes`)."""
     return {
         each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]["template"]
         for each in documents
@@ -260,7 +264,8 @@ def test_the_validator_finds_a_misspelt_field(chart: Chart, validator: str) -> N
 
 @every_set
 def test_what_is_named_exists(chart: Chart, name: str) -> None:
-    """It is made by the chart, with the key that is asked for, or it is a value."""
+    """An object to which a pod refers is rendered by the chart, with the key that the pod uses, or its name is in the
+    values."""
     documents = chart.render(SETS[name])
     made = {(each["kind"], each["metadata"]["name"]): each for each in documents}
     given = set(_texts(SETS[name]))
@@ -314,7 +319,7 @@ def test_every_selector_selects_its_own_pods_and_no_others(chart: Chart, name: s
         if selector is None:
             continue
         wanted = selector.get("matchLabels", selector)
-        if wanted == {APP_LABEL: APP}:  # the pods of sandboxes, which nodes make
+        if wanted == {APP_LABEL: APP}:  # pods of sandboxes, which nodes create
             continue
         part = each["metadata"]["labels"]["app.kubernetes.io/component"]
         assert [one for one, has in labels.items() if wanted.items() <= has.items()] == [part], each["metadata"]
@@ -358,7 +363,7 @@ def test_the_service_takes_its_settings(chart: Chart, tmp_path: Path, name: str)
         assert config.tls.certificate.parent == config.tls.key.parent
     assert mounts[str(config.data.parent)] == "data"
     assert ("/srv/files" in mounts) == (str(config.files) == "/srv/files") == ("files" in values)
-    # Where the values say nothing, Outrider's own default is left to it.
+    # For settings that are not in the values, Outrider's own defaults apply.
     given = Config.model_validate({**values["settings"], "host": "0.0.0.0"})
     chosen = ("model", "engines", "frozen", "queue", "sandboxes", "plugins", "retention")
     assert [getattr(config, each) for each in chosen] == [getattr(given, each) for each in chosen]
@@ -423,13 +428,13 @@ def test_no_pod_may_do_more_than_it_needs(chart: Chart, name: str) -> None:
         assert spec["enableServiceLinks"] is False
         weak = part == "nodes" and sandboxes == "namespace"
         assert bool(complaints(pod)) is weak, complaints(pod)
-        if weak:  # these three, which the namespace runtime needs, and nothing else
+        if weak:  # the namespace runtime needs these three exceptions, and no others
             assert spec["hostUsers"] is False
             assert complaints(pod) == ["seccomp", "procMount", "appArmor"]
 
 
 def complaints(pod: Document) -> list[str]:
-    """What the pod security level `restricted` refuses of it."""
+    """Return the names of the checks of the pod security level `restricted` that the pod fails."""
     spec, own = pod["spec"], container(pod)["securityContext"]
     outer = spec["securityContext"]
     volumes = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
@@ -509,7 +514,7 @@ def test_ports_and_places_of_engines(chart: Chart) -> None:
 
 
 def test_releases_with_any_names_live_side_by_side(chart: Chart) -> None:
-    longest = "a" * 53  # what Helm allows
+    longest = "a" * 53  # the longest name that Helm allows
     names: list[set[tuple[str, str]]] = []
     for release in ("rl", "rl-service", "rl-nodes", "outrider", longest):
         documents = chart.render(BASE, release=release)
@@ -599,7 +604,7 @@ def test_an_old_cluster_is_refused_what_it_cannot_run(chart: Chart) -> None:
 
 @every_set
 def test_the_notes_can_be_written(helm: str, name: str) -> None:
-    """`helm template` leaves them out."""
+    """`helm template` does not render the notes, so this test uses `helm install --dry-run`."""
     command = (helm, "install", "rl", str(CHART), "--namespace", "team", "--values", "-", "--dry-run=client")
     done = run(*command, stdin=json.dumps(SETS[name]))
     assert done.returncode == 0, done.stderr
@@ -620,13 +625,13 @@ def test_the_notes_can_be_written(helm: str, name: str) -> None:
     ids=lambda it: it.where,
 )
 def test_the_values_of_the_page_can_be_rendered(chart: Chart, block: Block) -> None:
-    """The first are whole; the others are said of it."""
+    """The first block has complete values. Each other block is added to the first."""
     whole = next(found for found in page("docs/kubernetes.md").blocks if found.info == "yaml values")
     assert chart.render(yaml.safe_load(whole.text) | yaml.safe_load(block.text))
 
 
 def test_a_setting_in_toml_is_what_was_given(chart: Chart) -> None:
-    """Numbers without a point stay whole: the service takes no 20.0 for 20 in some places."""
+    """Integers stay integers, because some of the service's settings do not accept 20.0 for 20."""
     text = the(chart.render(SETS["much"]), "ConfigMap", "rl-service")["data"]["outrider.toml"]
     read = tomllib.loads(text)
     for name, section in SETS["much"]["settings"].items():

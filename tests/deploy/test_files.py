@@ -1,4 +1,4 @@
-"""What the files of `deploy/` say of the rest of the repository, looked at without Docker or Helm."""
+"""The files in `deploy/` agree with each other and with the rest of the repository. Needs neither Docker nor Helm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 def test_engines_and_frozen_models_have_their_fields() -> None:
     fields = {name: set(each["properties"]) for name, each in SCHEMA["definitions"].items() if "properties" in each}
-    (engine,) = Config.model_fields["engines"].annotation.__args__[:1]  # a tuple of them
+    (engine,) = Config.model_fields["engines"].annotation.__args__[:1]  # tuple[EngineSpec, ...]
     (frozen,) = Config.model_fields["frozen"].annotation.__args__[:1]
     assert fields["engine"] == set(engine.model_fields)
     assert fields["frozen"] == set(frozen.model_fields)
@@ -53,7 +53,8 @@ def test_every_value_is_in_the_schema_and_has_a_default() -> None:
 
 
 def test_each_setting_of_sandboxes_gets_to_where_it_has_an_effect() -> None:
-    """A node takes all of them from its own settings, except `allow`, of which the service tells it."""
+    """Each setting of sandboxes is a value of the service or of the nodes. The template copies `default_kind` and
+    `pull` from the service's values to the nodes. The service's other settings have their effect at submission."""
     given = SCHEMA["properties"]
     service = set(given["settings"]["properties"]["sandboxes"]["properties"])
     own = set(given["nodes"]["properties"]["settings"]["properties"]["sandboxes"]["properties"])
@@ -81,7 +82,7 @@ def instructions(name: str) -> list[str]:
 
 
 def test_the_image_is_made_of_files_that_the_build_gets() -> None:
-    """The .dockerignore file lets through what is copied, and nothing else."""
+    """The .dockerignore file admits exactly the paths that the Dockerfile copies."""
     copied = {
         word
         for line in instructions("COPY")

@@ -1,5 +1,5 @@
-"""The dashboard and the alerts name metrics that the service has, with labels that these metrics have. What their
-queries return is shown with a real Prometheus (tests/real/test_prometheus.py)."""
+"""The dashboard and the alerts use existing metrics of the service, and existing labels of these metrics.
+tests/real/test_prometheus.py tests the results of their queries with a real Prometheus."""
 
 from __future__ import annotations
 

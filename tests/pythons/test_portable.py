@@ -1,4 +1,5 @@
-"""The interpreter for roots without one: in an empty root, made once, by many at once."""
+"""The portable interpreter, for root file systems without Python: it runs in an empty root, and is made only once even
+if many processes request it at the same time."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ sys.exit(sum(os.waitpid(pid, 0)[1] for pid in children))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache of these tests' own."""
+    """A cache folder that only these tests use."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("OUTRIDER_HOME", str(home))

@@ -1,4 +1,4 @@
-"""One empty store, in memory, in a file and in PostgreSQL: all keep every promise."""
+"""An empty store in memory, in an SQLite file, and in PostgreSQL. Tests with these fixtures run once for each."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from support.postgresql import PostgresqlServer
 NOW = 1000.0
 
 
-POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.deep)  # its statements are those of SQLite
+POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.deep)  # deep, because SQLite runs the same statements
 
 
 @pytest_asyncio.fixture(params=["memory", "file", POSTGRESQL])
 async def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
-    """A database without tables, not open."""
+    """A database without tables that is not open."""
     return SqliteDatabase(None) if request.param == "memory" else await _kept(request, tmp_path)
 
 
 @pytest_asyncio.fixture(params=["file", POSTGRESQL])
 async def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
-    """The same, of those that keep what is in them when they are closed."""
+    """As `empty`, but only databases whose content survives closing."""
     return await _kept(request, tmp_path)
 
 

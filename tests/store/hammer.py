@@ -1,8 +1,9 @@
-"""A little service that lives on a store, to be killed: `python -m store.hammer DATABASE SEED [drain]`.
+"""A program that uses a store like a small service, until a test kills it: `python -m store.hammer DATABASE SEED
+[drain]`.
 
-DATABASE is a file of SQLite's or the URL of a PostgreSQL database. It prints one line for each write that the store has
-acknowledged: `group ID`, `turn SESSION ATTEMPT INDEX` or `done GROUP`. With `drain` it submits nothing and leaves once
-every group is done.
+DATABASE is an SQLite file or the URL of a PostgreSQL database. The program prints one line for each write that the
+store has acknowledged: `group ID`, `turn SESSION ATTEMPT INDEX` or `done GROUP`. With `drain`, it submits no groups and
+exits when every group is done.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Hammer:
                 tasks.create_task(self._submit())
 
     async def _recover(self) -> None:
-        """What a service does first: queue again what was running, end what was to end."""
+        """Queue the sessions again that were running, and end those that were to end, as a service does first."""
         await self._store.recover(now=math.inf)
         await self._end(await self._store.to_end())
 

@@ -1,4 +1,4 @@
-"""What a store promises about the queue, attempts, their fence and their leases."""
+"""Attempts in the store: their start from the queue, their moves between states, their fence and their leases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the metrics read of a store."""
+"""The data of a store that metrics use: the backlog, the durations of commits, and the feed of stored turns."""
 
 from __future__ import annotations
 

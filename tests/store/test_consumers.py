@@ -1,4 +1,4 @@
-"""What a store promises to named consumers of the results."""
+"""Named consumers of results in the store, and their positions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_each_consumer_has_a_position_of_its_own(store: Store) -> None:
         ("logger", 2, 1),
         ("trainer", 1, 2),
     ]
-    assert await store.consumers.enter("trainer", at=3) == (1, False)  # it is known: it begins nowhere
+    assert await store.consumers.enter("trainer", at=3) == (1, False)  # `at` has no effect on a known consumer
 
 
 async def test_a_position_moves_back_only_when_asked_to(store: Store) -> None:

@@ -1,5 +1,5 @@
-"""A process that hammers the store is killed again and again, and with it PostgreSQL, or the power of its disk; what it
-was told is stored is there."""
+"""Acknowledged writes survive if the process that writes to the store is killed, if PostgreSQL crashes, and if the disk
+loses power. A loss of power may undo only turns of sessions that run again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_LINES = 300
 
 @dataclass
 class Acknowledged:
-    """The writes that the killed processes were told had been stored."""
+    """The writes that the store acknowledged to the killed processes."""
 
     groups: set[str] = field(default_factory=set)
     turns: set[tuple[str, int, int]] = field(default_factory=set)
@@ -49,7 +49,7 @@ class Acknowledged:
 
 
 Rows = Callable[[str], list[Any]]
-"""Runs a query."""
+"""Function that runs a query and returns its rows."""
 
 
 class SqliteFile:
@@ -57,7 +57,7 @@ class SqliteFile:
         self.place = str(path)
 
     def crash(self) -> None:
-        """The process that is killed is the database's."""
+        """Do nothing. SQLite runs in the process that the test kills."""
 
     @contextmanager
     def opened(self) -> Iterator[Rows]:
@@ -99,8 +99,8 @@ def hammer(place: Place, seed: int, *mode: str) -> subprocess.Popen[str]:
 
 
 def hammer_and_kill(place: Place, seed: int, lines: int) -> list[str]:
-    """The whole lines that it printed until it was killed, some time after the given number of them. Half-way its
-    database crashes, too."""
+    """Run the hammer, and kill it after it has printed at least `lines` lines. After half of the lines, the database
+    server crashes, if there is one. Returns the complete lines that the hammer printed."""
     with hammer(place, seed) as process:
         assert process.stdout is not None
         try:
@@ -184,7 +184,8 @@ def check_acknowledged(rows: Rows, told: Acknowledged) -> None:
 
 
 def check_groups(rows: Rows) -> None:
-    """Each group agrees with its sessions, and tells of its end exactly once, everywhere."""
+    """Check that each group agrees with its sessions, and that the end of a group appears exactly once among the
+    events, the results and the deliveries."""
     found = rows(
         """SELECT id, state, n, open_sessions, cursor,
                (SELECT COUNT(*) FROM sessions WHERE group_id = groups.id),
@@ -203,7 +204,7 @@ def check_groups(rows: Rows) -> None:
 
 
 def check_turns(rows: Rows) -> None:
-    """No attempt stored a turn after a newer one did, or before it was started."""
+    """Check that no attempt stored a turn after a newer attempt did, or before its own start."""
     stored: dict[str, list[int]] = {}
     for session, attempt in rows("SELECT session_id, attempt FROM turns ORDER BY rowid"):
         stored.setdefault(session, []).append(attempt)

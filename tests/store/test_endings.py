@@ -1,4 +1,4 @@
-"""What a store promises about the end of sessions and groups, cancelled ones too."""
+"""The end of sessions and groups in the store: finished, cancelled, and stopped early."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ async def test_a_group_with_enough_verdicts_ends_its_other_sessions(store: Store
         ("g.4", StopReason.CANCELLED),
     ]
     assert (await store.group("g")).state is GroupState.ACTIVE
-    assert await store.finish("g.0", 1, result("g.0", 1)) is False  # its own end was faster
+    assert await store.finish("g.0", 1, result("g.0", 1)) is False  # the session completed before it was stopped
     assert await store.finish("g.4", 0, result("g.4", 0, reason=StopReason.CANCELLED, reward=None))
     assert (await kinds(store)).count(EventKind.GROUP_ENOUGH) == 1
 
@@ -191,7 +191,7 @@ async def test_only_sessions_with_tokens_to_train_on_are_enough_if_the_group_say
     await submit(store, msgspec.structs.replace(group_row(n=5, min_usable=2), translator="polar", usable_trains=True))
     trained = TokenCounts(sampled=3, trained=3)
     await store.finish("g.0", 0, msgspec.structs.replace(result("g.0", 0), tokens=trained))
-    await store.finish("g.1", 0, result("g.1", 0))  # a verdict, and no token
+    await store.finish("g.1", 0, result("g.1", 0))  # a verdict, but no tokens to train on
     ungraded = result("g.2", 0, reason=StopReason.ERROR, reward=None)
     await store.finish("g.2", 0, msgspec.structs.replace(ungraded, tokens=trained))
     assert await store.to_end("g") == []

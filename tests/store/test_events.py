@@ -1,4 +1,4 @@
-"""What a store promises about events and deliveries."""
+"""Events and deliveries in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store promises about sessions whose agents run elsewhere."""
+"""Sessions in the store whose agents run outside of the service: turns, reports, failed calls, remote runs and keys."""
 
 from __future__ import annotations
 

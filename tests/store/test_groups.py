@@ -1,4 +1,4 @@
-"""What a store promises about submitting, reading and listing groups."""
+"""Groups in the store: submitting, reading and listing them, their idempotency keys, and the stored policy."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_a_group_is_as_old_as_its_first_session(store: Store) -> None:
         await begin(f"{group}.0", version)
     assert await store.began_before(1) == []
     assert await store.began_before(2) == ["a", "c"]
-    await store.requeue("a.0", 1, FAILURE)  # another attempt, or another session, makes it no younger
+    await store.requeue("a.0", 1, FAILURE)  # later attempts and other sessions do not change its age
     assert await begin("a.0", 5) == 2
     await begin("a.1", 6)
     await store.cancel_group("c")
@@ -169,7 +169,7 @@ async def test_an_attempt_takes_over_the_turns_of_a_session_that_is_done(store: 
     assert await store.removals.hide(["a"], force=True) == ["a"]
     while await store.removals.erase(100):
         pass
-    assert await store.turns("b.0", images=True) == [shown, turn(1)]  # its image is still there
+    assert await store.turns("b.0", images=True) == [shown, turn(1)]  # the image is still used by the new session
 
 
 async def test_a_key_is_refused_until_its_time(store: Store) -> None:
@@ -184,9 +184,9 @@ async def test_a_key_is_refused_until_its_time(store: Store) -> None:
     await submit(store, other)
     assert await store.keyed_group("other", "k") == other
     assert await store.keyed_group("operator", "k") is None
-    assert (await store.refuse_key("other", "k", until=NOW + 10)) == other  # it is there: nothing is refused
+    assert (await store.refuse_key("other", "k", until=NOW + 10)) == other  # the group exists: no refusal
     assert not await store.is_refused("other", "k")
-    assert await store.refuse_key("operator", "k", until=NOW) is None  # the newest time counts
+    assert await store.refuse_key("operator", "k", until=NOW) is None  # the latest call counts
     await submit(store, group_row("c", key="k"))
 
 
@@ -201,7 +201,7 @@ async def test_a_tenant_has_a_maximum_of_refused_keys(store: Store) -> None:
         await store.refuse_key("operator", "one more", until=NOW + 10)
     assert await store.refuse_key("other", "k", until=NOW + 10) is None
     await store._db.write(lambda tx: tx.execute("UPDATE refused_keys SET until = ?", (NOW,)))
-    assert await store.refuse_key("operator", "one more", until=NOW + 10) is None  # those of the past are gone
+    assert await store.refuse_key("operator", "one more", until=NOW + 10) is None  # expired keys do not count
 
 
 async def test_groups_of_a_translator_are_listed_in_pages(store: Store) -> None:
@@ -220,7 +220,7 @@ async def test_groups_of_a_translator_are_listed_in_pages(store: Store) -> None:
 
 
 async def test_sessions_of_many_groups_are_counted_by_state(store: Store) -> None:
-    """Their ids are more than fit in one statement."""
+    """The number of ids exceeds the limit of one SQL statement."""
     for name in ("a", "b", "c", "d"):
         await submit(store, group_row(name))
     await start(store, "a.0")

@@ -1,4 +1,4 @@
-"""What a store promises about images: their bytes once, whoever shows them, and nothing of a turn that is refused."""
+"""Images in the store: the bytes of an image are stored once for all turns, and a refused turn leaves no image."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_turn_without_images_is_one_statement() -> None:
 
 
 class Counting(SqliteDatabase):
-    """In memory; remembers the statements of its writes."""
+    """An SQLite database that records the statements of its writes, except those of `execute_many`."""
 
     def __init__(self, path: Path | None) -> None:
         super().__init__(path)

@@ -26,7 +26,7 @@ PAGE_SECONDS = 0.1
 
 
 async def store_many(store: Store) -> None:
-    """Store 100,000 sessions that are done, as copies of a few, by SQL."""
+    """Store one group by a normal submission, and 100,000 done sessions by SQL, with ten different results."""
     await submit(store, group_row("first", 1))
     packed = []
     for kind in range(10):
@@ -87,7 +87,7 @@ async def test_a_page_of_100_000_sessions_takes_a_tenth_of_a_second(tmp_path: Pa
                     for after in (None, "s-00006000-3" if tenant is None else "s-00006001-3"):
                         seconds = []
                         for find in (lists.find_sessions, lists.find_groups):
-                            # The fastest of three: other programs use the machine, too.
+                            # The fastest of three attempts counts, because other programs use the machine, too.
                             for attempt in range(3):
                                 began = time.perf_counter()
                                 await index.catch_up()

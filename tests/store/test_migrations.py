@@ -1,4 +1,4 @@
-"""How a database comes to the newest schema, and when it is refused."""
+"""Migrations of a database to the newest schema, and databases that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store against a model of it in a few dictionaries, over random sequences of calls, legal and not."""
+"""The store is compared with a simple model in memory, over random sequences of legal and illegal calls."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ModelGroup:
         return [session for session in self.sessions if session.state is not SessionState.DONE]
 
     def end_others(self, reason: StopReason) -> bool:
-        """Whether that changes anything."""
+        """Mark all open sessions that are not yet to end with `reason`. Returns True if there are any."""
         others = [session for session in self.open if session.ending is None]
         for session in others:
             session.ending = reason
@@ -76,7 +76,8 @@ class ModelGroup:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Each rule does one call on both; the refusals must agree too."""
+    """Each rule makes one call to the store and to the model. The store must refuse the calls that the model does not
+    allow."""
 
     @initialize()
     def open(self) -> None:
@@ -98,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.runner.run(call)
 
     def expect(self, allowed: bool, call: Coroutine[Any, Any, T]) -> T | None:
-        """The call's value; a Conflict exactly when it is not allowed."""
+        """Make the call and return its value. If the call is not allowed, check that it raises Conflict."""
         if allowed:
             return self.run(call)
         with pytest.raises(Conflict):
@@ -288,7 +289,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 StoreMachine.TestCase.settings = settings(
     stateful_step_count=40,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),  # explaining takes minutes here
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),  # Phase.explain takes minutes here
 )
 TestStoreAgainstModel = pytest.mark.deep(StoreMachine.TestCase)
 

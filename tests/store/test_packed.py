@@ -1,4 +1,4 @@
-"""Results and turns as the store has packed them, for readers that decode many of them elsewhere."""
+"""Packed results and turns, for readers that decode many of them outside the store."""
 
 from __future__ import annotations
 

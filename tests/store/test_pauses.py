@@ -1,4 +1,4 @@
-"""Pauses of the queue: what is held, what is released, and what stays so after a failure or a restart."""
+"""Pauses of the queue: the sessions that they hold and release, and their effect after failures and restarts."""
 
 from __future__ import annotations
 

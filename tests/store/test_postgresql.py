@@ -1,4 +1,5 @@
-"""What the PostgreSQL database promises: order, nothing twice, one service; whatever happens to its connections."""
+"""The PostgreSQL database: cursors become visible in order, each write is committed once, and only one service uses the
+database. All this holds although connections fail."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ pytestmark = pytest.mark.deep
 
 @pytest_asyncio.fixture
 async def url(postgresql: PostgresqlServer) -> str:
-    """Of an empty database."""
+    """The URL of an empty database."""
     return await postgresql.new_database()
 
 
 @asynccontextmanager
 async def numbered(url: str, **options: Any) -> AsyncIterator[PostgresqlDatabase]:
-    """A database with a table of numbers, in the order in which they were inserted."""
+    """Yield an open database with the table `numbers`, whose cursors follow the order of insertion."""
     database = PostgresqlDatabase(url, **options)
     await database.open()
     try:
@@ -67,7 +68,8 @@ async def numbers(tx: Connection) -> list[int]:
 
 
 class Held:
-    """A body that inserts a number and then waits. Each time it is run is counted."""
+    """A body that inserts a number and then waits until `release` is set. `runs` is the number of times that it was
+    run."""
 
     def __init__(self, value: int) -> None:
         self._value = value
@@ -129,7 +131,7 @@ async def test_errors_tell_what_is_worth_another_try(url: str) -> None:
             with suppress(asyncpg.PostgresError):
                 await tx.execute("NONSENSE")
 
-        with pytest.raises(ServiceError, match="aborted"):  # and not a COMMIT that rolls back
+        with pytest.raises(ServiceError, match="aborted"):  # PostgreSQL's COMMIT would roll back without an error
             await database.write(swallow)
         assert await database.read(numbers) == [1]
 
@@ -173,7 +175,8 @@ async def test_closing_commits_what_was_asked_for_before(url: str) -> None:
 
 
 async def test_no_cursor_becomes_visible_after_a_higher_one(url: str) -> None:
-    """Two processes write at once. The control: without the lock, the second of two transactions commits first."""
+    """Two clients of one database write concurrently. The second waits for the lock until the first has committed.
+    Control: without the lock, a transaction that began later commits first, so 4 becomes visible before 3."""
     async with numbered(url) as one, numbered(url) as other:
         held = Held(1)
         async with asyncio.TaskGroup() as tasks:
@@ -199,7 +202,7 @@ async def test_no_cursor_becomes_visible_after_a_higher_one(url: str) -> None:
 
 
 async def test_a_consumer_sees_every_event_and_result_of_several_processes(url: str) -> None:
-    """It pages by cursor while they write; what it saw is all that there is."""
+    """The consumer reads pages by cursor while three stores write, and misses nothing."""
     writers, groups = 3, 20
 
     async def write(store: Store, number: int) -> None:
@@ -257,7 +260,7 @@ async def test_a_restart_of_the_server_delays_changes(url: str, postgresql: Post
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(database.write(insert(number)))
                 seen = tasks.create_task(database.read(numbers))
-                for _ in range(100):  # in which they find out that it is not there
+                for _ in range(100):  # in these rounds, both calls detect that the server is down
                     await asyncio.sleep(0)
                 postgresql.start()
             assert set(seen.result()) <= {0, 1}
@@ -282,8 +285,9 @@ async def test_a_server_that_stays_away_is_a_service_error(url: str, postgresql:
 
 
 class Proxy:
-    """Between a database and its server. Once armed, it deals with the next commit: `lose the reply` after it was
-    committed, `lose the request` before, or `hang`."""
+    """A proxy between a `PostgresqlDatabase` and the server. `fault` is the fault of the next commit: with `lose the
+    reply`, the connection ends after the server has committed; with `lose the request`, before the server gets the
+    commit; with `hang`, the commit is held back and the connection stays open."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self._server = f"{url.rpartition('host=')[2]}/.s.PGSQL.5432"
@@ -342,7 +346,8 @@ class Proxy:
 async def test_nothing_is_committed_twice_when_the_reply_is_lost(
     url: str, tmp_path_factory: pytest.TempPathFactory, fault: str, runs: int
 ) -> None:
-    """A write whose commit was not acknowledged is looked up, and run again only if it is not there."""
+    """If a commit is not acknowledged, the database is searched for the write. The write is run again only if it is
+    missing."""
     proxy = Proxy(url, tmp_path_factory.mktemp("pg"))
     async with proxy.running(), numbered(proxy.url, limit=3.0) as database:
         await database.write(insert(0))
@@ -372,7 +377,8 @@ async def test_a_second_service_is_refused_by_name(url: str) -> None:
 
 
 async def test_a_service_that_was_replaced_writes_no_more(url: str, postgresql: PostgresqlServer) -> None:
-    """Its connection is lost, and another service has the lock before it is back."""
+    """The old service loses its connection, and another service takes the lock before the old one reconnects. The old
+    service can write again after the other one has closed its store."""
     async with Store(PostgresqlDatabase(url, sole=True, patience=0.0)) as old:
         await submit(old, group_row())
         attempt = await start(old, "g.0")
@@ -387,7 +393,8 @@ async def test_a_service_that_was_replaced_writes_no_more(url: str, postgresql: 
 async def test_a_connection_that_only_the_server_still_has_is_ended(
     url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A service gets its own lock back from it."""
+    """A connection that hangs still holds the service's lock. When the service reconnects, it ends the old connection
+    and takes the lock again."""
     proxy = Proxy(url, tmp_path_factory.mktemp("pg"))
     async with proxy.running(), Store(PostgresqlDatabase(proxy.url, sole=True, limit=1.0)) as store:
         await submit(store, group_row())

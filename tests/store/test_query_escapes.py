@@ -1,4 +1,5 @@
-"""No SQL query leaves its views, its tenant or its limits: each way out that SQLite has is tried, and fails clearly."""
+"""An SQL query reads only the views and its tenant's rows, within its limits. Each way out that SQLite offers is tried,
+and is refused with a clear error."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from outrider.store.sqlite import sqlite_store
 from .test_run_index import a_done_group
 
 SECRET = "bobs"
-"""The beginning of every id of the other tenant."""
+"""Id of the other tenant's group. The ids of the group's sessions begin with it."""
 
 
 @asynccontextmanager
@@ -180,7 +181,7 @@ async def test_what_a_query_may_do(tmp_path: Path) -> None:
             ["alices.0", 1],
             ["alices.1", 2],
         ]
-        # A common table expression may hide a view: it still reads nothing else.
+        # A common table expression may have the name of a view. It can also read only views.
         assert await rows("WITH sessions AS (SELECT id FROM groups) SELECT * FROM sessions") == [["alices"]]
         assert await rows("SELECT 9e999, x'00ff', NULL") == [["inf", "00ff", None]]
 
@@ -218,7 +219,7 @@ async def test_a_costly_query_ends_with_an_error(tmp_path: Path, cost: str) -> N
             await asked.run(COSTLY[cost], "alice")
         seconds = asyncio.get_running_loop().time() - began
         ticking.cancel()
-        assert ticks > 20 * seconds - 5  # the event loop was free, on a busy machine, too
+        assert ticks > 20 * seconds - 5  # the event loop was not blocked; a low bound, because the machine may be busy
 
 
 @pytest.mark.deep

@@ -1,4 +1,5 @@
-"""The order of the queue: tenants, then priority, then buckets, then age; and who leaves it by expiring."""
+"""The order of the queue: by tenant, then priority, then bucket, then age. Also the expiry of queued sessions, and the
+stored drains of nodes and paces of engines."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def test_other_groups_do_not() -> None:
 
 
 async def test_tenants_take_turns_before_their_runs_do(store: Store) -> None:
-    """A client that invents a run for each group has no more turns for it."""
+    """A client that uses a new run for each group gets no more turns than other clients."""
     for number in range(4):
         await put(store, f"many{number}", 1, created=float(number), labels=run(str(number)), tenant="a")
     await put(store, "one", 4, created=9.0, labels=run("0"), tenant="b")
@@ -175,7 +176,7 @@ async def test_a_session_is_not_held_back_by_a_clock_that_was_set_back(store: St
 
 
 async def test_nor_by_one_that_was_right_again_when_it_was_stored(store: Store) -> None:
-    """The clock was a day ahead when a node was lost, and set right while the store was waited for."""
+    """`due` was computed when the clock was a day ahead, and the clock was corrected before the store wrote it."""
     await put(store, "g", 1)
     await start(store, "g.0", lease_until=NOW - 1)
     await store.recover(now=NOW, due=NOW + 86_400)
@@ -239,13 +240,13 @@ async def test_paces_of_engines_are_remembered(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 async def test_a_placement_reads_little_however_long_the_queue_and_many_the_buckets() -> None:
-    """Counted in steps of SQLite's machine, which depend on no clock."""
+    """The cost is counted in steps of SQLite's virtual machine, which do not depend on time."""
     steps = {}
     for buckets, each in ((10, 10), (1000, 10), (10, 1000)):
         async with sqlite_store(None) as store:
             for number in range(buckets):
                 await put(store, f"g{number:04}", each, created=float(number), labels=run(str(number)))
-            for number in range(5, 8):  # whose turn is not now
+            for number in range(5, 8):  # tenants with more work under way, whose turn comes later
                 await put(store, f"h{number:04}", each, labels=run(str(number)), tenant=f"other{number}")
             under_way = {own_bucket(run(str(number))): 3 for number in range(5)}
             under_way |= {own_bucket({}, f"other{number}"): 20 for number in range(5, 8)}
@@ -265,7 +266,7 @@ async def test_a_placement_reads_little_however_long_the_queue_and_many_the_buck
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The queue against a list that is searched from end to end."""
+    """Compares the queue with a list that is searched from end to end."""
 
     @initialize()
     def open(self) -> None:
@@ -331,7 +332,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(limit=st.integers(2, 12))
     def look(self, limit: int) -> None:
-        """Whoever is taken out of turn has no more under way than anybody else who waits."""
+        """Each session in the queue's order belongs to a tenant with the least work under way. Among this tenant's
+        sessions of the highest priority, it belongs to a bucket with the least work under way, and is the oldest of the
+        bucket."""
         under_way = self.under_way
         work = Counter(tenant_of(row.bucket) for row in self.running)
         left = {row.id: row for row in self.waiting}

@@ -1,4 +1,4 @@
-"""What a store promises about the removal of groups: nothing that is wanted, and all of what is not."""
+"""Removal of groups from the store: a removed group leaves nothing behind, and a group that is still needed stays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TABLES = ("groups", "sessions", "turns", "frozen_turns", "events", "outbox", "im
 
 
 class Ticking:
-    """A clock that goes on by one second with each look."""
+    """A clock that advances by one second with each call."""
 
     def __init__(self) -> None:
         self._times: Iterator[int] = iter(range(1000, 1_000_000))
@@ -38,7 +38,8 @@ async def store(empty: Database) -> AsyncIterator[Store]:
 
 
 async def finish(store: Store, name: str, *, n: int = 1, callback_url: str | None = None) -> None:
-    """A group whose sessions have two turns each, one of them with an image, and a turn of a frozen model."""
+    """Store a done group. Each of its sessions has two turns, one of them with an image, and a turn of a frozen
+    model."""
     await submit(store, group_row(name, n=n, callback_url=callback_url, key=f"key of {name}"))
     for index in range(n):
         id = f"{name}.{index}"
@@ -61,7 +62,7 @@ async def remove(store: Store, *names: str, force: bool = False, rows: int = 100
 
 
 async def rows_of(store: Store) -> dict[str, int]:
-    """How many rows each table has."""
+    """Return the number of rows of each table."""
     database = store._db
     return {
         table: (await database.read(lambda tx, table=table: tx.fetch(f"SELECT COUNT(*) FROM {table}")))[0][0]  # type: ignore[misc]
@@ -152,7 +153,7 @@ async def test_only_what_is_done_delivered_and_acknowledged_is_removed(store: St
     assert await removable(store, force=True) == ["a", "c"]
     held = await store.removals.held(force=False)
     assert (held.unacknowledged, held.undelivered) == (1, 1)
-    # The conditions are those at the time of the removal, not those of the look.
+    # `hide` checks the conditions itself: they may have changed since `candidates` was called.
     assert await store.removals.hide(["a", "pushed", "c", "active", "none"], force=False) == ["a"]
     await store.delivered("pushed")
     await store.consumers.remove("slow")
@@ -212,7 +213,7 @@ async def test_an_image_counts_with_the_last_group_that_uses_it(store: Store) ->
 
 
 async def test_removals_run_beside_submissions_and_ends(store: Store) -> None:
-    """Whoever is first, no row refers to what is gone, and the sums stay right."""
+    """In any order of these calls, a removed group leaves no rows, and the totals stay right."""
     for number in range(20):
         await finish(store, f"old{number}")
 

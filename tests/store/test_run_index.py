@@ -1,4 +1,4 @@
-"""The index of runs has what the store has: after every change, removal, restart and loss of the file."""
+"""The index of runs agrees with the store after every change, removal, restart and loss of the index file."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_query_sees_each_change_at_once(store: Store, tmp_path: Path) ->
 async def test_the_data_folder_may_have_a_relative_path(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the default `.outrider` has."""
+    """The path of the default data folder, `.outrider`, is relative, too."""
     monkeypatch.chdir(tmp_path)
     async with an_index(store, Path(".")) as ask:
         assert await ask("SELECT count(*) FROM sessions") == [[0]]
@@ -116,7 +116,7 @@ async def test_removed_groups_vanish(store: Store, tmp_path: Path) -> None:
         assert await ask("SELECT count(*) FROM turns") == [[4]]
         while await store.removals.erase(100):
             pass
-        # Removed while no index is open: the next one compares its groups.
+        # The open index is not notified of this removal. The next index detects it by comparing groups with the store.
         await store.removals.hide(["b"], force=True)
     async with an_index(store, tmp_path) as ask:
         for view in ("groups", "sessions", "turns", "errors", "rewards", "tokens"):

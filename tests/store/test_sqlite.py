@@ -1,4 +1,5 @@
-"""What the SQLite database promises: isolated neighbours, readers that do not wait, files that say what is wrong."""
+"""The SQLite database: a failing write does not affect others, readers do not wait for the writer, and the error for an
+unusable file names the cause."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ async def numbers(tx: Connection) -> list[int]:
 
 
 class Held:
-    """A write that holds the writer from `entered` until `release`."""
+    """A write that blocks the writer's thread from `entered` until `release` is called."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What a store promises to tenants: each is given its own rows, and keeps, reads and counts nothing of another."""
+"""Tenants in the store: each tenant reads, counts and retains only its own rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def put(store: Store, id: str, tenant: str, *, key: str | None = None, n: 
 
 
 async def finish(store: Store, id: str, tenant: str) -> None:
-    """A done group with turns, an image and a dead letter."""
+    """Store a done group with turns, an image and a dead letter."""
     await put(store, id, tenant)
     await start(store, f"{id}.0")
     await store.add_turn(f"{id}.0", 1, showing(0, CAT))
@@ -127,7 +127,7 @@ async def test_a_consumer_keeps_what_it_sees_and_no_more(store: Store) -> None:
     assert [one.id for one in await store.removals.candidates(force=False, limit=9)] == ["b1"]
     assert [one.id for one in await store.removals.candidates(force=True, limit=9)] == ["a1", "b1", "a2"]
     assert not await remove(store, "a1")
-    await store.consumers.enter("logger")  # an admin's: it sees all
+    await store.consumers.enter("logger")  # an admin's consumer, which gets all results
     assert not await remove(store, "b1")
     await store.consumers.acknowledge("logger", 3)
     assert (await store.consumers.acknowledge("trainer", 1, tenant="a")).lag == 1
@@ -143,7 +143,7 @@ async def test_consumers_of_one_name_do_not_meet(store: Store) -> None:
         await store.consumers.enter("x", tenant=tenant)
     await store.consumers.acknowledge("x", 1, tenant="a")
     with pytest.raises(Conflict, match="the newest is 1"):
-        await store.consumers.acknowledge("x", 2, tenant="a")  # of b's group it is not even told the number
+        await store.consumers.acknowledge("x", 2, tenant="a")  # the message does not reveal b's group
     assert [(each.tenant, each.cursor) for each in await store.consumers.listed()] == [(None, 0), ("a", 1), ("b", 0)]
     assert [each.tenant for each in await store.consumers.listed("a")] == ["a"]
     await store.consumers.remove("x", tenant="b")
@@ -190,7 +190,7 @@ async def test_a_new_tenant_is_no_earlier_one(store: Store) -> None:
 
 @pytest.mark.deep
 async def test_what_a_tenant_reads_costs_nothing_for_what_others_have() -> None:
-    """Counted in steps of SQLite's machine, which depend on no clock."""
+    """The cost is counted in steps of SQLite's virtual machine, which do not depend on time."""
     steps: dict[int, dict[str, int]] = {}
     for others in (10, 300):
         async with sqlite_store(None) as store:

@@ -1,4 +1,4 @@
-"""The times of a trainer's phases, in each kind of database."""
+"""Stored timings of a trainer's phases, in each kind of database."""
 
 from __future__ import annotations
 

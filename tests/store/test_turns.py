@@ -1,4 +1,4 @@
-"""What a store promises about turns."""
+"""Turns in the store: their order, their size, and the turns of frozen models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ async def test_a_turn_index_is_stored_once(store: Store) -> None:
 
 
 async def test_a_session_of_100_turns_and_100_000_tokens_takes_less_than_2_mb(empty: Database) -> None:
-    """What a turn adds is stored with it, and not what came before. Random text cannot be compressed to look small."""
+    """Each turn is stored without the tokens and messages of the turns before it. The text is random, so compression
+    cannot make it small."""
     turns, prompt, sampled = 100, 800, 200
     chance = random.Random(20_26)
 
@@ -74,7 +75,7 @@ async def test_a_session_of_100_turns_and_100_000_tokens_takes_less_than_2_mb(em
 
 
 async def _size(database: Database) -> int:
-    """Bytes of the database on its disk."""
+    """Return the size of the database in bytes."""
     sql = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
     if isinstance(database, PostgresqlDatabase):
         sql = "SELECT pg_database_size(current_database())"
@@ -83,7 +84,7 @@ async def _size(database: Database) -> int:
 
 
 def test_a_turn_that_an_earlier_version_stored_is_read() -> None:
-    """Fields that came later have defaults: what had no lineage has none."""
+    """A stored turn without the fields that were added later: these get their defaults."""
     later = {"tools", "agent_id", "parent_agent_id", "purpose"}
     fields: dict[str, object] = msgspec.to_builtins(turn(0), builtin_types=(bytes,))
     assert later < fields.keys()
@@ -93,7 +94,7 @@ def test_a_turn_that_an_earlier_version_stored_is_read() -> None:
 
 
 async def test_turns_of_frozen_models_are_kept_apart(store: Store) -> None:
-    """Each model's count from 0; the policy's are not touched by them, nor read with them."""
+    """The turns of each frozen model are counted from 0. They are not read with the policy's turns."""
     await submit(store, group_row())
     await start(store, "g.0")
     await store.add_turn("g.0", 1, turn(0, text="policy"))

@@ -1,4 +1,4 @@
-"""Small things to put into a store."""
+"""Groups, turns and results for tests of the store, and short forms of the store's calls."""
 
 from __future__ import annotations
 

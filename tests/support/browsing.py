@@ -1,5 +1,5 @@
-"""Chromium of Debian's packages, driven by Playwright, for tests of the page. Where either is missing, tests are
-skipped."""
+"""Chromium from Debian's packages, driven by Playwright, for tests of the page. A test is skipped if either is
+missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Tab:
-    """A tab of a browser with the page of a service. `faults` are the errors of its scripts and of its policy."""
+    """A browser tab with the page of a service. `faults` are the errors of the page's scripts, and the violations of
+    its content security policy."""
 
     def __init__(self, page: Any, url: str) -> None:
         self.page = page
@@ -28,7 +29,7 @@ class Tab:
         page.on("request", lambda request: self.asked.append(request.url))
 
     def _note(self, message: Any) -> None:
-        # a route that the service does not have, and a call without a token, are logged by the browser itself
+        # The browser itself logs "Failed to load resource" for an unknown route and for a request without a token.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.faults.append(message.text)
 
@@ -39,7 +40,7 @@ class Tab:
         return str(await self.page.inner_text(selector))
 
     async def violations(self) -> list[str]:
-        """The rules of axe-core that the view violates, with the places."""
+        """Return the rules of axe-core that the view violates, each with at most five of the HTML elements at fault."""
         axe = Path(pytest.importorskip("axe_playwright_python").__file__).parent / "axe.min.js"
         await self.page.evaluate(axe.read_text())
         found = await self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
@@ -50,12 +51,12 @@ class Tab:
 async def browser_tab(
     url: str, *, width: int = 1280, height: int = 860, dark: bool = False, script: str | None = None
 ) -> AsyncIterator[Tab]:
-    """Open a browser with one tab. `script` runs before those of the page."""
+    """Open a browser with one tab. `script` runs before the page's own scripts."""
     playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
     async with playwright.async_playwright() as driver:
-        # The sandbox of Chromium needs namespaces, which containers without rights do not have.
+        # Chromium's sandbox needs namespaces, which unprivileged containers do not have.
         browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         context = await browser.new_context(
             viewport={"width": width, "height": height},

@@ -1,5 +1,5 @@
-"""Writes the reply that a structural tag of XGrammar allows, for given calls, and a tokenizer with the markers of every
-family."""
+"""Replies with given tool calls, as a structural tag of XGrammar allows them, and a tokenizer with the marker tokens of
+every model family."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def marked_renderer(family: str) -> Renderer:
 
 
 def rendering(family: str, calls: Sequence[Call], tools: Sequence[ToolSpec]) -> str:
-    """The text of a turn with these calls as the family renders a past turn, from the end of the prompt on."""
+    """Return the text of an assistant turn with these calls, as the family renders past turns. The text begins where
+    its ids differ from the prompt's, and at the latest with the prompt's last token."""
     renderer = marked_renderer(family)
     asked = [Message(role=Role.USER, content="hi")]
     made = tuple(
@@ -63,7 +64,8 @@ def rendering(family: str, calls: Sequence[Call], tools: Sequence[ToolSpec]) -> 
 
 
 def written(grammar: str, calls: Sequence[Call]) -> str:
-    """The text of a reply with these calls by the grammar. Fails for a call that the grammar does not allow."""
+    """Return the text of a reply with these calls, as the grammar allows it. Fails if the grammar does not allow a
+    call."""
     tag = json.loads(grammar)
     assert tag["type"] == "structural_tag"
     return _written(tag["format"], calls)
@@ -93,7 +95,7 @@ def _written(form: dict[str, Any], calls: Sequence[Call]) -> str:
 
 
 def _call(tags: Sequence[dict[str, Any]], call: Call) -> str:
-    """The text of one call. The tool's name is in `begin` between two characters that no name has."""
+    """Return the text of one call. In `begin`, the tool's name stands between two characters that no name contains."""
     [tag] = [tag for tag in tags if call[0] in re.findall(r"[A-Za-z0-9_-]+", tag["begin"])]
     return str(tag["begin"]) + _written(tag["content"], [call]) + str(tag["end"])
 

@@ -7,7 +7,7 @@ import time
 
 
 def stop_time() -> None:
-    """Stop the running loop's clock; only `pass_time` moves it."""
+    """Stop the running loop's clock. From then on, only `pass_time` advances the clock."""
     loop = asyncio.get_running_loop()
     now = loop.time()
     loop.time = lambda: now  # type: ignore[method-assign]  # asyncio reads the time from the loop everywhere
@@ -16,8 +16,8 @@ def stop_time() -> None:
 async def pass_time(seconds: float, *, step: float = 0.02, real_step: float = 0.0) -> None:
     """Advance the running loop's clock by `seconds`.
 
-    With small steps, all that is due in each step runs in that step. One step for all the seconds is like a loop that
-    was blocked. `real_step`: real seconds of sleep per step, in which threads can work.
+    With small steps, callbacks run in the step in which they are due. A single step for all the seconds has the effect
+    of a blocked loop. `real_step`: real seconds of sleep per step, in which threads can work.
     """
     loop = asyncio.get_running_loop()
     real, ahead = loop.time, 0.0

@@ -28,7 +28,8 @@ class OneCall:
 
 
 def grade(outcome: Outcome) -> float:
-    """The reward named in the options; else a fair coin if the options have `teaches`, and always 1 if not."""
+    """Return the reward given in the options. Without one, return 0 or 1 at random if `teaches` is true, otherwise
+    1."""
     options = outcome.task.evaluator.options
     if "reward" in options:
         return float(options["reward"])

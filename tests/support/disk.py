@@ -1,5 +1,5 @@
-"""A small disk that can be full and can lose power: ext4 in a file, mounted through a loop device, which requires the
-permission to mount."""
+"""A small disk that can be full and can lose power: ext4 in a file, mounted through a loop device. Needs the permission
+to mount."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pathlib import Path
 
 FS_IOC_SHUTDOWN = 0x8004587D
 WITHOUT_FLUSH = 2
-"""Nothing more is written to the device, not even the file system's own journal: all that was not synced is lost."""
+"""Argument of FS_IOC_SHUTDOWN: nothing more is written to the device, not even the file system's journal, so all data
+that was not synced is lost."""
 RELEASE_SECONDS = 10.0
 """Seconds within which the processes that had files open on the disk exit."""
 
@@ -30,8 +31,8 @@ class Disk:
         """Held while the disk is not mounted, and by writers, which must not write to the folder beneath the mount."""
 
     def lose_power(self) -> None:
-        """Lose all that was not synced, and mount the disk again as after a restart of the machine. The processes that
-        use the disk must have been killed."""
+        """Lose all data that was not synced, and mount the disk again, as a restart of the machine does. The processes
+        that use the disk must have been killed."""
         with self._lock:
             root = os.open(self.folder, os.O_RDONLY)
             try:
@@ -48,8 +49,8 @@ class Disk:
                 raise RuntimeError(fault)
 
     def write_names(self) -> None:
-        """Write the names of all files to the disk, but not the contents of new files, as a commit of a database
-        does."""
+        """Sync an empty file. This writes the names of all files to the disk, but not the contents of new files. A
+        database's commit has the same effect."""
         with (self.folder / "other").open("w") as file:
             os.fsync(file.fileno())
 
@@ -59,14 +60,14 @@ class Disk:
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """Fill the disk for the length of the block."""
+        """Fill the disk, and free the space at the end of the block."""
         big = self.folder / "big"
         with self._lock:
             assert self.folder.is_mount()  # otherwise the machine's own disk would be filled
             with suppress(OSError), big.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(1 << 20))
-            # The last bytes, too: the file system wrote whole pages so far.
+            # Fill the last bytes, too. So far, the file system has written whole pages only.
             with suppress(OSError), big.open("ab", buffering=0) as file:
                 while True:
                     file.write(bytes(512))
@@ -79,8 +80,8 @@ class Disk:
 
 @contextmanager
 def a_disk(folder: Path, mib: int) -> Iterator[Disk | None]:
-    """A disk of `mib` MiB at `folder`, which is created. None where the machine cannot mount one: `folder` is then a
-    plain folder."""
+    """Create `folder`, mount a disk of `mib` MiB there, and yield the disk. Yields None if this machine cannot mount a
+    disk. `folder` is then an ordinary folder."""
     folder.mkdir()
     image = folder.with_name(f"{folder.name}.ext4")
     with image.open("wb") as file:

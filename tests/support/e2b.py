@@ -1,4 +1,4 @@
-"""The fake E2B server as a process of its own, and as a server of the test's own loop."""
+"""The fake E2B server, in its own process or in the test's event loop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from outrider.lab.fakes.e2b_server.app import FakeE2B, serving_e2b
 
 
 def variables(url: str, key: str = FakeE2B.key) -> dict[str, str]:
-    """Those by which Outrider and E2B's own SDK find the server."""
+    """Return the environment variables with which Outrider and E2B's SDK find the server."""
     return {"E2B_API_KEY": key, "E2B_API_URL": url, "E2B_SANDBOX_URL": url}
 
 
 @asynccontextmanager
 async def e2b(environment: pytest.MonkeyPatch, server: FakeE2B | None = None) -> AsyncIterator[FakeE2B]:
-    """A server in this process, to which the environment leads."""
+    """Run a server in this process, and set the environment variables with which clients find it."""
     async with serving_e2b(server or FakeE2B()) as server:
         for name, value in variables(server.url).items():
             environment.setenv(name, value)
@@ -31,7 +31,8 @@ async def e2b(environment: pytest.MonkeyPatch, server: FakeE2B | None = None) ->
 
 
 class E2BProcess:
-    """A server that outlives the loops of tests. `start` returns its variables."""
+    """A server in its own process, for several tests, each of which has its own event loop. `start` starts the server
+    if necessary, and returns the environment variables for its clients."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None

@@ -1,4 +1,4 @@
-"""An embedded engine over the shipped policy, for tests."""
+"""An embedded engine with the shipped policy, for tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def running(**options: Any) -> AsyncGenerator[EmbeddedEngine, None]:
 
 
 def request(prompt: Sequence[int] = PROMPT, **sampling: Any) -> GenerateRequest:
-    """A request, by default greedy and of 16 tokens."""
+    """Return a request, by default with greedy sampling and at most 16 tokens."""
     return GenerateRequest(
         request_id="request",
         session_key="session",

@@ -1,5 +1,5 @@
-"""Virtual environments: written at once as `python -m venv` makes them, without running anything, or with packages that
-uv installs, in a tenth of the processor time that pip takes."""
+"""Virtual environments. `environment` writes the same files as `python -m venv` without starting a program.
+`environment_with` installs packages with uv, which takes a tenth of pip's processor time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERPRETER = Path(os.path.realpath(sys.executable))
 
 
 def environment(folder: Path, python: Path = INTERPRETER, version: str = OURS) -> Path:
-    """Make a virtual environment of `python` in a folder that does not exist yet. Returns its folder of packages."""
+    """Make a virtual environment of `python` in `folder`, which must not exist. Returns its `site-packages` folder."""
     packages = folder / "lib" / version / "site-packages"
     packages.mkdir(parents=True)
     (folder / "bin").mkdir()
@@ -33,8 +33,9 @@ def program(path: Path, interpreter: Path | str, text: str) -> None:
 
 
 def environment_with(folder: Path, packages: list[str], *options: str, python: str = sys.executable) -> str:
-    """The Python of the environment in `folder`, which is made if it is not there; skips with the reason where the
-    packages cannot be installed. `options` are those of `uv pip install`."""
+    """Install packages into the environment in `folder`, and return the path of its Python. The environment is created
+    if it is missing. If the packages cannot be installed, the test is skipped with the reason. `options` are options of
+    `uv pip install`."""
     uv, made = [sys.executable, "-m", "uv"], str(folder / "bin" / "python")
     if not Path(made).exists():
         subprocess.run([*uv, "venv", "--quiet", "--python", python, str(folder)], check=True)

@@ -1,11 +1,12 @@
-"""Runs tests that failed beside others once more, alone: a test that then passes is flaky and is reported as such.
+"""Runs failed tests again, each one alone. A test that then passes is flaky, and is reported as flaky.
 
-Only runs with several workers (`pytest -n`) and runs beside other runs (`--beside-others`) do this, and only for
-MAX_FLAKY failures or fewer. A flaky test is printed as FLAKY with its first failure, and is a defect to be mended next.
-A test that fails again, or more failures, fail the run. tests/conftest.py imports the hooks.
+This happens only in runs with several workers (`pytest -n`) and in runs beside other runs (`--beside-others`), and only
+if at most MAX_FLAKY tests failed. A flaky test is printed as FLAKY with its first failure. It is a defect to be fixed
+next. The run fails if a test fails again, or if more tests failed. tests/conftest.py imports the hooks.
 
-If the environment variable FLAKY_FILE names a file, MAX_FLAKY counts for all runs that have this file, as those of
-`.ci/run`: each run appends its flaky tests, and fails if the file then has more than MAX_FLAKY.
+If the environment variable FLAKY_FILE names a file, MAX_FLAKY is the limit for all runs with the same file together,
+such as the runs of `.ci/run`. Each run appends its flaky tests to the file, and fails if the file then has more than
+MAX_FLAKY.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter, exitstatus: int,
 
 
 def counted(flaky: Sequence[str]) -> int:
-    """Append the flaky tests to the file that runs share. Returns how many it has then; without a file, their number.
-    Runs beside each other may append at the same time: the last one sees all."""
+    """Append the flaky tests to the file that the runs share, and return the number of tests in the file. Without a
+    file, or if `flaky` is empty, return the length of `flaky`. If runs append at the same time, the count of the last
+    run includes all tests."""
     if not flaky or not (name := os.environ.get(FLAKY_FILE)):
         return len(flaky)
     with open(name, "a", encoding="utf-8") as file:
@@ -81,7 +83,8 @@ def counted(flaky: Sequence[str]) -> int:
 
 
 def passes_alone(test: str, config: pytest.Config) -> bool:
-    """Run one test in a process of its own, with the options of this run that choose what a test does."""
+    """Run one test in a new process, with the options of this run that change the test: the filters of warnings and the
+    profile of Hypothesis. Returns True if the test passes."""
     command = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", test]
     for warning in config.option.pythonwarnings or ():
         command += ["-W", warning]

@@ -1,4 +1,4 @@
-"""Heads and bodies of Google calls, and a client's reading of replies, for the tests of that dialect."""
+"""The Gemini dialect in tests: short forms for requests and messages, and readers of streams."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def stream(request: ModelRequest, steps: list[Delta], done: Completion) -> bytes
 
 
 def chunks(written: bytes, *, events: bool) -> list[Any]:
-    """A stream's chunks as a client reads them."""
+    """Return the chunks of a stream, as a client reads them: server-sent events, or one JSON array."""
     if not events:
         return list(json.loads(written))
     lines = [line for line in written.split(b"\n") if line]

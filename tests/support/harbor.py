@@ -1,5 +1,5 @@
-"""A client and a server of Harbor's run API, written from the contract alone: they refuse unknown and missing
-fields."""
+"""A client and a server of Harbor's run API, written from the API's contract and not from Outrider's code. Both refuse
+unknown and missing fields."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RunStatus(Strict):
 def task_folder(
     folder: Path, *, toml: str = OFFLINE, test: str = REWARDS, instruction: str = "Write the answer.\n"
 ) -> Path:
-    """A Harbor task whose tests write two rewards."""
+    """Write a Harbor task into `folder`, and return the folder. By default, the task's tests write two rewards."""
     (folder / "tests").mkdir(parents=True)
     (folder / "task.toml").write_text(toml)
     (folder / "instruction.md").write_text(instruction)
@@ -75,7 +75,7 @@ def task_folder(
 
 
 def packed(folder: Path) -> bytes:
-    """The folder under its own name, as tar.gz."""
+    """Return a tar.gz archive of the folder. The paths in the archive begin with the folder's name."""
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w:gz") as archive:
         archive.add(folder, folder.name)
@@ -83,7 +83,7 @@ def packed(folder: Path) -> bytes:
 
 
 class HarborClient:
-    """The recipe's client of a run server."""
+    """A client that calls a run server as verl's recipe does."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None) -> None:
         self.http = http
@@ -103,7 +103,7 @@ class HarborClient:
             return reply.status, await reply.read()
 
     async def run(self, metadata: Any, archive: bytes) -> AgentRunResponse:
-        """Run and wait in one request."""
+        """Start a run and wait for its end, in one request."""
         code, body = await self.post("/api/v1/runs", metadata, archive)
         assert code == 200, body
         return AgentRunResponse.model_validate_json(body)
@@ -132,7 +132,7 @@ class HarborClient:
 
 
 class AgentSpec(Strict):
-    """What a run server reads of an agent."""
+    """The fields of an agent that a run server accepts."""
 
     name: str | None = None
     import_path: str | None = None
@@ -164,11 +164,13 @@ class AgentRunRequest(Strict):
 
 
 Work = Callable[[AgentRunRequest, dict[str, bytes]], Awaitable[dict[str, Any]]]
-"""What a run does, given its request and the files of its task by path: it returns the fields of its response."""
+"""Function that carries out a run. It gets the request and the contents of the task's files by path, and returns fields
+of the response."""
 
 
 class HarborServer:
-    """A run server. The status of a run is a 404 for the first `late` looks at it."""
+    """A run server. The first `late` requests for the status of a run get a 404. While `down` is set, requests for a
+    status get a 503. While `results_lost` is set, requests for a result get a 404."""
 
     def __init__(self, work: Work, *, late: int = 1) -> None:
         self.work = work

@@ -1,4 +1,4 @@
-"""A node that joins a service over a WebSocket and sends whatever a test tells it to send."""
+"""A node that joins a service over a WebSocket and sends the messages that a test writes, valid or not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hello(**fields: Any) -> NodeHello:
 
 
 def report(capacity: int = 8, **fields: Any) -> Report:
-    """The report of a node with this capacity."""
+    """Return the report of a node with room for `capacity` sessions."""
     lane = LaneStats(name="run", size=capacity, in_use=0, waiting=0, served=0, waited_seconds=0.0)
     resources = ResourceStats(cpus=CAPACITY.cpus, memory_mb=CAPACITY.memory_mb)
     stats: dict[str, Any] = {"name": "x", "sessions": 0, "capacity": capacity, "lanes": (lane,), "resources": resources}
@@ -61,7 +61,7 @@ class HostileNode:
     @classmethod
     @asynccontextmanager
     async def joined(cls, url: str, name: str = "bad", *, capacity: int = 8, ready: bool = True) -> AsyncIterator[Self]:
-        """A node that has joined and, unless `ready` is false, has room for sessions."""
+        """Yield a node that has joined. Unless `ready` is false, the node has also reported room for sessions."""
         async with cls.dialled(url, name) as node:
             await node.send_bytes(encode(hello()))
             WELCOME.decode(await node.receive_bytes())
@@ -72,7 +72,7 @@ class HostileNode:
     @classmethod
     @asynccontextmanager
     async def dialled(cls, url: str, name: str = "bad", **options: Any) -> AsyncIterator[Self]:
-        """A node that is connected and has sent nothing."""
+        """Yield a node that is connected and has sent nothing."""
         async with (
             aiohttp.ClientSession() as session,
             session.ws_connect(f"{url}/v1/nodes/{name}/join", max_msg_size=0, **options) as websocket,
@@ -109,7 +109,7 @@ class HostileNode:
                 return TO_NODE.decode(frame)
 
     async def given(self) -> CallRequest[RunAttempt]:
-        """The next attempt that it is given."""
+        """Return the service's next call that starts an attempt. All other messages are skipped."""
         while not (isinstance(message := await self.hear(), CallRequest) and isinstance(message.request, RunAttempt)):
             pass
         return message

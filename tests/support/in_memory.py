@@ -1,5 +1,6 @@
-"""Temporary files of the tests in memory, where this is allowed: on a disk, the commits of a thousand stores take a
-third of the processor time of the fast tests, and more of the wait. TMPDIR=/tmp keeps what a failed test has left."""
+"""Keeps the tests' temporary files in memory, if this process may mount a file system. On a disk, the commits of a
+thousand stores take a third of the fast tests' processor time, and a larger share of their duration. With TMPDIR=/tmp,
+the files of a failed test are kept."""
 
 from __future__ import annotations
 
@@ -13,15 +14,20 @@ import pytest
 from outrider.sandbox.runtimes.guest.isolation import syscalls
 
 ROOM = 8 << 20
-"""The KiB of memory that must be free. The fast tests write some hundred megabytes, the deep ones about 4 gigabytes."""
+"""Memory in KiB that must be available, and size of the file system. The fast tests write some hundred megabytes, the
+deep tests about 4 gigabytes."""
 MS_SLAVE = 1 << 19
-"""Other processes do not see the mounts of this process, but this process sees theirs."""
+"""Flag of mount(2): later mounts of other processes appear in this process, but its own mounts do not appear in other
+processes."""
 
 
 def use_memory(config: pytest.Config) -> None:
-    """Mount the folder of temporary files for this process, its workers, and what they start. No other process sees
-    it, and it ends with them. Needs root. Real programs, such as container engines, would not see it, so their tests
-    stay on the disk."""
+    """Mount a file system in memory as the folder of temporary files. The mount exists only for this process and the
+    processes that it starts, and ends with them. Needs root.
+
+    The tests with real programs use the disk, because programs such as container engines run outside this process and
+    could not open the files.
+    """
     if "TMPDIR" in os.environ or "not real" not in config.option.markexpr or free_memory() < ROOM:
         return
     folder = tempfile.mkdtemp(prefix="o-")
@@ -37,7 +43,7 @@ def use_memory(config: pytest.Config) -> None:
 
 
 def free_memory() -> int:
-    """In KiB, of the machine or, if that is less, of the container's limit."""
+    """Return the machine's available memory in KiB, or the memory limit of the container if that is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     [free] = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     limit = Path("/sys/fs/cgroup/memory.max")  # in a container only

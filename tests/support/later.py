@@ -1,7 +1,7 @@
-"""Large packages that only a few tests use. Each is imported when a test first uses it.
+"""Large packages that only a few tests use. Each package is imported at its first use.
 
-Every worker of pytest collects all tests. At the top of their files, these imports took half of the processor time of a
-collection.
+Every worker of pytest collects all tests. When these imports were at the top of the test files, they took half of the
+processor time of a collection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Later:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # pytest asks every name in a file of tests for some of these
+        if attribute.startswith("_"):  # pytest looks up such attributes of every name in a test file
             raise AttributeError(attribute)
         return getattr(import_module(self._name), attribute)
 

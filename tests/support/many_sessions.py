@@ -1,4 +1,4 @@
-"""Makes a data folder with very many sessions, by copying the rows of one finished group."""
+"""Fills a data folder with a large number of sessions, by copying the rows of one finished group."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def multiply(data: Path, group_id: str, copies: int) -> None:
-    """Copy a group with its sessions and turns, without events. The copies are older than the group, each by a second
-    more than the one before."""
+    """Copy the rows of a group and its sessions, without turns and events. Copy number `n` is `n` seconds older than
+    the group."""
     with closing(sqlite3.connect(data / "outrider.sqlite3")) as database, database:
 
         def columns(table: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The Messages dialect in tests: events of a stream, checked against the official client's strict types."""
+"""The Messages dialect in tests: the official client's type of streamed events, for strict checks."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from support.later import anthropic
 
 @cache
 def event() -> TypeAdapter[Any]:
-    """The official client's type of all events."""
+    """Return an adapter for the official client's type of all events."""
     return TypeAdapter(anthropic.types.RawMessageStreamEvent)

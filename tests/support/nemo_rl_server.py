@@ -1,8 +1,8 @@
 """A server with the routes and the rules of NeMo RL's vLLM workers, for tests of the engine kind `openai`.
 
-Written after `nemo_rl.models.generation.vllm.vllm_worker_async` (August 2026): it has `/v1/chat/completions` and
-`/tokenize` alone, refuses sampling that is not the trainer's, renders the messages itself, and replaces the beginning
-of a prompt by `required_prefix_token_ids` up to the last end token of the history.
+Follows `nemo_rl.models.generation.vllm.vllm_worker_async` (August 2026). The server has only `/v1/chat/completions` and
+`/tokenize`. It refuses sampling parameters other than the trainer's. It renders the messages itself, and then replaces
+the beginning of the prompt, up to the end token of the last assistant message, by `required_prefix_token_ids`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ CONTEXT = 4096
 
 
 class NemoRLServer:
-    """Replies `said` to every request, with an id for each byte, so that the rendered reply has other ids."""
+    """Replies `said` to every request. The reply is sampled as one id per letter, so its ids differ from the ids of the
+    rendered message."""
 
     def __init__(self, tokenizer: Tokenizer, *, said: str = "hello world", temperature: float = 0.5) -> None:
         self._tokenizer = tokenizer

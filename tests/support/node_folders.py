@@ -1,4 +1,4 @@
-"""A test's own temporary folder in place of the system's, and the folders that killed nodes leave in it."""
+"""A temporary folder for one test in place of the system's, and folders as killed nodes leave them there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def dead_folder(temporary: Path, name: str) -> Path:
-    """Make the folder that a killed node leaves: its lock is free."""
+    """Make a folder as a killed node leaves it: the lock file exists, but no process holds the lock."""
     folder = temporary / name
     (folder / "s-1-1").mkdir(parents=True)
     (folder / LOCK).touch()

@@ -6,11 +6,12 @@ from math import nan
 from typing import Any
 
 ODD: list[Any] = [None, True, -1, 2**63, 1e308, nan, "", "x" * 300, "../../x", b"", b"123", [], {}, [[]] * 50, {"": 1}]
-"""Values that replace others."""
+"""The invalid values."""
 
 
 def mutated(thing: Any, at: int, odd: Any) -> Any:
-    """A copy of `thing` with one value replaced by `odd`: value number `at`, counted through all levels."""
+    """Return a copy of `thing` in which value number `at` is `odd`. The values of all levels are counted, depth first,
+    `thing` itself as 0. The values of keys named `type` are not counted."""
     count = at
 
     def walk(value: Any) -> Any:

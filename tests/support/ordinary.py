@@ -1,4 +1,4 @@
-"""Runs tests again as an unprivileged user of this machine, where the tests themselves run as root."""
+"""Runs tests a second time as an unprivileged user of this machine, if the tests run as root."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def ordinary_user(*readable: str | Path) -> Iterator[str]:
-    """A new user for the length of the block, who can read these files. Skips the test if that is impossible."""
+    """Create a user, yield the name, and remove the user at the end of the block. Skips the test if the tests do not
+    run as root, or if the user cannot read this file and the files `readable`."""
     if os.geteuid() != 0:
         pytest.skip("this is an ordinary user already")
     remove = ["userdel", "--remove", USER]
@@ -39,8 +40,9 @@ def ordinary_user(*readable: str | Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def python_of(user: str, *before: str, **environment: str) -> Iterator[list[str]]:
-    """The command of an interpreter that has our packages, run as `user` by the program `before` with this environment.
-    The interpreter is the portable one, because ours may be in a folder that only root can read."""
+    """Yield a command that runs a Python with our packages as `user`, with the variables `environment`. `before` is a
+    command that starts the Python, such as `srun`. The Python is a copy of the portable interpreter, because our own
+    interpreter may be in a folder that only root can read."""
     with tempfile.TemporaryDirectory(prefix="outrider-user-") as shared:
         os.chmod(shared, 0o755)
         python = shutil.copytree(portable_python(), Path(shared, "python"), symlinks=True) / "bin/python3"
@@ -59,15 +61,16 @@ def python_of(user: str, *before: str, **environment: str) -> Iterator[list[str]
 
 
 def find_own_libraries(python: Path) -> None:
-    """Make this copy of Python find its libraries beside itself, so that it needs no loader and can be started as
-    `sys.executable`. The path that was linked in may be a folder that only root can read."""
+    """Replace the library path that is linked into this copy of Python by a path relative to the program. The linked
+    path may be a folder that only root can read. With the relative path, the program needs no loader and can be started
+    as `sys.executable`."""
     told, beside = f"\0{sysconfig.get_config_var('LIBDIR')}\0".encode(), b"\0$ORIGIN/../lib\0"
     if len(beside) <= len(told):
         python.write_bytes(python.read_bytes().replace(told, beside.ljust(len(told), b"\0")))
 
 
 def run_tests(python: Sequence[str], tests: Sequence[str], *options: str, seconds: float) -> str:
-    """Run tests with this interpreter and return pytest's output."""
+    """Run tests with this interpreter, check that they pass, and return pytest's output."""
     command = [*python, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
     command += [str(ROOT / "tests" / test) for test in tests]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds, check=False)

@@ -1,5 +1,5 @@
-"""A service for tests of the page: an agent program in sandboxes with sub-agents, a compaction, a side call, images and
-files; scripted replies that differ from sample to sample; a group with hostile content; a group that waits."""
+"""A service for tests of the page. Its agent program runs in sandboxes and has sub-agents, a compaction, a side call
+and files. The scripted replies differ from sample to sample. One of the two groups has hostile content."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WRONG = "sed -i 's/def parse/def parse_all/' parser.py && python3 test_parser.py
 
 
 def rules() -> list[str | dict[str, Any]]:
-    """The replies by what the end of the prompt has; the first that fits is given."""
+    """Return the script of the engine: the first reply whose `when` is in the end of the prompt is given."""
     return [
         {"when": "Generate a title", "reply": say("Fix the parser")},
         {"when": "Wait for me", "reply": say("I wait until somebody ends this group."), "stall": 4},
@@ -109,7 +109,7 @@ def task(instruction: str, **fields: Any) -> dict[str, Any]:
 
 
 class PacedEngine(ScriptedEngine):
-    """Samples a token in PACE seconds, so that model calls take time."""
+    """A scripted engine that takes PACE seconds for each chunk, so that model calls take time."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(super().generate(request)) as chunks:
@@ -119,7 +119,7 @@ class PacedEngine(ScriptedEngine):
 
 
 class PageWorld(NamedTuple):
-    """The service's URL, its engine, a client, and the ids of the groups that were submitted."""
+    """The service's URL, its engine, a client, and the ids of the two submitted groups."""
 
     url: str
     engine: ScriptedEngine
@@ -130,7 +130,7 @@ class PageWorld(NamedTuple):
 
 @asynccontextmanager
 async def page_world(tmp_path: Path, **settings: Any) -> AsyncIterator[PageWorld]:
-    """A service whose groups `parsers` and `hostile` are done."""
+    """Yield a service whose groups `parsers` and `hostile` are done."""
     words = re.sub(r"[^\x20-\x7e\n]", "", AGENT + PARSER + CHECK + " ".join(str(each) for each in rules()))
     folder = tmp_path / "page-tokenizer"
     folder.mkdir()

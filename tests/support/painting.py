@@ -1,4 +1,4 @@
-"""An agent that sends a picture that browsers can show, one that they cannot, and one by its address."""
+"""An agent that sends three images: one that browsers can show, one that browsers cannot show, and one by URL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.pictures import ADDRESS, PNG
 
 
 def picture(width: int = 200, height: int = 80) -> bytes:
-    """A PNG with a gradient."""
+    """Return a PNG with a gradient."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -9,7 +9,8 @@ from typing import Any
 
 
 def pdf(pages: Sequence[str], *, size: tuple[float, float] = (300, 200), shift: int = 0) -> bytes:
-    """A PDF with a line of text on each page. `shift` moves the lines, so that the same texts make another file."""
+    """Return a PDF with a line of text on each page. `shift` moves the lines, so the same texts can make different
+    files."""
     kids = " ".join(f"{4 + 2 * number} 0 R" for number in range(len(pages)))
     objects = [
         b"<< /Type /Catalog /Pages 2 0 R >>",
@@ -28,7 +29,7 @@ def pdf(pages: Sequence[str], *, size: tuple[float, float] = (300, 200), shift: 
 
 
 def written(objects: Sequence[bytes]) -> bytes:
-    """A PDF of these objects, numbered from 1; the first is the catalogue."""
+    """Return a PDF of these objects, which are numbered from 1. The first object is the catalogue."""
     file = b"%PDF-1.7\n"
     places = []
     for number, item in enumerate(objects, 1):
@@ -42,7 +43,8 @@ def written(objects: Sequence[bytes]) -> bytes:
 
 
 def drawn_for_ever(commands: int) -> bytes:
-    """A PDF of a few kilobytes with one page of so many large transparent figures, which take minutes to draw."""
+    """Return a PDF of a few kilobytes with one page. The page has `commands` large transparent figures, which take
+    minutes to draw."""
     figure = b"/G gs 0 0 14000 14000 re f 0 0 m 14000 9000 100 9000 9000 100 c 10 14000 l f\n"
     content = zlib.compress(figure * commands, 9)
     return written(
@@ -57,7 +59,7 @@ def drawn_for_ever(commands: int) -> bytes:
 
 
 def block(dialect: str, data: bytes) -> dict[str, Any]:
-    """A document in a dialect's message or tool result."""
+    """Return a document as a part of a message or tool result of the dialect."""
     encoded = base64.b64encode(data).decode()
     url = f"data:application/pdf;base64,{encoded}"
     match dialect:

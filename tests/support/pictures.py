@@ -55,8 +55,8 @@ def _gemini(shown: Sequence[str]) -> dict[str, Any]:
 
 
 def bodies(dialect: str) -> list[dict[str, Any]]:
-    """Two requests of one conversation: the user sends PNG, then, after the reply, PNG again and the image at
-    ADDRESS."""
+    """Return two requests of one conversation. In the first, the user sends PNG. In the second, after the reply, the
+    user sends PNG again and the image at ADDRESS."""
     first, again = [_DATA_URL], [_DATA_URL, ADDRESS]
     said = {"role": "assistant", "content": SAID}
     match dialect:
@@ -73,7 +73,7 @@ def bodies(dialect: str) -> list[dict[str, Any]]:
 
 
 def result_body(dialect: str) -> dict[str, Any]:
-    """A request in which PNG is the result of a tool call, as a screenshot is."""
+    """Return a request in which PNG is the result of a tool call, like a screenshot."""
     match dialect:
         case "chat":
             call = {"id": "call_1", "type": "function", "function": {"name": "screenshot", "arguments": "{}"}}
@@ -109,15 +109,15 @@ COUNTED = "/v1/messages/count_tokens"
 
 
 class Shower:
-    """An agent that makes the calls of `bodies` over HTTP, or the call of `result_body`. Any status but 200 is an
-    error."""
+    """An agent that makes the calls of `bodies` over HTTP, or with the option `result` the call of `result_body`. A
+    status other than 200 is an error."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._dialect: str = options["dialect"]
         self._bodies = [result_body(self._dialect)] if options.get("result") else bodies(self._dialect)
 
     async def init(self, context: HarnessContext) -> None:
-        """Nothing: the agent needs nothing in the sandbox."""
+        """The agent needs nothing in the sandbox."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         async with aiohttp.ClientSession() as http:
@@ -130,7 +130,7 @@ class Shower:
 
 
 def seen_by_the_grader(outcome: Outcome) -> float:
-    """The number of images in the transcript whose bytes reached the grader."""
+    """Return the number of images in the transcript whose bytes reached the grader unchanged."""
     return sum(image.data == PNG for message in outcome.transcript for image in images_in(message))
 
 
@@ -156,8 +156,8 @@ def _answer(prompt: list[int], output: list[int], *, captured: bool) -> Answer:
 async def picture_service(
     tmp_path: Path, *, sessions: int = 1, captured: bool = True
 ) -> AsyncIterator[tuple[Service, str, Upstream]]:
-    """The service, its URL and its upstream, which records requests. It has responses for so many sessions in
-    sequence."""
+    """Yield the service, its URL, and the upstream server, which records requests. The upstream has replies for
+    `sessions` sessions, which must run one after another. Without `captured`, its replies have no token ids."""
     answers = [_answer(*ids, captured=captured) for ids in CONVERSATION] * sessions
     async with upstream(*answers, pages=PAGES) as (server_url, server):
         engine = EngineSpec(kind="openai", name="sees", url=server_url, options={"ids": captured})
@@ -167,6 +167,6 @@ async def picture_service(
 
 
 def png(width: int, height: int) -> bytes:
-    """The beginning of a PNG: 33 bytes, with the size and no pixels."""
+    """Return the first 33 bytes of a PNG, with the size but without pixels."""
     head = struct.pack(">II", width, height) + b"\x08\x06\0\0\0"
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(head)) + b"IHDR" + head + bytes(4)

@@ -1,5 +1,5 @@
-"""A client of Polar, written from the facts about its wire format alone. It refuses unknown and missing fields, and
-values of other types."""
+"""A client of Polar, written from Polar's wire format and not from Outrider's code. It refuses unknown fields, missing
+fields, and values of other types."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class Refused(Exception):
 
 
 class PolarClient:
-    """Calls the routes of Polar at `url`. Raises `Refused` for a refusal."""
+    """Calls the routes of Polar at `url`. Raises `Refused` if the status is not 200."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self._url = url
@@ -295,7 +295,7 @@ class PolarClient:
         return TypeAdapter(list[GatewayNodeInfo]).validate_json(await self.text("GET", "/nodes"))
 
     async def events(self, path: str = "/events", **headers: str) -> Any:
-        """Yield the names, ids and data of the events."""
+        """Yield the name, id and data of each event."""
         async with self._http.get(f"{self._url}{path}", headers=headers) as reply:
             assert (reply.status, reply.content_type) == (200, "text/event-stream")
             fields: dict[str, str] = {}

@@ -19,7 +19,7 @@ import pytest
 USER = "outrider"
 READY = "database system is ready to accept connections"
 SETTINGS = {
-    "fsync": "off",  # killing the server loses nothing without fsync; only a crash of the machine would
+    "fsync": "off",  # without fsync, data is lost only if the machine crashes, not if the server is killed
     "shared_buffers": "16MB",
     "max_connections": "50",
     "autovacuum": "off",
@@ -57,17 +57,18 @@ class PostgresqlServer:
                 if READY in line:
                     return
             self.kill()
-            # The child processes of a killed server end a moment after the server.
+            # A killed server's child processes exit shortly after the server. Until then, the data folder is in use.
             assert "still in use" in "".join(lines), "".join(lines)
 
     @property
     def pid(self) -> int:
-        """Process id of the server's first process."""
+        """Id of the server's first process."""
         assert self._process is not None
         return self._process.pid
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Stop the server: SIGKILL is a crash, SIGINT is an operator's stop that does not wait for clients."""
+        """Stop the server. SIGKILL acts like a crash, SIGINT like a stop by an operator that does not wait for
+        clients."""
         assert self._process is not None
         self._process.send_signal(number)
         self._process.wait()
@@ -75,7 +76,7 @@ class PostgresqlServer:
 
     @staticmethod
     def _read(process: subprocess.Popen[str], said: queue.SimpleQueue[str | None]) -> None:
-        """Read the log to its end: a server whose log is not read blocks."""
+        """Read the log to its end, because a server blocks if its log is not read."""
         assert process.stderr is not None
         with process.stderr as log:
             for line in log:
@@ -118,21 +119,21 @@ class PostgresqlServer:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def _command(self, program: str) -> list[str]:
-        """The command of a program, run as an unprivileged user because the server refuses root, and killed with the
-        tests."""
+        """Return the command for a program. The program runs as an unprivileged user, because the server refuses root,
+        and is killed when its parent thread ends."""
         user = ["--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.geteuid() == 0 else []
         return ["setpriv", *user, "--pdeathsig=KILL", str(self._programs / program)]
 
 
 def programs() -> Path | None:
-    """The folder of the newest installed version's programs."""
+    """Return the folder with the programs of the newest installed version, or None."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
     return found[-1].parent if found else None
 
 
 @contextmanager
 def postgresql_server(settings: dict[str, str] = SETTINGS) -> Iterator[PostgresqlServer]:
-    """A started server. Skips the test on machines without PostgreSQL."""
+    """Yield a running server. Skips the test on machines without PostgreSQL."""
     folder = programs()
     if folder is None:
         pytest.skip("no PostgreSQL server here (Debian and Ubuntu: apt-get install postgresql)")

@@ -1,4 +1,5 @@
-"""A strict client of ProRL Agent's server, written from its contract alone: unknown and missing fields are errors."""
+"""A strict client of ProRL Agent's server, written from the server's contract and not from Outrider's code. Unknown and
+missing fields are errors."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ M = TypeVar("M", bound=Strict)
 
 
 class Declined(Exception):
-    """The server replied with another status than 200."""
+    """The server's reply has a status other than 200."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(f"{status}: {detail}")

@@ -1,6 +1,6 @@
 """The scripted engine with a record of its prompts and outputs.
 
-Invariant: each record is made by the engine before any reader receives the chunk.
+Invariant: the engine records a chunk before any reader receives the chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.trajectory import FinishReason, Ids, pack_ids, pack_logprobs
 
 
 class Given(msgspec.Struct):
-    """One generation by the engine's own record. `prompt` and `sampled` are ids."""
+    """The engine's own record of one generation. `prompt` and `sampled` are token ids."""
 
     prompt: Ids
     version: int
@@ -26,19 +26,19 @@ class Given(msgspec.Struct):
     finish: FinishReason | None = None
 
     def packed(self) -> tuple[bytes, bytes, bytes]:
-        """Prompt, output and log-probabilities, packed as in turns."""
+        """Return the prompt, the output and the log-probabilities, packed as in turns."""
         return pack_ids(self.prompt), pack_ids(self.sampled), pack_logprobs(self.logprobs)
 
     def leads_to(self, other: Given) -> bool:
-        """Whether the other prompt begins with all ids of this generation."""
+        """Return True if the prompt of `other` begins with all ids of this generation, prompt and output."""
         whole = [*self.prompt.tolist(), *self.sampled]
         return bool(other.prompt[: len(whole)].tolist() == whole)
 
 
 class RecordingEngine(ScriptedEngine):
-    """The scripted engine, with a record of every generation in the order of their starts."""
+    """The scripted engine, with a record of each generation in `given`, in the order of their starts."""
 
-    constraints = frozenset(ConstraintKind) - {ConstraintKind.TOOL_CALLS}  # drawn replies keep no choice of tools
+    constraints = frozenset(ConstraintKind) - {ConstraintKind.TOOL_CALLS}  # random replies do not obey a tool choice
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)

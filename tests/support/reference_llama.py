@@ -1,4 +1,5 @@
-"""The policy's forward pass, implemented a second time: unfused, uncached, one sequence, straight from the papers."""
+"""A second implementation of the policy's forward pass, straight from the papers: one sequence at a time, without a
+cache and without fused operations."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from support.later import torch
 
 
 class ReferenceLlama:
-    """The published weights in float64, so that all the error measured is the engine's."""
+    """The model with the published weights in float64, so any measured error is the engine's."""
 
     def __init__(self, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
         from safetensors.torch import load_file  # here: it imports torch
@@ -20,7 +21,7 @@ class ReferenceLlama:
         self.state = {name: tensor.double() for name, tensor in published.items()}
 
     def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
-        """The raw log-probability of each output token after the prompt."""
+        """Return the raw log-probability of each output token after the prompt."""
         ids = [*prompt, *output]
         table = self.logits(ids).log_softmax(dim=-1)
         first = len(prompt) - 1
@@ -68,7 +69,8 @@ class ReferenceLlama:
         return self._linear(f"{name}.self_attn.o_proj", torch.cat(mixed, dim=-1))
 
     def _turn(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotary position embedding as complex multiplication: element i pairs with element i + dim / 2."""
+        """Apply the rotary position embedding as a complex multiplication. Element i is paired with element
+        i + dim / 2."""
         tokens, _, dim = x.shape
         speed = self.config["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         angle = torch.arange(tokens, dtype=torch.float64)[:, None, None] * speed

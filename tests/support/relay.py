@@ -19,12 +19,14 @@ from outrider.wire.http_server import Receive, Scope, Send
 
 AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 ROUNDS = 5
-"""More rounds of the event loop than asyncio takes from accepting a connection to reporting it."""
+"""Number of rounds of the event loop before a server is closed. asyncio needs fewer rounds between accepting a
+connection and reporting it."""
 
 
 @asynccontextmanager
 async def relay_served(engine: RelayEngine) -> AsyncIterator[str]:
-    """The URL for the engine's workers. At the end their connections are cut, as when a service is killed."""
+    """Serve the engine, and yield the URL for its workers. At the end, their connections are cut, as they are when a
+    service is killed."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         websocket = WebSocket(scope, receive, send)
@@ -36,9 +38,9 @@ async def relay_served(engine: RelayEngine) -> AsyncIterator[str]:
 
 
 class CuttingProxy:
-    """A proxy that forwards TCP connections to `target`. Each of the first `cuts` connections is cut after a random
-    number of bytes below `most`, in both directions at once, possibly within a message. While `closed`, it accepts
-    none."""
+    """A proxy that forwards TCP connections to `target`. Each of the first `cuts` connections is cut, in both
+    directions at once, after a random number of bytes below `most`, possibly within a message. While `closed` is set,
+    new connections are closed at once."""
 
     def __init__(self, target: str, *, cuts: int = 0, most: int = 1, seed: int = 0) -> None:
         self.target = target
@@ -58,7 +60,7 @@ class CuttingProxy:
                 task = group.create_task(self._forward(reader, writer))
                 self._open.add(task)
                 task.add_done_callback(self._open.discard)
-                # A callback, because a task that is cancelled at once runs none of its own code.
+                # A callback, because a task that is cancelled before its first step runs none of its own code.
                 task.add_done_callback(lambda _: writer.transport.abort())
 
             server = await asyncio.start_server(accept, "127.0.0.1", 0)

@@ -1,4 +1,5 @@
-"""The Responses dialect in tests: requests in short form, readers of streams, and replies as clients send them back."""
+"""The Responses dialect in tests: short forms of requests, readers of streams, and replies as clients send them
+back."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def parse(memory: Memory | None = None, **fields: Any) -> ModelRequest:
 
 
 def read(*items: Any, **fields: Any) -> list[Message]:
-    """The messages that these items are parsed to."""
+    """Return the messages that the dialect parses from these items."""
     return messages_of(parse(input=list(items), **fields))
 
 
@@ -67,14 +68,14 @@ def completion(
 
 
 def replied(request: ModelRequest, done: Completion) -> dict[str, Any]:
-    """The non-streamed reply, checked against the official client's strict types."""
+    """Return the non-streamed reply, and check it strictly against the official client's types."""
     whole: dict[str, Any] = json.loads(DIALECT.reply(request, done))
     openai.types.responses.Response.model_validate(whole, strict=True)
     return whole
 
 
 def streamed(request: ModelRequest, done: Completion, steps: Sequence[Delta] | None = None) -> list[dict[str, Any]]:
-    """The events of the same call, streamed. The reply comes in one step unless `steps` are given."""
+    """Return the events of the streamed reply. The reply is streamed in one step unless `steps` are given."""
     if steps is None:
         steps = [Delta(text=done.reply.content, reasoning=done.reply.reasoning or "")]
     writer = DIALECT.stream(request)
@@ -84,8 +85,8 @@ def streamed(request: ModelRequest, done: Completion, steps: Sequence[Delta] | N
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
-    """The events of a stream. Checks that each is named by its type, numbered in order and known to the official
-    client."""
+    """Return the events of a stream. Checks that each event is named by its type, numbered in order, and valid for the
+    official client."""
     *blocks, rest = stream.decode().split("\n\n")
     assert rest == ""
     found: list[Any] = []
@@ -103,14 +104,15 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 
 @cache
 def _event_kinds() -> dict[str, type[BaseModel]]:
-    """The official client's classes of events by their types."""
+    """Return the official client's event classes by event type."""
     kinds = get_args(get_args(openai.types.responses.ResponseStreamEvent)[0])
     return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in kinds}
 
 
 def echo(output: Sequence[dict[str, Any]], reasoning: str = "keep", *, ids: bool = True) -> list[dict[str, Any]]:
-    """A reply's items as clients send them back: arguments re-serialized; reasoning kept, dropped ("drop") or only
-    sealed ("sealed"); with or without the items' ids and states."""
+    """Return the items of a reply as clients send them back. Arguments are serialised again. Reasoning is kept
+    ("keep"), dropped ("drop"), or kept only as its sealed text ("sealed"). Without `ids`, the items have no ids and
+    states."""
     echoed = []
     for item in output:
         sent = dict(item) if ids else {key: value for key, value in item.items() if key not in ("id", "status")}

@@ -1,4 +1,4 @@
-"""Samples from the columns of their tokens, as lists of equal length."""
+"""Makes samples from columns of their tokens, which are lists of equal length."""
 
 from __future__ import annotations
 

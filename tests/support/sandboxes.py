@@ -14,7 +14,7 @@ from outrider.spec import RuntimeSpec
 
 @asynccontextmanager
 async def process_sandbox(folder: Path, env: dict[str, str] | None = None) -> AsyncIterator[Runtime]:
-    """A running sandbox below `folder`, with the variables `env`, which is stopped at the end."""
+    """Start a sandbox below `folder` with the environment variables `env`, and stop the sandbox at the end."""
     directory = folder / "sandbox"
     directory.mkdir()
     async with Host(folder) as host:

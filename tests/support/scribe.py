@@ -1,6 +1,6 @@
 """A task whose agent needs no program, and whose sessions are numbered in the order in which they start.
 
-Sessions are counted per task name; the options list the behaviour of the first, second, ... session of that name.
+The sessions of each task name are counted from 0. The options give the behaviour of sessions by their numbers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from outrider.messages import Message, Role
 
 
 class Scribe:
-    """An agent that makes two model calls. Sessions in `fails` raise. Sessions in `rewrites` make a third call with
-    another first reply in the history, which gives them a second row. Sessions in `titles` ask for a title, which no
-    later call shows. `seconds` is how long each of the first sessions takes."""
+    """An agent that makes two model calls. The options `fails`, `rewrites` and `titles` are lists of session numbers.
+
+    - `fails`: these sessions raise an error.
+    - `rewrites`: these sessions make a third call, in whose history the first reply is another one. So they have a
+      second row.
+    - `titles`: these sessions make a last call for a title. No later call contains its reply.
+    - `seconds`: delays of the first sessions before their first call, by session number.
+    """
 
     started: ClassVar[Counter[str]] = Counter()
 
@@ -49,7 +54,8 @@ class Scribe:
 
 
 def grade(outcome: Outcome) -> dict[str, Any]:
-    """The reward of the session's number (the last reward repeats). Rewards of turns and rows are the same for all."""
+    """Return the reward of the session's number; the last reward is repeated. The rewards of turns and rows are the
+    same for all sessions."""
     number = int(outcome.harness.answer or 0)
     options = outcome.task.evaluator.options
     rewards = options["rewards"]
@@ -72,7 +78,7 @@ def scribe_task(
     turns: Mapping[str, float] | None = None,
     rows: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """A task for `Scribe`. The name must be the test's own. A session that fails is not retried."""
+    """Return a task for `Scribe`. No other test may use the same name. A failed session is not retried."""
     sessions = {"fails": list(fails), "rewrites": list(rewrites), "titles": list(titles)}
     options = {"name": name, **sessions, "seconds": list(seconds)}
     return {

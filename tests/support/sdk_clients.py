@@ -1,5 +1,5 @@
-"""The official clients, for servers without TLS. By default a client reads the machine's certificates, which takes 40
-to 150 ms of processor time. No client repeats a call."""
+"""The official clients, for servers without TLS. They do not read the machine's certificates, which would take 40 to
+150 ms of processor time. No client retries a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def anthropic_client(base_url: str, *, api_key: str = "k") -> anthropic.AsyncAnt
 
 
 def google_client(base_url: str, *, api_key: str = "k", **options: Any) -> genai.Client:
-    """`options` are further ones of `genai.types.HttpOptions`."""
+    """Return a client. `options` are further fields of `genai.types.HttpOptions`."""
     unread: dict[str, Any] = dict.fromkeys(("verify", "ssl"), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     http = genai.types.HttpOptions(
         base_url=base_url,

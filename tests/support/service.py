@@ -1,4 +1,4 @@
-"""A live service on the scripted engine, listening on a free port, for tests of the layers above."""
+"""A running service with the scripted engine, which listens on a free port, for tests of the layers above."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ RENDERER = "qwen3"
 
 
 def call(command: str, *, tool: str = "bash", argument: str = "command") -> str:
-    """A reply that calls a tool, in the model's syntax."""
+    """Return a reply that calls a tool, in the model's syntax."""
     return f'<tool_call>\n{{"name": "{tool}", "arguments": {{"{argument}": "{command}"}}}}\n</tool_call>{END}'
 
 
 def say(text: str) -> str:
-    """A reply in plain text, as the model generates it."""
+    """Return a reply in plain text, as the model generates it."""
     return f"{text}{END}"
 
 
 def scripted_engine(tmp_path: Path, replies: Sequence[str | dict[str, Any]], **options: Any) -> ScriptedEngine:
-    """An engine for `running_service`, for tests that stall, kill or inspect the engine."""
+    """Return an engine for `running_service`, for tests that stall, kill or inspect the engine."""
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
     return ScriptedEngine(
         EngineOptions(name="scripted", tokenizer=tokenizer, options={"replies": list(replies)} | options)
@@ -46,7 +46,7 @@ async def running_service(
     engine: ScriptedEngine | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Service, str]]:
-    """The service and its URL; for the arguments see `running_node`."""
+    """Yield a service and its URL. The arguments are those of `running_node`."""
     async with running_node(tmp_path=tmp_path, replies=replies, engine=engine, **settings) as (opened, url):
         yield opened.service, url
 
@@ -59,8 +59,8 @@ async def running_node(
     engine: ScriptedEngine | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Opened, str]]:
-    """The service with its node, and its URL. `replies` are the engine's script, unless an `engine` is given;
-    `settings` are those of `Config`. Data, files and tokenizer live below `tmp_path`."""
+    """Yield a service with its node, and its URL. `replies` are the script of the engine, unless an `engine` is given.
+    `settings` are fields of `Config`. The folders of data, files and tokenizer are below `tmp_path`."""
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
     files = tmp_path / "files"
     files.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Simulated rollouts for the tests of the sampler: prompts, durations and rewards, and a clock that does not wait."""
+"""Simulated rollouts for the tests of the sampler: prompts, durations and rewards, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Task = Mapping[str, Any]
 
 
 LIMIT_SECONDS = 100_000.0
-"""A test that takes longer on its own clock raises TimeoutError; without a limit, a deadlock would spin for ever."""
+"""A test that takes more seconds of the virtual clock raises TimeoutError. Without this limit, a deadlock would spin
+for ever."""
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -33,23 +34,25 @@ def task(number: int) -> Task:
 
 
 def informative(number: int) -> bool:
-    """Which prompts teach something: two thirds of them."""
+    """Return True if the rewards of the prompt's samples differ. Two thirds of the prompts are informative."""
     return number % 3 != 1
 
 
 def even(task: Task, index: int, version: int) -> Played:
-    """Every session takes a second; samples of an informative prompt differ."""
+    """Every session takes one second. The samples of an informative prompt have different rewards."""
     return Played(1.0, float(index % 2 and informative(task["number"])))
 
 
 def heavy_tailed(task: Task, index: int, version: int) -> Played:
-    """Most take a second or two, some a hundred times as long, whether the prompt is informative or not."""
+    """Most sessions take one to two seconds, and some a hundred times as long. The duration does not depend on whether
+    the prompt is informative."""
     draw = random.Random(f"{task['number']}/{index}")
     return Played(min(draw.paretovariate(1.1), 200.0), float(index % 2 and informative(task["number"])))
 
 
 class Holding(SimulatedService):
-    """Calls of the methods in `holds` are answered after `go` is set; `asked` is set by the first of them."""
+    """A service that answers the calls in `holds` only after `go` is set: `submit`, `cancel`, or `group ID`. The first
+    of these calls sets `asked`."""
 
     holds: frozenset[str] = frozenset()
 

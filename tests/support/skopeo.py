@@ -1,4 +1,4 @@
-"""A script that replaces skopeo; its registry has one image."""
+"""A script in place of skopeo, with a registry of one image."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BOTH = (
     'case "${3##*/}" in *:*@*)'
     " echo Docker references with both a tag and digest are currently not supported >&2; exit 1 ;; esac"
 )
-"""The refusal of a reference with both, as the real one's."""
+"""Refuses a reference with both a tag and a digest, with the message of the real skopeo."""
 
 
 def fake_skopeo(folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.0) -> Callable[[], list[str]]:
-    """Put the script first in the PATH and give this test its own cache of images. Its only image is `registry/x`, of
-    any digest, and it takes `seconds` to answer; a minute or more means never. Returns a function that lists the
-    references requested."""
+    """Put the script first in the PATH, and give this test its own cache of images. The only image is `registry/x`,
+    with any digest. The script takes `seconds` to answer, and with 60 or more it never answers. Returns a function that
+    lists the requested references."""
     layout = as_folder(oci_files(), folder / "layout")
     asked = folder / "asked"
     skopeo = folder / "bin" / "skopeo"

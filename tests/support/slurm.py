@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, with keys, ports and folders of its own. Requires root."""
+"""A Slurm cluster of two nodes on this machine, with its own key, ports and folder. Needs root."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PartitionName=tests Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class Slurm:
-    """A running cluster. `environment` is what Slurm's programs need besides the present environment."""
+    """A running cluster. `environment`: the variables that Slurm's programs need in addition to this process's."""
 
     folder: Path
 
@@ -67,14 +67,14 @@ class Slurm:
         return done.stdout
 
     def states(self) -> dict[str, str]:
-        """The jobs that have not ended, by id, with their states."""
+        """Return the states of the jobs that have not ended, by job id."""
         rows = self.run("squeue", "--noheader", "--format=%i %T").splitlines()
         return dict(row.split(maxsplit=1) for row in rows)
 
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Slurm]:
-    """A cluster for the length of the block. Skips the test on machines that cannot run Slurm."""
+    """Start a cluster, and stop it at the end of the block. Skips the test on machines that cannot run Slurm."""
     if os.geteuid() != 0:
         pytest.skip("only root can start a Slurm")
     for program in PROGRAMS:

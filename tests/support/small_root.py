@@ -1,4 +1,4 @@
-"""A root file system of a few programs of this host, with no Python. Nothing is downloaded."""
+"""A root file system with a few programs of this host and without Python. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copy(source: str, target: Path) -> None:
 
 
 def libraries(program: str) -> list[str]:
-    """The paths of a program's libraries. Lines of ldd are `NAME => PATH (ADDRESS)` or `PATH (ADDRESS)`."""
+    """Return the paths of a program's libraries. The lines of ldd are `NAME => PATH (ADDRESS)` or `PATH (ADDRESS)`."""
     told = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
     paths = [line.split("=>")[-1].split("(")[0].strip() for line in told.splitlines()]
     return [path for path in paths if path.startswith("/")]

@@ -18,12 +18,14 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 class StampingEngine:
     """Implements `Engine`, `SetsVersion` and `LoadsWeights`.
 
-    A reply is `length` letters, each the letter of the version that sampled it (a for 0), and the end token. The
-    progress of a reply is read from the prompt, as by a model, so a continued reply is as long as any other.
+    A reply is `length` letters and the end token. Each letter stands for the version that sampled it (a for 0). A
+    generation counts the letters at the end of its prompt as part of the reply, so a reply that is cut and continued is
+    as long as any other.
 
-    `labels`: whether the engine reports spans. `hold` stops all generations once so many tokens were sampled in all,
-    until `release`. `fails` maps operations ("pause", "update_weights", "set_version", "resume") to the errors they
-    raise.
+    - `labels`: True if the engine reports version spans.
+    - `hold`: stops all generations after this many further tokens in total, until `release` is called. `held` is set
+      when a generation stops.
+    - `fails`: the errors that operations raise: "generate", "pause", "update_weights", "set_version", "resume".
     """
 
     mode = TokenMode.TOKENS
@@ -126,7 +128,7 @@ class StampingEngine:
         self._notify()
 
     def restart(self, *, version: int = 0) -> None:
-        """Restart like a process that lost its loaded weights."""
+        """Restart as a new process does, without the weights that were loaded."""
         self._down, self.version = False, version
         self._gate.open()
 

@@ -1,4 +1,4 @@
-"""Thread pools whose report of finished work is delayed: the work is done, but its waiter does not see that yet."""
+"""Thread pools that report finished work late: the work is done, but the code that awaits it has not resumed yet."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 
 class Late(ThreadPoolExecutor):
-    """The completion of the `number`th piece of work is reported once `go` is set; `done` is set when the work is
-    done."""
+    """A pool that reports the completion of the `number`th piece of work only after `go` is set. `done` is set when
+    that work is done."""
 
     def __init__(self, number: int) -> None:
         super().__init__(2)
@@ -37,8 +37,8 @@ def _at_once(work: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 async def cancelled_late(work: Coroutine[Any, Any, object], *, number: int = 1) -> bool:
-    """Run `work` and cancel it when its `number`th thread is done but not yet reported. Returns whether it was
-    cancelled."""
+    """Run `work`, and cancel it when its `number`th call in a thread is done but not yet reported. Returns True if
+    `work` was cancelled."""
     loop, late = asyncio.get_running_loop(), Late(number)
     loop.set_default_executor(late)
     async with asyncio.TaskGroup() as group:

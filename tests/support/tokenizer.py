@@ -1,4 +1,4 @@
-"""A small byte-level BPE with Qwen's special tokens, trained on the spot."""
+"""A small byte-level BPE tokenizer with Qwen's special tokens, trained at run time."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ TEXT = (
 def make_tokenizer(
     special_tokens: Sequence[str] = SPECIAL_TOKENS, text: Sequence[str] = TEXT, vocab_size: int = 512
 ) -> tokenizers.Tokenizer:
-    """Make a tokenizer in which every byte is a token, so that any text encodes. Special tokens have ids from 0, in
-    order."""
+    """Make a tokenizer in which every byte is a token, so that any text can be encoded. The special tokens have the ids
+    from 0, in order."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -62,7 +62,8 @@ def make_tokenizer(
 
 @cache
 def _written() -> tuple[str, Tokenizer]:
-    """The text of tokenizer.json, and a loaded tokenizer, which is kept because later loads reuse its encoder."""
+    """Return the text of tokenizer.json, and a loaded tokenizer. The loaded one is kept, because later loads reuse its
+    encoder."""
     backend = make_tokenizer()
     return backend.to_str(pretty=True), Tokenizer(backend, name_or_path="kept", settings={})
 
@@ -75,7 +76,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def write_other_tokenizer(folder: Path) -> Path:
-    """Write another model's tokenizer: the same special tokens with other ids, and other text tokens."""
+    """Write a tokenizer as of another model: the same special tokens with other ids, and other text tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     made = make_tokenizer(SPECIAL_TOKENS[::-1], ("a judge's verdict: the argument is good, the score is high",), 320)
     (folder / "tokenizer.json").write_text(made.to_str(), encoding="utf-8")

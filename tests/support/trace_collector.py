@@ -1,4 +1,4 @@
-"""An OTLP receiver in this process, and what is true of every trace that it has received."""
+"""An OTLP receiver in this process, and checks of the traces that it received."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector:
-    """An OTLP receiver: the spans that it has taken, by session."""
+    """An OTLP receiver. `requests` are the accepted requests, and `status` is the status of the replies."""
 
     def __init__(self) -> None:
         self.requests: list[ExportTraceServiceRequest] = []
         self.status = 200
         self.refused = ""
-        """The name of a span whose trace is refused for good."""
+        """Requests with a span of this name get a 400, so that the sender does not retry them."""
 
     @property
     def spans(self) -> list[Span]:
@@ -34,7 +34,7 @@ class Collector:
         ]
 
     async def trace(self, *, spans: int = 1) -> list[Span]:
-        """The spans, once there are so many."""
+        """Wait until `spans` spans have been accepted, and return all spans."""
         await until(lambda: len(self.spans) >= spans)
         return self.spans
 
@@ -90,7 +90,8 @@ def attribute(span: Span, name: str) -> Any:
 
 
 def connected(spans: list[Span]) -> Span:
-    """The root of a trace whose other spans all have their parent in the trace, and lie within it."""
+    """Return the root span of a trace. Checks that the parents of all other spans are in the trace, and that all spans
+    lie within the root's time."""
     known = {span.span_id for span in spans}
     assert len(known) == len(spans)
     assert len({span.trace_id for span in spans}) == 1

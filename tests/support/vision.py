@@ -1,4 +1,4 @@
-"""Pictures that decode, and agents that send them in any dialect, as messages and as results of tools."""
+"""Images that can be decoded, and an agent that sends images in any dialect, in messages and in tool results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.pictures import PATHS
 
 
 def picture(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> bytes:
-    """A picture with a gradient that differs by seed."""
+    """Return an image with a gradient, which depends on `seed`."""
     import numpy as np
     from PIL import Image
 
@@ -28,8 +28,8 @@ def picture(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> byt
 
 
 def conversation(dialect: str, turns: Sequence[tuple[str, Sequence[bytes]]], replies: Sequence[str]) -> dict[str, Any]:
-    """A request with user messages of a text and pictures, and the replies between them. A turn with the text "tool" is
-    the result of a call of `screenshot`, which the reply before it has made."""
+    """Return a request with one user message of text and images per turn, and the replies between the turns. A turn
+    with the text "tool" is the result of a call of `screenshot`, and the reply before this turn is the call."""
     messages: list[dict[str, Any]] = []
     for at, (text, pictures) in enumerate(turns):
         if at:
@@ -125,7 +125,7 @@ def _inline(data: bytes) -> dict[str, Any]:
 
 
 def reply_text(dialect: str, body: Mapping[str, Any]) -> str:
-    """The text of a reply, as the client of a dialect reads it."""
+    """Return the text of a reply, as a client of the dialect reads it."""
     match dialect:
         case "chat":
             return body["choices"][0]["message"]["content"] or ""
@@ -142,9 +142,14 @@ REFUSALS: list[str] = []
 
 
 class Looker:
-    """An agent that shows pictures in a conversation: options `dialect` and `turns`, pairs of a text and the seeds of
-    pictures. Each turn sends the whole history. At another status than 200 it ends, and
-    REFUSALS has the reply's text. It also ends after the seconds of the option `patience`."""
+    """An agent that sends images in a conversation.
+
+    Options: `dialect`; `turns`, pairs of a text and a list of images, each given by its seed or as a text whose bytes
+    are sent; `extra`, fields that are added to each request; `patience`, seconds after which the agent ends.
+
+    Each request contains the whole history. After a reply with a status other than 200, the agent appends the status
+    and the text of the reply to REFUSALS, and ends.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._dialect: str = options["dialect"]
@@ -156,7 +161,7 @@ class Looker:
         self._patience: float | None = options.get("patience")
 
     async def init(self, context: HarnessContext) -> None:
-        """Nothing: the agent needs nothing in the sandbox."""
+        """The agent needs nothing in the sandbox."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         with suppress(TimeoutError):

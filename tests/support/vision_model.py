@@ -1,4 +1,4 @@
-"""A tiny vision model with random weights: the folder of a Qwen3-VL model, as transformers and vLLM load it."""
+"""A tiny Qwen3-VL model with random weights, in a folder that transformers and vLLM can load."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_vision_tokenizer(folder: Path) -> None:
 
 
 def write_vision_model(folder: Path, *, context: int = 8192) -> None:
-    """Write the model, of 0.3 million parameters, with random weights."""
+    """Write a model of 0.3 million random parameters, with its tokenizer."""
     import torch
     from tokenizers import Tokenizer
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -93,8 +93,8 @@ def write_vision_model(folder: Path, *, context: int = 8192) -> None:
     )
     torch.manual_seed(0)
     model = Qwen3VLForConditionalGeneration(config).to(torch.float32)
-    # The model prefers some tokens, and samples no special token except the end: a placeholder that the model has
-    # sampled itself is no image, but transformers takes it for one.
+    # Larger weights make some tokens more likely than others. The weights of special tokens other than the end token
+    # are 0, so that the model does not sample an image placeholder, which transformers would treat as an image.
     with torch.no_grad():
         model.lm_head.weight *= 5
         for name in (*VISION, *SPECIAL_TOKENS):

@@ -1,7 +1,8 @@
-"""Checks that a session's record matches the engine's: no token lost, none invented, none with a wrong version.
+"""Compares a session's turns and rows with the engine's own record: no token is missing, added, or labelled with a
+wrong version.
 
-Independent of the dialect. Invariant: only the engine's own record, the stored turns and the rows made of them are
-compared; the token tree is never consulted.
+Independent of the dialect. Invariant: only the engine's record, the stored turns, and the rows made of the turns are
+compared. The token tree is not used.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from support.recording_engine import Given
 
 
 class Audit(msgspec.Struct, frozen=True):
-    """The result of a session: its tokens, and how its requests were joined."""
+    """The result of a session: its counts of tokens and samples, how its requests were joined, and the kinds of its
+    samples."""
 
     tokens: TokenCounts
     samples: int
@@ -60,7 +62,7 @@ def audited(turns: Sequence[Turn], given: Sequence[Given], dice: random.Random) 
 
 
 def _contexts(turns: Sequence[Turn]) -> list[bytes]:
-    """Every turn's whole prompt, packed."""
+    """Return the whole prompt of each turn, packed."""
     contexts: list[bytes] = []
     for turn in turns:
         before = b"" if turn.parent is None else contexts[turn.parent] + turns[turn.parent].output_ids
@@ -82,8 +84,8 @@ def _check_turns(turns: Sequence[Turn], contexts: Sequence[bytes]) -> None:
 
 
 def _check_generations(turns: Sequence[Turn], contexts: Sequence[bytes], given: Sequence[Given]) -> None:
-    """Check that each generation is one turn, to the last token. The version is checked only for generations that came
-    to their end, because an engine sends the version with its last chunk."""
+    """Check that each generation is one turn, to the last token. The version is checked only for generations that were
+    not cut, because an engine sends the version with the last chunk."""
     recorded = Counter((context, turn.output_ids, turn.logprobs) for turn, context in zip(turns, contexts, strict=True))
     sampled = [one for one in given if one.sampled or one.finish is not None]
     gave = Counter(one.packed() for one in sampled)
@@ -136,7 +138,7 @@ def _check_samples(
 
 
 def _trained_turns(sample: Sample, turns: Sequence[Turn], contexts: Sequence[bytes]) -> list[int]:
-    """The turns that a row trains on. Checks that each is trained on wholly or not at all, and nothing else is."""
+    """Return the turns that a row trains on. Checks that the row trains on whole turns only, and on no other tokens."""
     last = turns[sample.turns[-1]]
     ids = unpack_ids(contexts[last.index] + last.output_ids).tolist()
     check(sample.ids.tolist() == ids, f"row {sample.row} has other ids than its turns")

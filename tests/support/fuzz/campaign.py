@@ -1,8 +1,8 @@
-"""A run of the fuzzer: sessions of odd, broken and ordinary requests in one dialect, each reply and each record
-judged.
+"""A run of the fuzzer: sessions of odd, broken and ordinary requests in one dialect. All replies and records are
+checked.
 
-The dialect's format is left to `speaker.Speaker`. Invariant: a session's requests are drawn from the run's seed and
-the session's number alone, so that any session can be replayed by itself.
+The format of the dialect is in `speaker.Speaker`. Invariant: the requests of a session depend only on the seed of the
+run and the number of the session, so each session can be replayed alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Campaign:
         self._told = told
 
     async def run(self, requests: int, *, first: int = 0, most_failures: int = 5) -> Tally:
-        """Run sessions from number `first` on, until so many requests were made or so many violations found."""
+        """Run sessions from number `first` on, until `requests` requests have been made or `most_failures` violations
+        have been found."""
         session = first
         while self.tally.requests < requests and len(self.tally.failures) < most_failures:
             await self._session(session, min(SESSION_REQUESTS, requests - self.tally.requests))

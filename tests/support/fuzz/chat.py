@@ -116,7 +116,7 @@ class Chat:
         return Request(method="POST", path=PATH, pieces=(payload,))
 
     def asides(self, writer: Writer) -> Request:
-        """A call that generates nothing."""
+        """Return a request that generates nothing."""
         return Request(method="GET", path=writer.dice.choice(("/v1/models", "/v1/models/policy", "/v1/models/x")))
 
     def go_on(self, writer: Writer, body: Body, said: Said, echo: Echo) -> Body:

@@ -25,12 +25,13 @@ from support.fuzz.verdict import as_json, as_table
 
 SPEAKERS: dict[str, Callable[[], Speaker]] = {speaker.name: speaker for speaker in (Chat, Responses, Messages, Gemini)}
 STUCK_SECONDS = 60
-"""A run that ends no session for this many seconds hangs in code that blocks the event loop."""
+"""A run in which no session ends for this many seconds counts as stuck. The cause is code that blocks the event
+loop."""
 PROGRESS_SESSIONS = 50
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 for a run without a violation, 1 for a run with one, 2 for wrong arguments."""
+    """Return 0 if the run found no violation, otherwise 1. Wrong arguments end the process with 2."""
     asked = _parser().parse_args(arguments)
     first, requests = (0, asked.requests) if asked.session is None else (asked.session, SESSION_REQUESTS)
     with tempfile.TemporaryDirectory(prefix="outrider-fuzz-") as folder:
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Watch:
-    """Prints the progress of a run. An alarm signal ends a run that is stuck."""
+    """Prints the progress of a run, and ends a stuck run with an alarm signal."""
 
     def __init__(self, requests: int, *, quiet: bool) -> None:
         self._requests = requests

@@ -1,7 +1,7 @@
-"""Draws the requests of one session: ordinary ones, ones that continue earlier replies, odd ones and broken ones.
+"""Draws the requests of one session: ordinary, odd and broken requests, and continuations of earlier replies.
 
-Sends nothing, and leaves the dialect's format to `speaker.Speaker`. Invariant: the same dice and the same replies
-give the same requests.
+Sends nothing. The format of the dialect is in `speaker.Speaker`. Invariant: the same dice and the same replies give the
+same requests.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from support.fuzz.spelling import damaged, in_pieces, mutated, spell
 from support.recording_engine import Given
 
 HISTORY_ITEMS = 40
-"""A conversation this long is not continued."""
+"""A conversation with this many items in its history is not continued."""
 
 
 class Dialogue(msgspec.Struct, frozen=True):
-    """A conversation so far: the request, its reply, and the engine's record of the generation. `honest`: the client
-    has only sent back what it received."""
+    """The last exchange of a conversation: the request, its reply, and the engine's record of the generation. `honest`:
+    the client has sent back the earlier replies with no other changes than those of `Echo`."""
 
     body: Body
     said: Said
@@ -31,7 +31,12 @@ class Dialogue(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to make, and what to expect of it. `follows` is the reply whose ids the request must keep."""
+    """One request, and what to expect of its reply.
+
+    - `follows`: the exchange that this request continues, whose ids the new prompt must contain.
+    - `honest`: as in `Dialogue`.
+    - `shaped`: an error must have the form that the dialect prescribes.
+    """
 
     kind: str
     request: Request
@@ -84,13 +89,14 @@ class Drawer:
         return self._ask("rewrite", self._rewritten(dialogue))
 
     def _varied(self, body: Body) -> Body:
-        """The same body, sometimes with streaming switched on or off."""
+        """Return the body, in some cases with streaming switched on or off."""
         if self._speaker.name != "gemini" and self._dice.random() < 0.3:
             return {**body, "stream": not body.get("stream")}
         return body
 
     def _rewritten(self, dialogue: Dialogue) -> Body:
-        """A body whose history was changed: shortened, shuffled, doubled, or with other words."""
+        """Return a request in which the history of the conversation is changed: items are missing, repeated, in another
+        order, new or damaged."""
         body = self._speaker.go_on(self._sound, dialogue.body, dialogue.said, Echo.EXACT)
         key = self._speaker.history
         items = body[key] if isinstance(body[key], list) else [body[key]]
@@ -128,7 +134,7 @@ class Drawer:
         )
 
     def _wrong(self) -> Ask:
-        """A request from the grammar with mistakes, with one value spoiled, or with broken bytes."""
+        """Return a request with invalid values from the grammar, with damaged values, or with damaged bytes."""
         manner = self._speaker.manner(self._sound)
         share = self._dice.random()
         if share < 0.4:
@@ -148,7 +154,7 @@ class Drawer:
         return Ask(kind="wrong", request=self._sent(self._speaker.request(manner, payload)), manner=manner)
 
     def _astray(self) -> Ask:
-        """A call besides the dialect's usual calls: other routes, methods and keys."""
+        """Return a request other than the dialect's usual calls: another route, method or key."""
         request = self._speaker.asides(self._sound)
         if self._dice.random() < 0.5:
             return Ask(kind="aside", request=self._sent(request), shaped=False)
@@ -178,7 +184,8 @@ class Drawer:
         return Ask(kind="astray", request=self._sent(request), shaped=False)
 
     def _sent(self, request: Request) -> Request:
-        """The request with the session's key, and with headers and a body as some clients send them."""
+        """Return the request with the session's key, in some cases with unusual headers, an unusual query, or a body in
+        several chunks."""
         pieces = tuple(in_pieces(b"".join(request.pieces), self._dice))
         headers = request.headers
         if self._dice.random() < 0.4:
@@ -195,7 +202,7 @@ class Drawer:
         return self._keyed(request, self._key)
 
     def _keyed(self, request: Request, key: str) -> Request:
-        """The request with the key in the path, in one of the headers, or in the query."""
+        """Return the request with the key in the path, in a header, or in the query."""
         told = key.encode()
         match self._dice.randrange(6):
             case 0:

@@ -32,7 +32,7 @@ METHODS = {
     "count": "countTokens",
 }
 OWN_WORDS = frozenset({"args", "response", "parameters", "parametersJsonSchema"})
-"""Below these keys, the keys of an object are the user's own."""
+"""In the values of these keys, the keys of objects are the user's own."""
 
 
 GRAMMAR: Grammar = {
@@ -149,7 +149,7 @@ class Gemini:
 
 
 def snake_case(value: Any) -> Any:
-    """The same body with Google's own keys in snake_case."""
+    """Return the body with Google's keys in snake_case. Keys of the user stay as they are."""
     if isinstance(value, list):
         return [snake_case(item) for item in value]
     if not isinstance(value, dict):
@@ -161,7 +161,7 @@ def snake_case(value: Any) -> Any:
 
 
 def _joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A stream's parts as in a one-piece reply: consecutive texts are joined."""
+    """Return the parts of a stream as they are in a reply without streaming: consecutive texts are joined."""
     joined: list[dict[str, Any]] = []
     for part in parts:
         last = joined[-1] if joined else None
@@ -180,7 +180,7 @@ def _result(writer: Writer, call: Called) -> dict[str, Any]:
 
 
 def _kept(part: dict[str, Any], echo: Echo) -> dict[str, Any]:
-    """A part of a reply as a client sends it back."""
+    """Return a part of a reply as a client sends the part back."""
     if echo is Echo.TRIMMED and "text" in part:
         return {**part, "text": part["text"].strip()}
     if echo is Echo.RESPELLED and "functionCall" in part:

@@ -1,12 +1,18 @@
-"""Values drawn from a grammar: what a client could send, and with a small chance what no client should send.
+"""Draws values from a grammar: values that clients send, and, if requested, invalid values among them.
 
 Each dialect has its own rules, over shared terminals. Invariant: the same dice give the same values.
 
-A rule is one of: a string naming a rule or a terminal, with `*` behind it for a list and `+` for a list that is not
-empty; a string after a quote, which is a literal; a list, of which one rule is drawn; a tuple, which gives the list
-of the values of its rules (lists among these values are flattened); a dictionary, which gives an object. Items of a
-tuple and keys of a dictionary are drawn always, sometimes (with `~` behind them) or rarely (`?`). Anything else is a
-literal.
+A rule is one of:
+
+- a string: the name of a rule or a terminal. `*` after the name makes a list, `+` a list that is not empty.
+- a string that begins with `'`: a literal, without the quote.
+- a list: one of its rules is drawn.
+- a tuple: the list of the values of its rules. Lists among these values are flattened.
+- a dictionary: an object.
+- any other value: a literal.
+
+Items of a tuple and keys of a dictionary that end with `~` are drawn sometimes, those that end with `?` rarely, and all
+others always.
 """
 
 from __future__ import annotations
@@ -84,7 +90,7 @@ PIXEL = base64.b64encode(bytes.fromhex("89504e470d0a1a0a0000000d49484452")).deco
 
 
 class Writer:
-    """Writes values by a grammar. `wrong` is the chance that a value is replaced by one that does not belong there."""
+    """Draws values from a grammar. `wrong` is the probability that a value is replaced by an odd one, or left out."""
 
     def __init__(self, dice: random.Random, grammar: Grammar, *, wrong: float = 0.0) -> None:
         self.dice = dice
@@ -132,7 +138,7 @@ class Writer:
 
 
 def text(dice: random.Random) -> str:
-    """Usually a sentence, else an oddity, both, or a long text."""
+    """Return a sentence in most cases, otherwise an oddity, an oddity with a sentence, or a long text."""
     share = dice.random()
     if share < 0.7:
         return dice.choice(SENTENCES)
@@ -156,7 +162,7 @@ def json_object(dice: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A JSON schema that is as strange as possible but still an object."""
+    """Return a JSON schema with strange contents. The schema itself is always an object."""
     kind = dice.choice(("object", "object", "string", "STRING", "array", "integer", ["string", "null"], "any", None, 7))
     found: dict[str, Any] = {"type": kind}
     for key in ("description", "title", "format", "$ref"):
@@ -175,7 +181,7 @@ def schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def arguments(dice: random.Random) -> str:
-    """A call's arguments as the text that clients send, sometimes broken."""
+    """Return the arguments of a call as the text that clients send, in some cases broken."""
     if dice.random() < 0.1:
         return dice.choice(("", "{", "null", "[]", '"x"', '{"a": 1,}', '{"a":"\\ud800"}', "not json", '{"a": 1e999}'))
     spaced = dice.choice(((",", ":"), (", ", ": "), (" ,\n", "\t:  ")))

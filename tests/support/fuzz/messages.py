@@ -157,7 +157,7 @@ class Messages:
 
 
 def _kept(block: dict[str, Any], echo: Echo) -> dict[str, Any]:
-    """A block of a reply as a client sends it back."""
+    """Return a block of a reply as a client sends the block back."""
     if echo is Echo.TRIMMED and block["type"] == "text":
         return {**block, "text": block["text"].strip()}
     if echo is Echo.RESPELLED and block["type"] == "tool_use":
@@ -191,7 +191,7 @@ def _streamed(payload: bytes) -> Said:
 
 
 def _blocks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks that a stream builds."""
+    """Return the content blocks of a stream, assembled from its events."""
     blocks: list[dict[str, Any]] = []
     block: dict[str, Any] | None = None
     partial = ""

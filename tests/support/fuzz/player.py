@@ -1,6 +1,6 @@
-"""Plays one session of the fuzzer: makes its requests and judges each reply.
+"""Plays one session of the fuzzer: makes its requests and checks the replies.
 
-The dialect's format is left to `speaker.Speaker`. Invariant: every reply that a client read to its end is judged.
+The format of the dialect is in `speaker.Speaker`. Invariant: every reply that a client reads to its end is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXCUSES = (b"context", b"by its script", b"token count", b"too long")
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A violation, and how to reproduce it."""
+    """A violation, with the data to reproduce it."""
 
     problem: str
     session: int
@@ -59,7 +59,7 @@ class Tally(msgspec.Struct, kw_only=True):
 
 
 class Player:
-    """Makes one session's requests and judges the replies."""
+    """Makes one session's requests and checks the replies. `current` is the last request."""
 
     def __init__(self, speaker: Speaker, stage: Stage, dice: random.Random, tally: Tally) -> None:
         self.current: Request | None = None
@@ -70,7 +70,7 @@ class Player:
         self._drawer = Drawer(speaker, stage.key, dice)
 
     async def play(self, most: int) -> int:
-        """Make one request, or a few at once, and return how many."""
+        """Make one request, or a few concurrently, and return their number."""
         if self._dice.random() < 0.02:
             self._stage.engine.version += 1
         if most > 3 and self._dice.random() < 0.03:
@@ -106,7 +106,8 @@ class Player:
         self._drawer.answered(ask, said, given[0])
 
     def _judge(self, ask: Ask, answer: Answer) -> Said | None:
-        """Return the reply, or None where there is none. Raises Violation for a reply that is not allowed."""
+        """Return the model's reply, or None if the response contains none. Raises Violation for a response that is not
+        allowed."""
         check(answer.status < 500, f"status {answer.status}: {answer.payload[:300]!r}")
         if answer.status != 200:
             check(answer.status in REFUSALS, f"status {answer.status}")
@@ -132,7 +133,7 @@ class Player:
         return said
 
     def _compare(self, ask: Ask, said: Said, given: Given, turn: Turn) -> None:
-        """Compare the client's reply with the engine's record and the stored turn."""
+        """Compare the reply that the client got with the engine's record and the stored turn."""
         if said.prompt_tokens is not None:
             check(said.prompt_tokens == len(given.prompt), "the prompt's tokens are not those told")
             check(said.output_tokens == len(given.sampled), "the sampled tokens are not those told")
@@ -148,11 +149,11 @@ class Player:
             check(self._kept(ask.follows, given, turn), f"{ask.kind}: the recorded ids were not kept ({turn.cause})")
 
     def _kept(self, earlier: Dialogue, given: Given, turn: Turn) -> bool:
-        """Whether the engine received the ids of the reply that the client sent back, or of a reply with the same
-        text.
+        """Return True if the engine got the ids of the reply that the client sent back, or if the turn continues a
+        stored reply with the same text.
 
-        A reply that ends within its reasoning need not be kept: no template renders such a reply, so the turn is a
-        fork.
+        Two other cases also count as kept. In a session whose history is "template", every past reply is rendered
+        anew. No template renders a reply that ends within its reasoning, so the turn after such a reply is a fork.
         """
         if earlier.given.leads_to(given) or self._stage.history == "template":
             return True
@@ -168,6 +169,7 @@ def _ends_thinking(sampled: list[int]) -> bool:
 
 
 def _is_excused(answer: Answer) -> bool:
-    """Whether a valid request may be refused: the context or the session is used up, or the script has a refusal."""
+    """Return True if the refusal of a valid request is legal: the context or the limits of the session are used up, or
+    the engine's script refuses the request."""
     told = answer.payload.lower()
     return answer.status == 429 or any(word in told for word in EXCUSES)

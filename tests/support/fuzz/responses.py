@@ -146,7 +146,8 @@ class Responses:
         return Request(method=writer.dice.choice(("GET", "DELETE", "POST")), path=path)
 
     def go_on(self, writer: Writer, body: Body, said: Said, echo: Echo) -> Body:
-        """The next request: with the reply's items, or with the response's id if the response was stored."""
+        """Return the body of the next request, with the items of the reply, or with the response's id if the response
+        was stored."""
         outputs = [
             {
                 "type": f"{item['type']}_output",
@@ -180,7 +181,7 @@ class Responses:
 
 
 def _kept(item: dict[str, Any], echo: Echo) -> dict[str, Any]:
-    """An item of a reply as a client sends it back."""
+    """Return an item of a reply as a client sends the item back."""
     if echo is Echo.TRIMMED and item["type"] == "message":
         return without(item, "id", "status") | {
             "content": [{**part, "text": part["text"].strip()} for part in item["content"]]
@@ -213,7 +214,7 @@ def _streamed(payload: bytes) -> Said:
 
 
 class _Items:
-    """The items of a stream, built one after the other."""
+    """The items of a stream, assembled one after another."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """The replies of the fuzzer's model: text, reasoning and tool calls, whole, cut and broken.
 
-Independent of the dialect. Samples nothing: these are lines of a `ScriptedEngine`. Invariant: the same dice give the
-same lines.
+Independent of the dialect. The replies are the script of a `ScriptedEngine`. Invariant: the same dice give the same
+replies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from support.fuzz.grammar import NAMES, arguments, json_object, json_value, text
 
 END = "<|im_end|>"
 VOCABULARY = 452
-"""Size of the tests' tokenizer: an engine that samples other ids is refused."""
+"""Size of the vocabulary of the tests' tokenizer. Higher ids from an engine are refused."""
 
 
 def replies(dice: random.Random, count: int) -> list[ScriptedReply]:
@@ -80,7 +80,7 @@ def _call(dice: random.Random) -> str:
 
 
 def _broken(dice: random.Random) -> str:
-    """A tool call that is broken or nearly valid."""
+    """Return a tool call that is broken or nearly valid."""
     whole = _call(dice)
     return dice.choice(
         (

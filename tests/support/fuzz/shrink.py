@@ -1,6 +1,6 @@
-"""Shrinks a failing request, if the request fails by itself in a session of its own.
+"""Shrinks a failing request, if the request also fails alone in a new session.
 
-Independent of the dialect. Invariant: the body returned was tried and failed.
+Independent of the dialect. Invariant: the returned body was tried and failed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Fails = Callable[[bytes], Awaitable[bool]]
 
 
 async def shrunk(ground: Ground, request: Request, key: str) -> bytes | None:
-    """The smallest body found for which a fresh session returns a 5xx, breaks off or hangs. None if the request does
-    none of these by itself. `key` is the key of the session that the request was sent to."""
+    """Return the smallest body found for which a new session answers with a 5xx, breaks off or hangs. Returns None if
+    the request alone does not fail in this way. `key` is the key of the session to which the request was sent."""
 
     async def fails(body: bytes) -> bool:
         async with a_stage(ground, random.Random(0)) as stage:
@@ -48,7 +48,8 @@ async def shrunk(ground: Ground, request: Request, key: str) -> bytes | None:
 
 
 async def smaller(body: bytes, fails: Fails) -> bytes:
-    """A body shrunk as far as it still fails, in at most TRIES tries. A body that is not JSON stays as it is."""
+    """Remove parts of a body as long as the body still fails, in at most TRIES tries. The body is returned unchanged if
+    it is not JSON, or if it does not fail after being parsed and written again."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -70,7 +71,7 @@ async def smaller(body: bytes, fails: Fails) -> bytes:
 
 
 def _without_one(value: Any) -> Iterator[Any]:
-    """Copies that each lack one item, outer items first."""
+    """Yield copies of `value` from each of which one item is missing, outer items first."""
     paths: list[tuple[Any, ...]] = [()]
     for path in paths:
         inner = _at(value, path)

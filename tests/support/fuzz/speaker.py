@@ -1,4 +1,4 @@
-"""The fuzzer's view of a dialect: how a client writes requests, reads replies, and continues a conversation.
+"""The fuzzer's interface of a dialect: how a client writes requests, reads replies, and continues a conversation.
 
 Independent of the gateway and of tokens. Invariant: a reply that the dialect does not allow raises `Violation`.
 """
@@ -20,7 +20,7 @@ _LINE_ENDS = ("\x85".encode(), "\u2028".encode(), "\u2029".encode())
 
 
 class Violation(Exception):
-    """An invariant that was violated."""
+    """An invariant is violated."""
 
 
 def check(condition: object, problem: str) -> None:
@@ -29,7 +29,7 @@ def check(condition: object, problem: str) -> None:
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One HTTP request; `pieces` is the body in the pieces in which it arrives."""
+    """One HTTP request. `pieces` are the parts in which the body arrives."""
 
     method: str
     path: str
@@ -39,8 +39,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manner(msgspec.Struct, frozen=True):
-    """How a body is sent: in which of the dialect's forms (`count` requests the number of tokens only), and whether the
-    reply is a stream."""
+    """How a body is sent. `form` is one of the dialect's forms; "count" requests only the number of tokens. `stream` is
+    True if the reply is a stream."""
 
     stream: bool = False
     form: str = ""
@@ -55,9 +55,13 @@ class Called(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole reply as a client reads it. `items` are what the client keeps of the reply, in the dialect's own form.
-    `reasoning` is None where the request did not ask for it. `failure` is the error that a stream sent in place of its
-    end."""
+    """A whole reply as a client reads it.
+
+    - `items`: the parts of the reply that the client keeps, in the dialect's form.
+    - `reasoning`: None if the reply may lack the reasoning, for example because the request did not ask for it.
+    - `cut`: the reply ended at the token limit.
+    - `failure`: the error with which a stream ended.
+    """
 
     text: str
     reasoning: str | None
@@ -71,7 +75,8 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Echo(StrEnum):
-    """How a client changes a reply that it sends back. None of these changes makes a difference to the model."""
+    """How a client changes a reply before it sends the reply back. In spite of these changes, the gateway must use the
+    recorded ids."""
 
     EXACT = "exact"
     NO_REASONING = "no_reasoning"
@@ -80,11 +85,15 @@ class Echo(StrEnum):
 
 
 class Speaker(Protocol):
-    """One dialect. `history` is the body's key of the conversation.
+    """One dialect. `history` is the key of the conversation in a body.
 
-    `dressed` gives a body in another form that means the same. `asides` gives a call that generates nothing. `go_on`
-    gives the body of the next request: the reply sent back, results of its tool calls, and something new. `read`,
-    `read_count` and `read_error` raise Violation.
+    - `manner`: how the next body is sent.
+    - `dressed`: an equivalent form of a body.
+    - `request`: the HTTP request with an encoded body.
+    - `asides`: a request that generates nothing.
+    - `go_on`: the body of the next request, with the reply, the results of its tool calls, and new content.
+    - `read`, `read_count`, `read_error`: read a response. They raise Violation if the dialect does not allow the
+      response.
     """
 
     name: str
@@ -107,7 +116,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 def decoded(payload: bytes) -> Any:
-    """Parse JSON as strictly as the strictest client."""
+    """Parse JSON as the strictest client does. Raises Violation."""
     try:
         return _STRICT.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -120,7 +129,7 @@ def decoded_object(payload: bytes) -> dict[str, Any]:
 
 
 def events_of(payload: bytes) -> list[Event]:
-    """The server-sent events, without comments."""
+    """Return the server-sent events of a stream, without its comments."""
     check(payload.endswith(b"\n\n"), "an event stream does not end with an empty line")
     check(not any(end in payload for end in _LINE_ENDS), "an event has a line end that some clients split at")
     found = []
@@ -141,7 +150,8 @@ def events_of(payload: bytes) -> list[Event]:
 
 
 def respelled(arguments: str) -> str:
-    """The JSON of a call's arguments as another client's library writes it; text that is not JSON stays as it is."""
+    """Return the arguments of a call as another JSON library writes them. Text that is not a JSON object is returned
+    unchanged."""
     try:
         value = json.loads(arguments)
         written = json.dumps(value, indent=1, sort_keys=True)

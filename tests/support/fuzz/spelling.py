@@ -1,7 +1,7 @@
-"""Spells values as JSON, in the ways that clients do and in other ways, and breaks the bytes of requests.
+"""Writes values as JSON in many spellings, common and uncommon, and damages values and the bytes of requests.
 
-Independent of the dialect. Invariant: `spell` gives JSON of the same value. `damaged` and `mutated` may give
-anything.
+Independent of the dialect. Invariant: without fragments, `spell` returns JSON of the same value. The results of
+`damaged` and `mutated` may be invalid.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ WHOLE_BODIES = (
 
 
 class Fragment:
-    """JSON text that is inserted in a value unchanged."""
+    """Text that is inserted into the JSON of a value unchanged. It may be invalid JSON."""
 
     def __init__(self, written: str) -> None:
         self.written = written
 
 
 def spell(value: Any, dice: random.Random) -> bytes:
-    """The value as JSON, in one of many spellings."""
+    """Return the value as JSON, in one of many spellings."""
     fragments: list[str] = []
 
     def mark(fragment: Fragment) -> str:
@@ -98,7 +98,7 @@ def spell(value: Any, dice: random.Random) -> bytes:
 
 
 def _escaped(spelled: str, dice: random.Random) -> str:
-    """Write some letters of strings, keys included, as escapes."""
+    """Replace some letters in strings, keys included, by their escapes."""
 
     def escape(found: re.Match[str]) -> str:
         return f"\\u{ord(found[0]):04x}" if dice.random() < 0.05 else found[0]
@@ -108,7 +108,7 @@ def _escaped(spelled: str, dice: random.Random) -> str:
 
 
 def mutated(value: Any, dice: random.Random) -> Any:
-    """A copy with one error at a random path."""
+    """Return a copy with one to four errors at random paths."""
     places = list(_places(value, ()))
     if not places:
         return dice.choice(ODD)
@@ -119,7 +119,7 @@ def mutated(value: Any, dice: random.Random) -> Any:
 
 
 def _places(value: Any, path: tuple[Any, ...]) -> Any:
-    """The paths of everything in a value."""
+    """Yield the paths of all values inside a value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
         yield (*path, key)
@@ -127,7 +127,7 @@ def _places(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _spoil(value: Any, path: tuple[Any, ...], dice: random.Random) -> None:
-    """Make one change at `path`, if the path (still) exists."""
+    """Make one change at `path`, unless an earlier change has removed the path."""
     try:
         for key in path[:-1]:
             value = value[key]
@@ -163,7 +163,7 @@ def _nested(value: Any, depth: int) -> Any:
 
 
 def damaged(body: bytes, dice: random.Random) -> bytes:
-    """The bytes of a body, broken."""
+    """Return the bytes of a body with damage, or other bytes in their place."""
     if not body:
         return dice.choice(JUNK)
     at = dice.randrange(len(body))
@@ -183,7 +183,7 @@ def damaged(body: bytes, dice: random.Random) -> bytes:
 
 
 def _doubled_keys(body: bytes, dice: random.Random) -> bytes:
-    """Give a key of an object twice, with another value."""
+    """Insert a key of an object a second time, with another value."""
     keys = list(re.finditer(rb'"[A-Za-z_]+"\s*:', body))
     if not keys:
         return body
@@ -194,7 +194,7 @@ def _doubled_keys(body: bytes, dice: random.Random) -> bytes:
 
 
 def in_pieces(body: bytes, dice: random.Random) -> list[bytes]:
-    """The body in the pieces in which it arrives: mostly one, else several chunks, of which some are empty."""
+    """Split a body into the parts in which it arrives: in most cases one, otherwise several, which may be empty."""
     if dice.random() < 0.8 or not body:
         return [body]
     cuts = sorted(dice.randrange(len(body) + 1) for _ in range(dice.choice((1, 2, 5, 20))))

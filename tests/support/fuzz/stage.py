@@ -34,7 +34,7 @@ SCRIPT_LINES = 40
 
 
 class Ground:
-    """What all sessions of a run share: the tokenizer's folder and its renderer."""
+    """The folder of the tokenizer and the renderer, which all sessions of a run share."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(write_tokenizer(folder))
@@ -75,7 +75,7 @@ class Stage:
 
 @asynccontextmanager
 async def a_stage(ground: Ground, dice: random.Random) -> AsyncIterator[Stage]:
-    """A fresh session whose engine script and limits are drawn at random."""
+    """Yield a new session. Its limits and the script of its engine are drawn with `dice`."""
     options = {
         "replies": [msgspec.to_builtins(reply) for reply in replies(dice, SCRIPT_LINES)],
         "chunk_tokens": dice.choice((1, 2, 3, 7, 50)),

@@ -35,7 +35,7 @@ def as_json(dialect: str, seed: int, tally: Tally, seconds: float) -> dict[str, 
 
 
 def as_table(dialect: str, seed: int, tally: Tally, seconds: float) -> str:
-    """The findings as text: one line per fact, then the failures."""
+    """Return the findings as text: one line per fact, then the failures."""
     adds_up = "=" if tally.sampled == tally.trained + tally.masked + tally.dropped else "is not"
     rows = [
         ("dialect", dialect),

@@ -1,7 +1,7 @@
 """Makes one request to an ASGI application in this process, as a server would, and returns the reply.
 
-Independent of the dialect. Invariant: an application that breaks the ASGI protocol, raises, or takes too long is a
-Violation.
+Independent of the dialect. Invariant: if the application breaks the ASGI protocol, raises an error or takes too long,
+the result is a Violation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from outrider.wire.http_server import DISCONNECT, Application, Disconnect
 from support.fuzz.speaker import Request, Violation, check
 
 BOUND_SECONDS = 30.0
-"""Maximum seconds that one reply may take."""
+"""Maximum duration of one reply, in seconds."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """The reply that the client received. `whole`: the reply came to its end; never true for a client that left."""
+    """The reply that the client received. `whole`: the reply is complete, which is never true if the client left early.
+    `left`: the client left early."""
 
     status: int = 0
     headers: dict[bytes, bytes] = {}
@@ -37,7 +38,8 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 async def exchange(app: Application, request: Request, *, leave_after: int | None = None) -> Answer:
-    """Return the reply to a request. The client hangs up after `leave_after` pieces of the reply, if given."""
+    """Return the reply to a request. If `leave_after` is given, the client disconnects after this many parts of the
+    reply."""
     answer, disconnect, begun = Answer(), Disconnect(), time.perf_counter()
     pieces = deque(request.pieces)
     told: list[bytes] = []
@@ -69,7 +71,7 @@ async def exchange(app: Application, request: Request, *, leave_after: int | Non
             await app(scope, receive, send)
     except TimeoutError as error:
         raise Violation(f"no reply within {BOUND_SECONDS:g} s") from error
-    except Exception as error:  # any is a finding
+    except Exception as error:  # every exception is a finding
         raise Violation(f"the application raised {type(error).__name__}: {error}") from error
     answer.seconds = time.perf_counter() - begun
     answer.payload = b"".join(told)
