@@ -1,4 +1,4 @@
-"""The files that agents left, over HTTP and by the client."""
+"""The files that sessions keep, over HTTP and with the client."""
 
 from __future__ import annotations
 

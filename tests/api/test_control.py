@@ -1,4 +1,4 @@
-"""The control API over HTTP: its description, its token, its refusals, and the client that speaks to it."""
+"""The control API over HTTP: its description, its token, its refusals, and its client."""
 
 from __future__ import annotations
 
@@ -464,7 +464,7 @@ END
 
 @pytest.mark.parametrize("kind", ["process", "process-landlock", "namespace"])
 async def test_the_address_that_a_sandbox_is_given_serves_models_alone(tmp_path: Path, kind: str) -> None:
-    """Without a token, whoever reached the control API could have a program run outside of any sandbox."""
+    """The service has no token, so a program that reached the control API could run programs outside of any sandbox."""
     if kind == "process-landlock" and not (can := LandlockRuntime.available()).ok:
         pytest.skip(can.detail)
     task = {

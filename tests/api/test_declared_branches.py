@@ -1,4 +1,4 @@
-"""What a client declares about the branch of a call reaches the record, in every dialect."""
+"""A client's declaration of a call's branch is recorded, in every dialect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASKED = [{"role": "user", "content": "hello"}]
 
 
 def request_of(dialect: str, model: str) -> tuple[str, dict[str, Any]]:
-    """The path below the session's key, and the body, of a call of the model."""
+    """Return the path below the session's key, and the body, of a call of `model`."""
     match dialect:
         case "chat":
             return "/v1/chat/completions", {"model": model, "messages": ASKED}

@@ -26,7 +26,7 @@ ODD_NAMES = ("", ".", "..", "a/b", "a b", "é", "a\n", "x" * 129, "-x", "%00", "
 
 
 async def run(client: AsyncClient, count: int) -> list[str]:
-    """So many groups, done; their ids in the order of their cursors."""
+    """Run `count` groups until they are done. Returns their ids in the order of their cursors."""
     groups = [await client.submit({"task": TASK}) for _ in range(count)]
     done = await client.wait([group.id for group in groups])
     return [group.id for group in sorted(done, key=lambda group: group.cursor or 0)]
@@ -44,7 +44,8 @@ async def test_a_consumer_goes_on_where_it_has_acknowledged(tmp_path: Path) -> N
         moved = await client.ack("trainer", 2)
         assert (moved.name, moved.cursor, moved.lag) == ("trainer", 2, 1)
         assert names((await client.results(consumer="trainer")).groups) == ids[2:]
-        assert names((await client.results(consumer="trainer", after=0, limit=1)).groups) == ids[:1]  # it looks back
+        # `after` reads earlier groups again.
+        assert names((await client.results(consumer="trainer", after=0, limit=1)).groups) == ids[:1]
         assert (await client.ack("trainer", 1)).cursor == 2
         assert (await client.ack("trainer", 1, rewind=True)).cursor == 1
         assert names((await client.results(consumer="logger", after=2)).groups) == ids[2:]
@@ -58,7 +59,7 @@ async def test_what_is_followed_is_acknowledged_when_the_next_is_asked_for(tmp_p
     async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
         ids = await run(client, 3)
         seen: list[str] = []
-        for crash_at in (1, 3):  # the loop is left while it works on its second group: that one comes again
+        for crash_at in (1, 3):  # the loop is left during its second group, which is therefore delivered again
             async for group in client.follow(consumer="trainer"):
                 seen.append(group.id)
                 if len(seen) == crash_at + 1:
@@ -68,7 +69,7 @@ async def test_what_is_followed_is_acknowledged_when_the_next_is_asked_for(tmp_p
 
 
 async def test_consumers_that_read_and_crash_get_each_group_once(tmp_path: Path) -> None:
-    """Those that save their cursor with their work, as the documentation says, have each group exactly once."""
+    """A consumer that saves its cursor with its work, as documented, processes each group exactly once."""
 
     class Crash(Exception):
         pass
@@ -140,7 +141,7 @@ async def test_events_go_on_after_the_last_one_that_was_received(tmp_path: Path)
         await run(client, 1)
         async with aiohttp.ClientSession(url) as http:
             headers = {"Last-Event-ID": "3"}
-            async with http.get("/v1/events?after=1", headers=headers) as reply:  # as an EventSource asks again
+            async with http.get("/v1/events?after=1", headers=headers) as reply:  # as an EventSource reconnects
                 assert await reply.content.readline() == b"retry: 1000\n"
                 assert await reply.content.readline() == b"\n"
                 assert await reply.content.readline() == b"id: 4\n"
@@ -171,8 +172,8 @@ async def test_an_event_that_never_was_is_told_from_one_that_is_to_come(tmp_path
 
 
 class Cutting:
-    """Passes a service's events on, but cuts each connection off after one of them. The first requests are answered
-    with `statuses`, and a page of a proxy where the status is not 200."""
+    """Passes a service's events on, and ends each connection after one event. The first requests get the
+    statuses in `statuses`; a status other than 200 comes with an error page of a proxy."""
 
     def __init__(self, url: str, statuses: Iterable[int]) -> None:
         self.target = url

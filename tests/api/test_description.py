@@ -1,4 +1,4 @@
-"""What the served OpenAPI description says is true: Schemathesis makes requests of it, and compares the replies."""
+"""The served OpenAPI description is true: Schemathesis makes requests from it and checks the replies against it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SETTINGS = """\
 [parameters]
 "query.wait" = 0
 """
-"""Random waits would be most of the time."""
+"""Random waits would take most of the time."""
 
 
 FEW = ("--generation-deterministic", "--max-examples", "20", "--no-shrink")
-"""The same requests each time."""
+"""The same requests in each run."""
 MANY = ("--generation-database", "none", "--max-examples", "200")
 
 
@@ -36,7 +36,7 @@ async def test_every_reply_is_described(tmp_path: Path, examples: tuple[str, ...
             replies=[say("hello")],
             token="root",
             lanes=LanesConfig(init=2, run=2, eval=2),
-            callbacks=CallbacksConfig(allow=("127.0.0.1",)),  # so that no random host is ever asked for
+            callbacks=CallbacksConfig(allow=("127.0.0.1",)),  # no random host is called
         ) as (_, url),
         AsyncClient(url, token="root") as client,
     ):
@@ -54,7 +54,7 @@ async def test_every_reply_is_described(tmp_path: Path, examples: tuple[str, ...
             # Hypothesis parses Python while it makes requests; two threads in `ast.parse` end in a SystemError on
             # Python 3.11 ("AST constructor recursion depth mismatch").
             *("--workers", "1"),
-            *("--exclude-path", "/v1/events"),  # which never ends
+            *("--exclude-path", "/v1/events"),  # an endless stream
             cwd=tmp_path,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""PDF documents of model calls, in every dialect: the model reads their pages as texts, or as pictures."""
+"""PDF documents in model calls, in every dialect: the model reads their pages as texts or as pictures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SHOWN = '<document>\n<page number="1">\nfirst words\n</page>\n<page number="2">\
 
 
 def with_document(dialect: str, body: dict[str, Any], data: bytes, more: Mapping[str, str]) -> dict[str, Any]:
-    """The body with the document in its first user message, or in the result of its tool, if it has one."""
+    """Return the body with the document in the result of its tool, or in its first user message if it has no such
+    result."""
     messages: list[dict[str, Any]] = body.get("messages") or body.get("input") or body["contents"]
     found = {**block(dialect, data), **more}
     match dialect:
@@ -59,8 +60,8 @@ COUNTS: list[dict[str, Any]] = []
 
 
 class Sender:
-    """An agent that sends a document: options `dialect`, `turns` as the agent of `support.vision`, and `document` in
-    base64."""
+    """An agent that sends a document. Options: `dialect`, `turns` as for the agent of `support.vision`, and `document`
+    in base64."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._dialect: str = options["dialect"]
@@ -69,7 +70,7 @@ class Sender:
         self._more: dict[str, str] = {}
 
     async def init(self, context: HarnessContext) -> None:
-        """Nothing: the agent needs nothing in the sandbox."""
+        """Nothing to prepare."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         replies: list[str] = []
@@ -118,7 +119,7 @@ async def test_a_model_without_images_reads_the_texts_of_the_pages(tmp_path: Pat
         sample = await sample_of(client, task(dialect, ["read", "and on"]))
         assert SHOWN in text_of(tmp_path / "vision", sample)
         assert sample.images == ()
-        # one row: the second request continues the first, although the document is sent again
+        # There is one row: the second request continues the first, although the document is sent again.
         assert len(sample.turns) == len(engine.requests) == 2
         second = engine.requests[1].input_ids.tolist()
         assert sample.ids.tolist()[: len(second)] == second

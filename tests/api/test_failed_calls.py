@@ -1,4 +1,4 @@
-"""Failed model calls in timelines and traces: sessions of agents elsewhere, in a sandbox, and in this process."""
+"""Failed model calls in timelines and traces, of agents elsewhere, in a sandbox, and in this process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_failed_calls_of_an_agent_elsewhere(tmp_path: Path) -> None:
             owner = Owner(http, url)
             opened = await owner.open(evaluator={"kind": "callable", "path": "api.test_failed_calls:graded"})
             agent = Agent(http, opened)
-            assert (await agent.post("no messages")).status_code == 400  # type: ignore[arg-type]  # it is wrong
+            assert (await agent.post("no messages")).status_code == 400  # type: ignore[arg-type]  # wrong on purpose
             assert (await agent.post(user("refuse"))).status_code == 400
             broken = await agent.post(user("break off"), stream=True)
             assert broken.status_code == 200
@@ -77,7 +77,7 @@ async def test_failed_calls_of_an_agent_elsewhere(tmp_path: Path) -> None:
 
 
 async def test_failed_calls_of_a_program_in_a_sandbox(tmp_path: Path) -> None:
-    # The program puts a secret of its task into a request that is refused with a quote of it.
+    # The program sends a secret of its task in a request whose refusal quotes the request.
     body = '{"model": "m", "messages": [{"role": "\'"$API_TOKEN"\'", "content": "x"}]}'
     program = f"curl -s -d '{body}' $OPENAI_BASE_URL/chat/completions"
     spec = task(harness={"command": ["sh", "-c", program]}, evaluator={"kind": "command", "run": "true"})

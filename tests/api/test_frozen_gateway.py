@@ -1,4 +1,4 @@
-"""Frozen models through the gateway: which model a call is for, in each dialect, and with the official clients."""
+"""Frozen models through the gateway: which model a call uses, in each dialect, and with the official clients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAID = {"policy": "I do it.", "judge": "The score is high."}
 
 
 class Pair:
-    """A policy and a judge behind one key, and what was recorded of each."""
+    """A policy and a judge behind one key, and the recorded turns of each."""
 
     def __init__(self, url: str, models: SessionModels, turns: dict[str, list[Turn]], judge: ScriptedEngine) -> None:
         self.url = url
@@ -187,7 +187,8 @@ async def test_a_limit_is_told_with_the_models_name(tmp_path: Path) -> None:
     ],
 )
 async def test_which_model_a_body_is_for(tmp_path: Path, path: str, body: bytes, name: str | None) -> None:
-    """Exactly its name, however JSON writes it. What cannot be read is refused as ever."""
+    """A call is for a frozen model only if it has exactly the model's name, in any JSON notation. An unreadable body is
+    refused."""
     async with a_pair(tmp_path) as pair, aiohttp.ClientSession() as http:
         async with http.post(pair.url + path, data=body) as reply:
             assert reply.status == (200 if name else 400), await reply.text()
@@ -195,7 +196,8 @@ async def test_which_model_a_body_is_for(tmp_path: Path, path: str, body: bytes,
 
 
 async def test_a_long_request_is_held_against_its_own_models_context(tmp_path: Path) -> None:
-    """The judge's context has 512 tokens, the policy's 100,000: what fits the one does not fit the other."""
+    """The judge's context has 512 tokens, and the policy's 100,000. The text fits neither, and each refusal names the
+    context of the model that was called."""
     text = "x" * (LARGE + (1 << 19))
     async with a_pair(tmp_path) as pair, aiohttp.ClientSession() as http:
         said = {}
@@ -206,7 +208,7 @@ async def test_a_long_request_is_held_against_its_own_models_context(tmp_path: P
                 said[model] = (await reply.json())["error"]["message"]
         assert "the model's context is 512" in said["judge"]
         assert "the model's context is 100000" in said["policy"]
-        assert pair.models.failure is None  # too long a prompt is the caller's fault
+        assert pair.models.failure is None  # a prompt that is too long is the caller's fault
         assert pair.models.bodies.size == pair.models.under_way == 0
 
 
@@ -217,7 +219,7 @@ async def test_a_dead_engine_fails_its_own_calls_only(tmp_path: Path) -> None:
         for model in SAID:
             async with http.post("v1/chat/completions", json={"model": model, "messages": USER}) as reply:
                 statuses[model] = reply.status
-        async with http.get("v1/models") as reply:  # does not wait for it
+        async with http.get("v1/models") as reply:  # does not wait for the dead engine
             assert [model["id"] for model in (await reply.json())["data"]] == ["policy", "judge"]
         assert statuses == {"policy": 200, "judge": 503}
         failure = pair.models.failure

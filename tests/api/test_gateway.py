@@ -1,4 +1,4 @@
-"""The gateway over real HTTP: streaming as it is sampled, hang-ups, and every refusal in the dialect's own shape."""
+"""The gateway over real HTTP: streaming during sampling, hang-ups, and every refusal in the dialect's own form."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ async def a_gateway(folder: Path, *replies: Any, **script: Any) -> AsyncIterator
 
 
 async def test_a_silent_stream_is_pinged_until_its_end() -> None:
-    """The work goes on a moment after the end of the reply: the turn's bookkeeping."""
+    """Work may continue for a moment after the end of the reply, such as the turn's bookkeeping. No ping is sent
+    then."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
@@ -141,7 +142,7 @@ async def test_what_is_not_served_is_refused_in_the_dialects_shape(
 
 
 async def test_calls_that_were_answered_with_an_error_are_counted_by_kind(tmp_path: Path) -> None:
-    """Names of clients are short and printable, and their number is limited."""
+    """Names from clients are printable and at most 100 characters long, and their number is limited."""
     async with a_gateway(tmp_path, "hi<|im_end|>") as (world, http):
         for _ in range(2):
             await http.post(f"/s/{KEY}/v1/embeddings", json=HELLO)

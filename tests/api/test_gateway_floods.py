@@ -1,4 +1,4 @@
-"""The gateway against a client that sends more than a node should keep: bodies without end, prompts without measure."""
+"""The gateway with clients that send more than a node should hold in memory: endless bodies and enormous prompts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from sessions.world import a_world
 
 QUICK = ("chat messages",)
 HELD = 0.1
-"""Seconds of work, on a machine that may be twice as slow as a quiet one."""
+"""Maximum seconds of continuous work of the event loop. Allows for a machine that is twice as slow as an idle one."""
 COUNT = f"/s/{KEY}/v1/messages/count_tokens"
 WORDS = "many more wörds than fit "
 
 
 async def opened(http: aiohttp.ClientSession, path: str, size: int, held: AsyncExitStack) -> Any:
-    """A connection with the head of a POST of `size` bytes on it."""
+    """Open a connection and send the head of a POST of `size` bytes."""
     base = http._base_url
     assert base is not None
     reader, writer = await asyncio.open_connection(base.host, base.port)
@@ -129,8 +129,8 @@ async def test_a_prompt_far_beyond_the_context_is_refused_unread(tmp_path: Path,
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.deep) for name in FLOODS]
 )
 async def test_no_body_holds_the_event_loop(tmp_path: Path, name: str) -> None:
-    """Bodies of three sizes: what is done at once, what is done beside the loop, and what cannot fit. The time that the
-    loop's own thread is at work does not depend on what else the machine does."""
+    """Bodies of three sizes: parsed at once, parsed outside of the loop, and too large. The measured time in which the
+    loop's own thread works does not depend on the machine's other load."""
     sizes = (INLINE_BYTES - 1, 400 << 10, MAX_TEXT_BODY - (1 << 16))
     async with (
         a_world(tmp_path, ["hi<|im_end|>"] * 3, context_tokens=131_072) as world,

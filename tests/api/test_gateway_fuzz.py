@@ -1,8 +1,8 @@
-"""The gateway under odd, broken and ordinary requests, a few sessions of each dialect; `make test-nightly` and `make
-fuzz` throw many more.
+"""The gateway with odd, broken and ordinary requests in a few sessions of each dialect; `make test-nightly` and `make
+fuzz` send many more.
 
-`python scripts/fuzz_gateway.py --dialect chat --seed 1 --session 7` plays one session of a failing run again. The other
-tests here are of the fuzzer: that it sees what is wrong.
+`python scripts/fuzz_gateway.py --dialect chat --seed 1 --session 7` repeats one session of a failing run. The other
+tests here check that the fuzzer finds errors.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ async def test_a_failing_body_is_made_small() -> None:
 
 async def test_a_failing_request_is_told_small_and_with_its_session(tmp_path: Path) -> None:
     class Picky(Chat):
-        """Calls every refusal a violation."""
+        """Reports every refusal as a violation."""
 
         def read_error(self, status: int, payload: bytes) -> None:
             raise Violation("refused")

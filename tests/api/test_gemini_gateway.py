@@ -40,7 +40,7 @@ def with_thoughts() -> genai.types.GenerateContentConfig:
 async def a_client(
     folder: Path, *replies: Any, path: str = f"/s/{KEY}", version: str = "v1beta", **script: Any
 ) -> AsyncIterator[Any]:
-    """A scripted world and the official client of its gateway."""
+    """Yield a scripted world and the official client of its gateway."""
     async with a_world(folder, replies, **script) as world, serving(Gateway(OneSession(world.models))) as url:
         client = google_client(url + path, api_key=KEY, api_version=version)
         try:
@@ -63,7 +63,7 @@ async def a_connection(
 
 
 async def ask(client: Any, contents: Any, config: Any, *, stream: bool) -> list[genai.types.GenerateContentResponse]:
-    """The reply's chunks; one when it is not streamed."""
+    """Return the reply's chunks, or one chunk if the reply is not streamed."""
     if not stream:
         return [await client.models.generate_content(model="any", contents=contents, config=config)]
     chunks = await client.models.generate_content_stream(model="any", contents=contents, config=config)
@@ -112,7 +112,7 @@ def without_ids(parts: list[genai.types.Part]) -> genai.types.Content:
 
 
 def renamed(parts: list[genai.types.Part]) -> genai.types.Content:
-    """As Gemini CLI does."""
+    """Return the parts as Gemini CLI sends them, with the tool's name before each call's id."""
     content = without_ids(parts)
     for part, sent in zip(content.parts or (), parts, strict=True):
         if part.function_call and sent.function_call:
@@ -140,7 +140,7 @@ async def test_a_tool_call_over_three_turns_is_one_branch(tmp_path: Path, stream
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_client_s_own_chat_is_one_branch(tmp_path: Path, stream: bool) -> None:
-    """It keeps a stream's chunks as contents of their own."""
+    """The client's chat keeps each chunk of a stream as a content of its own."""
     async with a_client(tmp_path, "one two three<|im_end|>", "four<|im_end|>") as (world, client):
         chat = client.chats.create(model="any")
         for said in ("count", "on"):
@@ -215,7 +215,7 @@ async def test_text_arrives_while_the_engine_is_stalled(tmp_path: Path) -> None:
 
 
 def said(array: bytes) -> str:
-    """The text in a reply's array, or in as much of it as has come."""
+    """Return the text in a reply's array, or in the part of the array that has arrived."""
     if array == b"]":
         return ""
     found = [part["text"] for chunk in json.loads(array) for part in chunk["candidates"][0]["content"]["parts"]]

@@ -39,7 +39,7 @@ def linked(turn: int, message: int) -> SampleImage:
 
 
 def stored(data: Path) -> tuple[list[tuple[str, str, bytes]], list[bytes]]:
-    """What the database holds: rows of images, and turns as they are packed."""
+    """Return the rows of images and the packed turns in the database."""
     with closing(sqlite3.connect(data / "outrider.sqlite3")) as database:
         images = database.execute("SELECT digest, media_type, data FROM images").fetchall()
         return images, [row[0] for row in database.execute("SELECT turn FROM turns")]
@@ -166,7 +166,7 @@ async def test_an_image_is_served_so_that_no_browser_runs_it(media_type: str, se
 
 
 class OneImage:
-    """A store with one image, whatever is asked for."""
+    """A store that returns one image for every digest."""
 
     def __init__(self, image: Image) -> None:
         self._image = image

@@ -33,7 +33,7 @@ THINKS_AND_CALLS = "<think>\nLet me see.\n</think>\n\nI look." + call_markup("ls
 
 @asynccontextmanager
 async def a_client(folder: Path, *replies: Any, **script: Any) -> AsyncIterator[tuple[World, anthropic.AsyncAnthropic]]:
-    """The official client, told the session's key as its API key."""
+    """The official client, with the session's key as its API key."""
     async with (
         a_world(folder, replies, **script) as world,
         serving(Gateway(OneSession(world.models))) as url,
@@ -44,7 +44,7 @@ async def a_client(folder: Path, *replies: Any, **script: Any) -> AsyncIterator[
 
 
 async def ask(client: anthropic.AsyncAnthropic, how: str, **fields: Any) -> anthropic.types.Message:
-    """One call: in one piece, streamed and put together by the SDK, or streamed and put together here."""
+    """Make one call: in one piece, streamed and assembled by the SDK, or streamed and assembled here."""
     if how == "whole":
         whole: anthropic.types.Message = await client.messages.create(**fields)
         return whole
@@ -58,7 +58,7 @@ async def ask(client: anthropic.AsyncAnthropic, how: str, **fields: Any) -> anth
 
 
 def put_together(events: list[Any]) -> anthropic.types.Message:
-    """The message that raw events make; the order in which they must come is asserted on the way."""
+    """Return the message that raw events make. Checks the types and the order of the events."""
     for event in events:
         messages.event().validate_python(event.model_dump(exclude_unset=True), strict=True)
     start, *middle, last, stop = events
@@ -159,7 +159,8 @@ async def test_a_call_that_is_no_call_comes_back_as_text(tmp_path: Path) -> None
 
 
 async def test_claude_codes_own_shapes_stay_on_one_branch(tmp_path: Path) -> None:
-    """A billing line, system messages in the midst, markers that move, and string against list."""
+    """Claude Code sends a billing line, system messages between others, cache markers that move, and now strings, now
+    lists."""
     marker = {"cache_control": {"type": "ephemeral"}}
     billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.329.abc; cc_entrypoint=sdk-cli;"}
     async with a_client(tmp_path, THINKS_AND_CALLS, "done<|im_end|>", "bye<|im_end|>") as (world, client):

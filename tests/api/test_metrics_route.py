@@ -1,4 +1,4 @@
-"""`GET /metrics` and `GET /v1/rates`: what they have of real sessions, in which form, and for whom."""
+"""`GET /metrics` and `GET /v1/rates`: their values for real sessions, their formats, and who may read them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Scrape:
         self.families = {family.name: family for family in families}
 
     def of(self, name: str, **labels: str) -> float:
-        """The value of a sample, by its whole name."""
+        """Return the value of the sample with this full name."""
         found = [
             sample.value
             for family in self.families.values()
@@ -233,8 +233,8 @@ async def test_the_rates_of_the_last_hour(tmp_path: Path) -> None:
 
 
 async def first_point(service: Service) -> None:
-    """Returns once the service has taken its first point, at its start."""
-    while not service.rates.view().points:  # noqa: ASYNC110  # nothing announces it
+    """Return when the service has taken its first point, at its start."""
+    while not service.rates.view().points:  # noqa: ASYNC110  # there is no event
         await asyncio.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""The page's files: what serves them, to whom, with which policy; whether they belong to the sources; token texts."""
+"""The page's files: routes, access and policy, and whether the bundle matches its sources. The texts of tokens."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_bundle_is_small() -> None:
 
 @pytest.mark.real
 def test_the_sources_build_this_bundle(tmp_path: Path) -> None:
-    """With npm and a registry, from nothing; skipped without."""
+    """Builds from nothing, with npm and a registry; skipped without them."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
     shutil.copytree(SOURCES, tmp_path / "page", ignore=shutil.ignore_patterns("node_modules"))

@@ -1,4 +1,4 @@
-"""The policy over HTTP: its routes and the client, and replies that stream on over a weight update."""
+"""The policy over HTTP: its routes and the client, and replies that continue through a weight update."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .test_gateway import CHAT, HELLO, OneSession
 LENGTH = 40
 
 SERVERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    # A server without labels does not tell the engine behind it which letters to write.
+    # Servers without labels are left out: they do not set the engine's version, which determines its letters.
     **{str(world): served for world, served in SETTINGS.items() if served[1].get("labels", True)},
     "vllm-0.33": ("vllm", {"refuses_while_paused": True}),
 }
@@ -45,7 +45,7 @@ PLAIN = {"vllm-plain": ("vllm", {"dev_mode": False})}
 
 
 class Live(NamedTuple):
-    """A session whose agent speaks HTTP, and whose engine does, too."""
+    """A session whose agent and engine are reached over HTTP."""
 
     pool: EnginePool
     engine: StampingEngine
@@ -97,7 +97,7 @@ async def reached(server: str, engine: StampingEngine, tokenizer: Tokenizer) -> 
 
 
 async def text_until(reply: aiohttp.ClientResponse, letters: int | None = None) -> str:
-    """The text of a streamed reply from here on, up to so many letters, or to its end."""
+    """Return the text of a streamed reply from here on, up to `letters` letters or to its end."""
     seen = ""
     while (letters is None or len(seen) < letters) and (line := (await reply.content.readline()).decode()):
         if line.startswith("data: {"):
@@ -109,7 +109,8 @@ async def text_until(reply: aiohttp.ClientResponse, letters: int | None = None) 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("server", SERVERS)
 async def test_a_reply_goes_on_over_an_update(tmp_path: Path, server: str, stream: bool) -> None:
-    """The agent sees one reply, the record has one turn: ids, spans, log-probabilities and drift as of one request."""
+    """The agent gets one reply and the record has one turn: the ids and log-probabilities of one request, a span for
+    each version, and no drift."""
     async with live(tmp_path, server) as world, asyncio.TaskGroup() as group:
         world.engine.hold(9)
         async with asyncio.timeout(20):

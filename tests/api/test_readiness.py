@@ -1,4 +1,4 @@
-"""`/readyz` tells whether anything can be stored, and a flood of it reaches the store once a second."""
+"""`/readyz` reports whether the store can write, and concurrent requests share one look at the store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def readiness(url: str) -> tuple[int, str]:
 
 
 async def until_ready(url: str, *, ready: bool) -> str:
-    """What it says then."""
+    """Wait until the service's readiness is `ready`, and return the reply."""
     while True:
         status, text = await readiness(url)
         assert status in (200, 503)
@@ -41,7 +41,7 @@ async def test_it_is_not_ready_without_its_file(tmp_path: Path) -> None:
         assert await readiness(url) == (200, "ok\n")
         (tmp_path / DATABASE).rename(tmp_path / "elsewhere")
         assert "store_unavailable" in await until_ready(url, ready=False)
-        # SQLite itself would go on writing into the file that nobody finds any more.
+        # SQLite itself would go on writing into the renamed file.
         with pytest.raises(ServiceError, match="No such file"):
             await service.store.keep_policy(1, None)
         (tmp_path / "elsewhere").rename(tmp_path / DATABASE)

@@ -1,4 +1,4 @@
-"""Workers that attach to a running service: who may, what for, and whole sessions on their tokens."""
+"""Workers that attach to a running service: who may attach, to which engine, and sessions with the workers' tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def joined(service: Service, name: str = "trainer") -> None:
 
 
 async def test_sessions_run_on_a_worker_token_by_token(tmp_path: Path) -> None:
-    """No engine is configured: the worker brings it. Ids and log-probabilities are stored as the worker gave them."""
+    """No engine is configured: the worker adds it. Ids and log-probabilities are stored as the worker sent them."""
     fake = scripted_engine(tmp_path, [call("ls"), say("hello")])
     async with (
         running_service(tmp_path=tmp_path, engines=()) as (service, url),
@@ -82,7 +82,8 @@ async def test_sessions_survive_cut_connections(tmp_path: Path) -> None:
 async def test_weights_change_at_two_workers_while_their_connections_are_cut(
     tmp_path: Path, mode: Any, weights: str | None
 ) -> None:
-    """Every token has the version that its worker had when it sampled it: the token itself says which."""
+    """Every token has the version that its worker had when the token was sampled: the token's letter shows the
+    version."""
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     engines = [StampingEngine(tokenizer, length=100) for _ in range(2)]
     async with (
@@ -204,7 +205,7 @@ async def test_a_worker_with_another_models_tokenizer_is_refused(tmp_path: Path)
 
 
 async def test_a_configured_relay_waits_for_its_workers(tmp_path: Path) -> None:
-    """The service starts without a worker; sessions that are submitted meanwhile wait for one."""
+    """The service starts without a worker, and submitted sessions wait for one."""
     fake = scripted_engine(tmp_path, [say("hello")])
     async with running_service(tmp_path=tmp_path, engines=(RELAY,)) as (_, url), AsyncClient(url) as client:
         [engine] = await client.engines()
@@ -218,7 +219,8 @@ async def test_a_configured_relay_waits_for_its_workers(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_dies_is_replaced_without_losing_a_session(tmp_path: Path) -> None:
-    """The first worker is killed before the first token; the second, which comes later, does the work."""
+    """The first worker loses its connection before the first token. A second worker, which attaches later, runs the
+    same attempts."""
     stalled = scripted_engine(tmp_path, [{"reply": say("hello"), "stall": 0}])
     spare = scripted_engine(tmp_path, [say("hello")])
     async with (

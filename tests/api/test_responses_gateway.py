@@ -1,4 +1,4 @@
-"""The official client against the real gateway in the Responses dialect, streamed and not, on a scripted engine."""
+"""The official client against the real gateway in the Responses dialect, streamed and whole, on a scripted engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OneSession:
 
 
 class Client:
-    """The official client, asking one way or the other, and the world behind it."""
+    """The official client, for streamed and whole replies, and the world behind it."""
 
     def __init__(self, world: World, url: str, sdk: openai.AsyncOpenAI) -> None:
         self.world = world
@@ -50,7 +50,7 @@ class Client:
         self.sdk = sdk
 
     async def ask(self, input: Any, stream: bool, **fields: Any) -> openai.types.responses.Response:
-        """A response whose every part the client's strict types accept."""
+        """Return a response that the client's strict types accept."""
         asked = {"model": "any", "input": input, **fields}
         if not stream:
             whole = await self.sdk.responses.create(**asked)

@@ -162,7 +162,7 @@ async def test_a_query_over_http(tmp_path: Path) -> None:
         assert (await client.query("SELECT count(*) FROM turns")).rows == ((2,),)
         with pytest.raises(InvalidField, match="ATTACH is not allowed"):
             await client.query("ATTACH 'x' AS y")
-        # A query after the end of a group was acknowledged sees the group; after its removal, it does not.
+        # A query sees a group as soon as a client has got the group's end, and until the group's removal.
         await client.gc(days=0)
         assert (await client.query("SELECT count(*) FROM sessions")).rows == ((0,),)
         assert (await client.sessions()).sessions == ()
@@ -326,7 +326,7 @@ async def test_pauses_are_those_of_the_tenant(tmp_path: Path) -> None:
         async with AsyncClient(url, token=text) as alice:
             assert (await alice.pause_queue()).pauses[0].tenant == "alice"
             group = await root.submit({"task": TASK})
-            await root.wait([group.id])  # not alice's
+            await root.wait([group.id])  # alice's pause does not hold the operator's group
             mine = await alice.submit({"task": TASK})
             with pytest.raises(NotFound, match="no tenant 'operator'"):
                 await alice.pause_queue(tenant="operator")
@@ -338,6 +338,6 @@ async def test_pauses_are_those_of_the_tenant(tmp_path: Path) -> None:
             assert [each.tenant for each in (await alice.pauses()).pauses] == [None]
             with pytest.raises(NotFound, match="no such pause"):
                 await alice.resume_queue()
-            # An admin's retry of alice's session is alice's group.
+            # An admin's retry of alice's session belongs to alice.
             again = await root.retry_sessions({"groups": [mine.id]})
             assert (await alice.group(again.groups[0])).tenant == "alice"

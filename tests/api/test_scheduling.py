@@ -1,4 +1,4 @@
-"""A full queue, nodes and expired sessions over HTTP, as clients see them."""
+"""A full queue, nodes and expired sessions over HTTP, from the client's side."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from support.service import running_service
 
 NARROW = LanesConfig(init=1, ready=1, run=1, eval=1)
 PLACES = 3
-"""Sessions in the lanes of NARROW."""
+"""Number of sessions that fit in the lanes of NARROW."""
 LONG = {"task": coin_task(0, seconds=3600, reward=1.0), "n": PLACES}
 
 
 async def fill(client: AsyncClient, waiting: int) -> str:
-    """Fill the lanes with sessions that do not end, then the queue; the id of the group in the lanes."""
+    """Fill the lanes with a group that does not end, and queue `waiting` more groups. Returns the id of the group in
+    the lanes."""
     first = await client.submit(LONG)
     while (await client.status()).sessions["queued"]:
         pass

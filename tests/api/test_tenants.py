@@ -1,4 +1,4 @@
-"""Tenants over HTTP: what a token gets of what is another's, route by route, and what one tenant's tokens share."""
+"""Tenants over HTTP: what each route returns to another tenant's token, and what the tokens of one tenant share."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     body: Any = None
     query: str = ""
     nothing: Any = None
-    """The reply, where it is NOTHING: only the fields named here are compared."""
+    """For NOTHING, the expected values of these fields of the reply; other fields are not compared."""
 
 
 UNKNOWN = Row(Gets.NOT_FOUND)
@@ -147,7 +147,7 @@ class World(NamedTuple):
             yield client
 
     async def ask(self, name: str, route: str, ids: dict[str, str] = REAL, query: str = "") -> Reply:
-        """The reply to one of the table's calls, with alice's ids or others."""
+        """Return the reply to one of the table's calls, with alice's ids or other ids."""
         method, path = route.split()
         path += query or TABLE[route].query
         for field, value in ids.items():
@@ -167,8 +167,8 @@ class World(NamedTuple):
 
 @asynccontextmanager
 async def a_world(tmp_path: Path) -> AsyncIterator[World]:
-    """Alice's tenant has a finished group with an image, an artifact, an idempotency key, a callback that was given up,
-    and a consumer; bob's has nothing."""
+    """Yield a world in which alice's tenant has a finished group with an image, an artifact, an idempotency key, a
+    callback that was given up, and a consumer. Bob's tenant has nothing."""
     data = tmp_path / "data"
     data.mkdir(mode=0o700)
     async with open_store(Config(data=data)) as store:
@@ -224,7 +224,7 @@ async def test_what_another_tenants_token_gets_of_every_route(tmp_path: Path, na
                         same = same.replace(false, real)
                     assert (theirs.status, theirs.body.decode()) == (404, same), route
                 case Gets.NOTHING if route == "GET /v1/events":
-                    continue  # without end: looked at below
+                    continue  # an endless stream, which is checked below
                 case Gets.NOTHING:
                     theirs = await world.ask(name, route)
                     assert theirs.status == 200
@@ -234,14 +234,14 @@ async def test_what_another_tenants_token_gets_of_every_route(tmp_path: Path, na
                 case Gets.OPERATORS:
                     assert (await world.ask(name, route)).status == 403, route
                 case _:
-                    assert row.gets is Gets.OWN, route  # that of `submit`: looked at below
+                    assert row.gets is Gets.OWN, route  # `submit` is checked below, the queue's routes in test_runs.py
         async with world.client("root") as root:
             after = (await root.groups(), await root.consumers(), await root.dead_callbacks(), await root.results())
         assert after == before
 
 
 async def test_the_tenants_own_tokens_get_it_all(tmp_path: Path) -> None:
-    """Else the table would hold for a service that shows nothing to anybody."""
+    """Without this test, a service that shows nothing to any token would also pass the test of the table."""
     async with a_world(tmp_path) as world:
         roles: tuple[tuple[str, Role], ...] = (("alice-reads", "read"), ("alice", "submit"))
         for name, role in roles:
@@ -250,7 +250,7 @@ async def test_the_tenants_own_tokens_get_it_all(tmp_path: Path) -> None:
                     continue
                 reply = await world.ask(name, route)
                 if row.gets is Gets.NOT_FOUND:
-                    # The stored run has no spec of this version, so there is nothing to grade again.
+                    # The stored run has no spec of this version, so it cannot be graded again.
                     needs_spec = route == "POST /v1/sessions" or route.endswith(("/regrade", "/complete", "/reset"))
                     assert reply.status == (409 if needs_spec else 200), route
                 elif row.gets is Gets.NOTHING:
@@ -270,12 +270,12 @@ async def test_events_are_those_of_the_tenant(tmp_path: Path) -> None:
                 break
         assert seen == {group.id}
         with pytest.raises(Conflict, match="the newest is"):
-            async for _ in alice.events(after=event.cursor):  # bob's newest: alice has none of it
+            async for _ in alice.events(after=event.cursor):  # bob's newest event: alice's events end before it
                 pass
 
 
 async def test_idempotency_keys_are_those_of_the_tenant(tmp_path: Path) -> None:
-    """The key of another tenant's group is as free as any: neither its group nor a conflict comes back."""
+    """A key that another tenant has used is free: the submission returns neither the other group nor a conflict."""
     async with a_world(tmp_path) as world, world.client("bob") as bob, world.client("root") as root:
         own, admins = await bob.submit(NEW_GROUP), await root.submit(NEW_GROUP)
         assert len({own.id, admins.id, GROUP}) == 3
@@ -315,15 +315,17 @@ async def test_a_reader_changes_nothing_as_a_consumer(tmp_path: Path) -> None:
         ):
             with pytest.raises(Forbidden):
                 await refused
-        assert [(each.name, each.cursor) for each in await reader.consumers()] == [(CONSUMER, 0)]  # it may look
+        # A reader may list consumers.
+        assert [(each.name, each.cursor) for each in await reader.consumers()] == [(CONSUMER, 0)]
         assert [group.id for group in (await reader.results(after=0)).groups] == [GROUP]
         assert await root.consumers() == before
 
 
 async def test_a_consumer_is_its_tenants_and_an_admin_names_it_by_the_tenant(tmp_path: Path) -> None:
     async with a_world(tmp_path) as world, world.client("bob") as bob, world.client("root") as root:
-        assert (await bob.results(consumer=CONSUMER)).groups == ()  # one of his own, of the same name
-        assert [group.id for group in (await root.results(consumer=CONSUMER)).groups] == [GROUP]  # and an admin's
+        assert (await bob.results(consumer=CONSUMER)).groups == ()  # bob's own consumer of the same name
+        # The admin's consumer of the same name.
+        assert [group.id for group in (await root.results(consumer=CONSUMER)).groups] == [GROUP]
         listed = [(each.tenant, each.name, each.cursor) for each in await root.consumers()]
         assert listed == [(None, CONSUMER, 0), ("bob", CONSUMER, 0), (TENANT, CONSUMER, 0)]
         for name in (TENANT, "nobody"):

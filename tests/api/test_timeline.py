@@ -32,7 +32,7 @@ def task(**changes: Any) -> dict[str, Any]:
 
 
 async def timeline_with(client: AsyncClient, session_id: str, kind: str, name: str, **about: Any) -> TimelineView:
-    """The timeline, once it has such a span: the node stores entries a second later."""
+    """Return the timeline once it has such a span: the node stores entries up to a second later."""
     async with asyncio.timeout(10):
         while True:
             view = await client.timeline(session_id, **about)
@@ -92,7 +92,7 @@ async def test_a_session_that_is_tried_again_has_a_timeline_for_each_attempt(tmp
     flaky = {"kind": "process", "prepare": [{"run": 'mkdir "$FOLDER"; exit $?'}], "env": {}}
     async with running_service(tmp_path=tmp_path, replies=[say("done")]) as (_, url), AsyncClient(url) as client:
         once = str(tmp_path / "once")
-        flaky["prepare"] = [{"run": f"mkdir {once} || exit 0; exit 9"}]  # fails the first time
+        flaky["prepare"] = [{"run": f"mkdir {once} || exit 0; exit 9"}]  # fails in the first attempt
         group = await client.submit({"task": task(runtime=flaky, evaluator={"kind": "command", "run": "true"})})
         [done] = await client.wait([group.id])
         session = done.sessions[0].id

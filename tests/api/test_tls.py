@@ -1,4 +1,4 @@
-"""The service over TLS, with a certificate of our own making: its clients, its workers and its sandboxes."""
+"""The service over TLS with a self-signed certificate: its clients, its workers and its sandboxes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 
 
 def made(folder: Path, name: str, *more: str) -> Pair:
-    """A certificate that is its own authority, for 127.0.0.1."""
+    """Make a self-signed certificate for 127.0.0.1."""
     pair = Pair(folder / f"{name}.pem", folder / f"{name}.key")
     subprocess.run(
         [
@@ -67,7 +67,7 @@ async def test_an_agent_outside_of_a_sandbox_needs_no_certificate(tmp_path: Path
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=False)) as http,
             http.post(f"{url}/s/no-such-key/v1/chat/completions", json={}) as reply,
         ):
-            assert reply.status == 401  # the gateway is there, too
+            assert reply.status == 401  # the gateway is served here, too
 
 
 POST = """\

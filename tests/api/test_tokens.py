@@ -1,4 +1,4 @@
-"""Tokens over HTTP: what each role may do, quotas, and an end to every token at once."""
+"""Tokens over HTTP: what each role may do, quotas, revocation, and the audit log."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ async def test_a_token_may_be_the_password_of_basic_authentication(tmp_path: Pat
         assert await status("anybody", "root") == await status("", "root") == 200
         assert await status("root", "wrong") == await status("root", "") == 401
         place = url.removeprefix("http://")
-        async with http.get(f"http://trainer:root@{place}/v1/status") as reply:  # as clients that take only a URL
+        async with http.get(f"http://trainer:root@{place}/v1/status") as reply:  # like clients that take only a URL
             assert reply.status == 200
         for header in ("Basic ???", "Basic", "Basic cm9vdA==", "Digest root"):
             async with http.get(f"{url}/v1/status", headers={"Authorization": header}) as reply:

@@ -1,5 +1,6 @@
-"""Images and other files in tools' results, on an engine that takes token ids: a text stands for each, in all dialects,
-streamed and not, and the history that is sent again is the recorded one."""
+"""Images and other files in tools' results, on an engine that takes token ids: a text replaces each file, in all
+dialects, streamed and not, and a history that is sent again continues the recorded one.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ TEXT = {"type": "text", "text": "taken"}
 INPUT_TEXT = {"type": "input_text", "text": "taken"}
 PDF_BLOCK = block("document", type="base64", media_type="application/pdf", data=PDF)
 FORMS: dict[str, tuple[str, list[dict[str, Any]], list[str], list[str]]] = {
-    # dialect, history, what the model reads after the reply, notes
+    # dialect, history, texts of the messages after the agent's call, kinds of file in `Turn.ignored`
     "chat": ("chat", chat([TEXT, linked(URL)]), [f"taken\n{NOTE}"], ["image/png"]),
     "chat, by address": ("chat", chat([linked(ADDRESS)]), [LINKED], ["image"]),
     "chat, broken": ("chat", chat([linked("data:image/png;base64,?"), linked("data:image/png;base64,")]),
@@ -277,7 +278,7 @@ async def test_a_text_that_stands_for_an_image_is_counted_as_it_is_sent(tmp_path
 
 
 async def test_an_agent_that_controls_a_desktop_by_sight_is_refused(tmp_path: Path) -> None:
-    """Texts in place of its screenshots would let it work blindly, with nothing to learn from."""
+    """With texts in place of its screenshots the agent would work blindly, and there would be nothing to learn."""
     call = Message(role=Role.ASSISTANT, tool_calls=(ToolCall("call_1", "screenshot", "{}"),))
     screen = Message(role=Role.TOOL, parts=(image_from_bytes("image/png", IMAGE),), tool_call_id="call_1")
     async with a_gateway(tmp_path, "seen<|im_end|>") as (world, _):

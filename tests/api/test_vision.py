@@ -60,7 +60,7 @@ async def vision_service(
     kind: type[ScriptedEngine] = ScriptedEngine,
     **settings: Any,
 ) -> AsyncIterator[tuple[Service, AsyncClient, ScriptedEngine]]:
-    """The service with a model that reads images, its client, and the engine behind the server's protocol."""
+    """Yield a service with a model that reads images, its client, and the engine behind the server's protocol."""
     folder = tmp_path / "vision"
     write_vision_tokenizer(folder)
     script = EngineOptions(name="scripted", tokenizer=str(folder), options={"replies": list(replies)})
@@ -79,7 +79,7 @@ async def vision_service(
 
 
 async def sample_of(client: AsyncClient, asked: dict[str, Any]) -> Sample:
-    """The only row of the task's only session."""
+    """Run a task and return the only row of its only session."""
     [done] = await client.wait([(await client.submit({"task": asked})).id])
     assert done.sessions[0].last_error is None, done.sessions[0].last_error
     [sample] = await client.samples(done.sessions[0].id)
@@ -98,7 +98,7 @@ async def error_of(client: AsyncClient, given: dict[str, Any]) -> ErrorRecord:
 
 
 async def refusal_of(client: AsyncClient, asked: dict[str, Any]) -> str:
-    """The reply with which a call of the task's only session was refused."""
+    """Return the reply that refused a call of the task's only session."""
     REFUSALS.clear()
     await client.wait([(await client.submit({"task": asked | {"max_attempts": 1}})).id])
     [refusal] = REFUSALS
@@ -115,8 +115,8 @@ def kill_decoders() -> None:
 
 
 def check_images(folder: Path, sample: Sample, pictures: Sequence[bytes]) -> None:
-    """Each picture is in the row with its digest, its grid, and as many placeholders as the grid has tokens, at its
-    span; no other id of the row is a placeholder."""
+    """Check that each picture is in the row with its digest, its grid and, at its span, as many placeholders as the
+    grid has tokens. No other id of the row is a placeholder, and no placeholder trains."""
     pad = Tokenizer.load(folder).convert_tokens_to_ids(PLACEHOLDER)
     assert [image.digest for image in sample.images] == [hashlib.sha256(data).hexdigest() for data in pictures]
     ids = sample.ids.tolist()
@@ -263,7 +263,7 @@ async def test_an_engine_that_does_not_report_the_images_is_not_believed(tmp_pat
 
 
 class Slow(ScriptedEngine):
-    """An engine that ends no reply before `go` is set. `inside` is the number of its requests under way."""
+    """An engine that ends no reply before `go` is set. `inside` is the number of requests that it has got."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -279,7 +279,7 @@ class Slow(ScriptedEngine):
 
 
 async def test_calls_wait_for_memory_for_their_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = 1 << 15 | 1 << 9  # about the bytes of an image of 64x64 pixels, as sent
+    one = 1 << 15 | 1 << 9  # about the size of an image of 64x64 pixels, as sent
     room = PrioritySemaphore(3 * one)
     monkeypatch.setattr(model_backends, "image_room", lambda: room)
     async with vision_service(tmp_path, [say("one")], kind=Slow) as (_, client, engine):
@@ -342,13 +342,13 @@ async def test_a_call_that_is_given_up_before_its_engine_gets_it_is_no_silence_o
 
 
 class Crowd:
-    """An agent that sends 8 calls at once, each with a picture of its own, and gives them up after a while."""
+    """An agent that sends 8 calls at once, each with its own picture, and gives the calls up after 3.5 s."""
 
     def __init__(self, options: object) -> None:
         self._bodies = [conversation("chat", [("look", [picture(64, 64, seed=seed)])], []) for seed in range(8)]
 
     async def init(self, context: HarnessContext) -> None:
-        """Nothing: the agent needs nothing in the sandbox."""
+        """Nothing to prepare."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         url = context.endpoint.base_url + PATHS["chat"]
@@ -363,7 +363,8 @@ class Crowd:
 async def test_a_session_that_waits_behind_its_own_images_is_to_blame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each picture takes 0.5 s, and a wait is overdue after 2 s. Behind pictures of others, the last waits would be."""
+    """Each picture takes 0.5 s, and a wait is overdue after 2 s. Here the last calls wait longer, but behind pictures
+    of their own session, so their waits are not overdue."""
     ask = DecodingProcess.ask
 
     async def slow(*given: Any) -> Any:
@@ -382,7 +383,7 @@ async def test_a_session_that_waits_behind_its_own_images_is_to_blame(
 
 
 def bytes_seen(outcome: Outcome) -> float:
-    """The number of bytes of the images in the transcript."""
+    """Return the number of bytes of the images in the transcript."""
     return float(sum(len(image.data) for message in outcome.transcript for image in images_in(message)))
 
 

@@ -1,4 +1,4 @@
-"""Rows of verl's trainers, Eurus-2 and NeMo Gym: from the file to the verdict, and what broken rows are told."""
+"""Rows of verl's trainers, Eurus-2 and NeMo Gym: from the file to the verdict, and the errors for broken rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider artifacts`: listed, fetched, and refused."""
+"""`outrider artifacts` lists and fetches files, and refuses wrong options."""
 
 from __future__ import annotations
 

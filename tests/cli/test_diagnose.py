@@ -19,11 +19,11 @@ from support.service import call, running_service, say
 
 TOOLS: dict[str, Any] = {"agent": "tools", "options": {"tools": ["bash"]}}
 N = 24
-"""Sessions of a run: a little more than what the rules need."""
+"""Number of sessions of a run: a little more than the rules need."""
 
 
 class Dated:
-    """An agent whose system prompt has the number of its session."""
+    """An agent whose system prompt contains a time with the number of its session."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         pass
@@ -76,9 +76,9 @@ ALSO = {
     "errors": {"tokens without a reward", "cache misses"},
     "tools that never work": {"cache misses"},
 }
-"""Consequences of the fault, and that the scripted engine keeps no prefixes."""
+"""Further findings: consequences of the fault, and cache misses, because the scripted engine keeps no prefixes."""
 LATER = {"tools that never work": {"missing programs"}}
-"""Consequences that only the timelines show, which are stored a moment after the sessions' ends."""
+"""Findings that only the timelines show, which are stored a moment after the sessions' ends."""
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -1,4 +1,4 @@
-"""`outrider engines dial` at a service with the recipe's proxy."""
+"""`outrider engines dial` against a service with the proxy of verl's recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider engines` against a live service, and how engines are named."""
+"""`outrider engines` against a live service, and the texts that describe engines."""
 
 from __future__ import annotations
 

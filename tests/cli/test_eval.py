@@ -1,4 +1,4 @@
-"""`outrider eval`: figures of a source of tasks, and runs that go on after an interruption."""
+"""`outrider eval`: figures for a source of tasks, and runs that continue after an interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples: each is a valid task, and its evaluator tells right from wrong in a real sandbox."""
+"""The examples: each is a valid task, and its evaluator distinguishes right from wrong in a real sandbox."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def with_built_in_agent(folder: Path, name: str) -> Path:
-    """The example as it is, but for the harness, which would have to be installed."""
+    """Return the example with the built-in agent in place of its own harness, which would have to be installed."""
     text = (EXAMPLES / f"{name}.toml").read_text()
     start = text.index("[harness]")
     shutil.copytree(EXAMPLES / "files", folder / "files", dirs_exist_ok=True)
@@ -44,7 +44,7 @@ def test_an_example_is_a_task(name: str) -> None:
 
 
 def outside(body: dict[str, Any]) -> Any:
-    """A judge, and a grader of our own contract: each knows the right words of its example."""
+    """Reply as the judge or the grader of an example. Each accepts only the example's right answer."""
     if "messages" not in body:
         return {"reward": float(body["answer"] == body["options"]["wanted"])}
     right = str(RIGHT["explain_a_failure"].reply) in body["messages"][1]["content"]

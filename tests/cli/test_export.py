@@ -46,7 +46,7 @@ async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: 
     assert {line["group_id"] for line in lines} == set(groups)
     assert sorted(line["ids"] for line in lines) == sorted(truth)
     assert read_parquet(tmp_path / "rows") == lines
-    assert read_parquet(tmp_path / "rows.parquet") == lines  # by the file's ending
+    assert read_parquet(tmp_path / "rows.parquet") == lines  # the file's ending selects the format
     assert f"in {tmp_path / 'rows.parquet'}" in " ".join(named.err.split())
     assert written.document == {
         "samples": PAGE + 2,
@@ -81,7 +81,7 @@ async def test_an_error_of_the_page_that_is_read_ahead_ends_the_export(tmp_path:
         with Client(url, patience=0) as blocking:
             groups = _groups(blocking, None, 0, samples=True, limit=1)
             assert (await asyncio.to_thread(next, groups)).id in submitted
-            await asyncio.to_thread(groups.close)  # an export that ends early waits for no page
+            await asyncio.to_thread(groups.close)  # an export that ends early does not wait for the next page
             groups = _groups(blocking, None, 0, samples=True, limit=1)
             await asyncio.to_thread(next, groups)
             blocking.run(blocking.asynchronous.__aexit__(None, None, None))  # closes all connections

@@ -1,5 +1,6 @@
-"""The first hour of a new user, with the program and a terminal of 80 columns: the demo, an agent of their own, a data
-set of their own, a reward of their own, and the mistakes that are made on the way."""
+"""The first hour of a new user, with the program and a terminal of 80 columns: the demo, the user's own agent, data set
+and reward, and the mistakes that users make on the way.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ class Shown(NamedTuple):
 
 
 class User:
-    """Types commands in a folder. What a command shows is what its terminal of 80 columns was sent."""
+    """Types commands in a folder. A command's output is the text that was sent to its terminal of 80 columns."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -118,7 +119,7 @@ class User:
                 process.send_signal(signal.SIGINT)
                 interrupted = True
         os.close(ours)
-        # A line that is drawn anew, as that of a progress bar, counts with its last state.
+        # Only the last state of a line that is drawn anew, such as a progress bar, counts.
         text = ESCAPES.sub("", written.decode()).replace("\r\n", "\n")
         return Shown(process.wait(60), "\n".join(each.rsplit("\r", 1)[-1] for each in text.split("\n")))
 
@@ -145,7 +146,7 @@ class User:
 
 
 def tables_fit(shown: Shown) -> bool:
-    """Nothing is cut, and the lines of tables, which begin under a rule, are no longer than the terminal."""
+    """Return whether nothing is cut, and the lines at and around the rules of tables fit the terminal."""
     ruled = [number for number, line in enumerate(shown.lines()) if set(line.strip()) == {"─"}]
     around = [line for number in ruled for line in shown.lines()[number - 1 : number + 2]]
     return bool(ruled) and "…" not in shown.text and max(map(len, around)) <= COLUMNS
@@ -165,7 +166,7 @@ def test_the_first_hour(user: User) -> None:
     assert demo.code == 0, demo.text
     assert tables_fit(demo)
     assert "A session's reward is 1 if" in demo.text
-    assert "bin/activate" in demo.text  # this program is not on the path
+    assert "bin/activate" in demo.text  # the program is not on the PATH
     serve = next(line for line in demo.lines() if line.startswith("  outrider serve "))
     run = next(line for line in demo.lines() if line.startswith("  outrider run "))
 

@@ -1,4 +1,4 @@
-"""`outrider serve` with few descriptors, and clients that want all of its connections."""
+"""`outrider serve` with few descriptors, and clients that open as many connections as they can."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from outrider.errors import Busy
 
 FEW = 1024
 CONNECTIONS = FEW // 8
-"""Of clients outside."""
+"""Maximum number of connections of clients outside of sandboxes."""
 OPERATOR = "operator-" + "x" * 32
 READ_NOTHING = b"GET /openapi.json HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 16
 
 
 @asynccontextmanager
 async def serving(folder: Path, descriptors: int) -> AsyncIterator[tuple[str, int]]:
-    """The service with so many descriptors; its URL and its process."""
+    """Run the service with this limit of descriptors. Yields its URL and its process id."""
 
     def restrict() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
@@ -46,14 +46,14 @@ async def serving(folder: Path, descriptors: int) -> AsyncIterator[tuple[str, in
 async def connect(url: str, sent: bytes, held: AsyncExitStack) -> None:
     client = held.enter_context(socket.socket())
     client.setblocking(False)
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # what is not read is the server's to keep
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # what the client does not read stays with the server
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, ("127.0.0.1", int(url.rsplit(":", 1)[1])))
     await loop.sock_sendall(client, sent)
 
 
 async def is_served(url: str) -> None:
-    """A client that has no connection yet asks how the service is, and the operator asks for more."""
+    """Check that a new client and the operator get replies."""
     began = time.monotonic()
     async with aiohttp.ClientSession(url) as http, http.get("/healthz") as reply:
         assert reply.status == 200
@@ -87,7 +87,8 @@ async def test_no_client_keeps_the_others_out(tmp_path: Path, descriptors: int, 
 
 @pytest.mark.deep
 async def test_calls_with_one_token_are_bounded(tmp_path: Path) -> None:
-    """Long polls and streams of events alike; other tokens are not affected, and the client is told to come back."""
+    """The bound includes long polls and event streams. Other tokens are not affected, and the refusal has a
+    Retry-After."""
     async with serving(tmp_path, FEW) as (url, _), AsyncExitStack() as held:
         async with AsyncClient(url, token=OPERATOR) as operator:
             reader, other = [(await operator.create_token(name, "read")).text for name in ("reader", "other")]
@@ -106,7 +107,7 @@ async def test_calls_with_one_token_are_bounded(tmp_path: Path) -> None:
             with pytest.raises(Busy):
                 await client.status()
             reply.close()
-            while True:  # the service has yet to notice
+            while True:  # until the service has detected the closed connection
                 try:
                     await client.status()
                     break
@@ -115,7 +116,7 @@ async def test_calls_with_one_token_are_bounded(tmp_path: Path) -> None:
 
 
 def peak_mib(pid: int) -> float:
-    """The most resident memory that a process ever had (proc(5))."""
+    """Return the maximum resident memory of a process so far, in MiB (proc(5))."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(lines["VmHWM"].split()[0]) / 1024
 
@@ -123,7 +124,7 @@ def peak_mib(pid: int) -> float:
 @pytest.mark.deep
 @pytest.mark.parametrize(("descriptors", "number"), [(FEW, 12), pytest.param(20_000, 40, marks=pytest.mark.nightly)])
 async def test_large_bodies_wait_for_each_other(tmp_path: Path, descriptors: int, number: int) -> None:
-    """None is refused for the others' sake, and all together take little memory. (With few descriptors, 40 connections
+    """Concurrent bodies do not cause refusals, and together take little memory. (With few descriptors, 40 connections
     of one address at once are more than may come before their token is known.)"""
     body = b'{"task": {}, "more": "%s"}' % (b"x" * (28 << 20))
     async with (

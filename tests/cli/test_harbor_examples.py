@@ -21,7 +21,7 @@ pytestmark = needs_namespaces
 
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the folders, on a machine that has the image `debian`: a few of this host's programs."""
+    """A copy of the folders, on a machine with an image `debian`, which is made of a few of this host's programs."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     with tarfile.open(tmp_path / "debian.tar", "w") as archive:
         archive.add(small_root(tmp_path / "debian"), arcname=".")
@@ -61,7 +61,7 @@ BROKEN: dict[str, tuple[str, str, str, str]] = {
     "a-step-that-goes-on": ("separate-steps/steps/measure/solution/solve.sh", "sleep 600", "true", "earns 0.5, not 1"),
     "variable": ("single/task.toml", "the quick brown fox", "", "earns 0, not 1"),
 }
-"""By what is taken away: the file, what of it is replaced and with what, and what the check says then."""
+"""Changes that break a folder: the file, the replaced text, the replacement, and the message of the check."""
 
 
 @pytest.mark.deep

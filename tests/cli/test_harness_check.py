@@ -1,4 +1,4 @@
-"""`outrider harness check`: what it refuses, what it prints, and its exit code."""
+"""`outrider harness check`: its refusals, its output and its exit code."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_task_is_certified_with_all_that_it_says_of_its_sandbox(cli: Cli, tmp_
 
 
 def test_the_certificate_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever a program calls its tools: no line is wider, and nothing is cut."""
+    """No line is longer than 80 columns and no text is cut, however long the reasons are."""
     reason = "none of its tools could do it. Offered: " + "; ".join(f"tool_number_{n}(path: string)" for n in range(30))
     rows = (
         RowVerdict(row="malformed-call", what="w", verdict="does not hold", reason="x" * 300, turns=99999),

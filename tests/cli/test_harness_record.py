@@ -1,4 +1,4 @@
-"""`outrider harness record`: the draft of a task, the transcript without secrets, and what the command refuses."""
+"""`outrider harness record`: the draft of a task, the transcript without secrets, and the command's refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AGENT = Path(__file__).parent.parent / "certify" / "agent.py"
 needs_namespaces = pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="no user namespaces on this machine")
 TOLD = "Look around, and say 'hello' -- twice."
 
-# Sends a secret of its environment and one in a tool's result; speaks any dialect's path that is given.
+# Sends a secret of its environment and a secret with the form of an API key to the Messages API.
 LEAKS = """\
 import json, os, sys, urllib.request
 text = sys.argv[1] if len(sys.argv) > 1 else sys.stdin.read()
@@ -118,7 +118,7 @@ def test_settings_files_and_standard_input_come_back_in_the_draft(cli: Cli, tmp_
     assert (home / ".config" / "agent.json").read_text() == text
     check = ("harness", "check", "--task", tmp_path / "mine.toml", "--runtime", "namespace", "--row", "three-turns")
     ran = cli.run(*check, "--json")
-    # The program has no tools, so the row is not tried; it ran, and its model was called.
+    # The program has no tools, so the row is not tried. Its one turn shows that the program ran and called its model.
     assert (ran.document["rows"][0]["verdict"], ran.document["rows"][0]["turns"]) == ("not tried", 1)
 
 
@@ -237,7 +237,7 @@ def test_the_place_of_a_program(tmp_path: Path) -> None:
 
 
 def test_the_place_of_a_program_behind_links(tmp_path: Path) -> None:
-    """As npm, and pipx and uv, link programs to what they installed."""
+    """The links are like those that npm, pipx and uv make to installed programs."""
     package = tmp_path / "project" / "node_modules" / "agent" / "dist" / "agent.js"
     linked = tmp_path / "project" / "node_modules" / ".bin" / "agent"
     tool = tmp_path / "tools" / "agent" / "bin" / "tool"

@@ -1,4 +1,4 @@
-"""`outrider harness update`: what it prints and changes, without a registry and with a stand-in for npm."""
+"""`outrider harness update`: its output and its changes, without a registry and with a stand-in for npm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.lab.certify.judge import Certificate, RowVerdict
 
 @pytest.fixture
 def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An executable that stands for Node.js with npm."""
+    """An executable that stands in for Node.js with npm."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
     recipe = load_preset("pi").install
     assert recipe is not None

@@ -1,4 +1,6 @@
-"""A service whose machine runs out of something goes on, says so, and is whole again when there is some."""
+"""A service that lacks disk space, descriptors or its folder continues, reports the failure, and recovers. One that
+cannot start prints one error.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from outrider.schemas import ServiceStatus
 
 
 class Running:
-    """A service of its own process, with its temporary folder and a client that has a connection to it."""
+    """A service in a process of its own, with its temporary folder and a client that has an open connection to it."""
 
     def __init__(self, process: asyncio.subprocess.Process, client: AsyncClient, url: str, temporary: Path) -> None:
         self.process = process
@@ -38,7 +40,7 @@ class Running:
 
     async def until(self, holds: Callable[[ServiceStatus], bool]) -> ServiceStatus:
         async with asyncio.timeout(60):
-            while not holds(status := await self.status()):  # noqa: ASYNC110  # it is another process
+            while not holds(status := await self.status()):  # noqa: ASYNC110  # the service is another process
                 await asyncio.sleep(0.05)
         return status
 
@@ -97,7 +99,7 @@ async def test_a_cleaner_that_removes_the_nodes_folder_ends_nothing(tmp_path: Pa
         [failing] = status.failing
         assert (failing.name, failing.node) == ("node folder", "local")
         assert "No such file or directory" in failing.error
-        assert status.nodes[0].capacity == 0  # sandboxes would fail one after another: the queue waits
+        assert status.nodes[0].capacity == 0  # the queue waits, because sandboxes would fail one after another
         assert "local: node folder" in shown.out
         folder.mkdir(mode=0o700)
         await service.until(lambda status: not status.failing and status.nodes[0].capacity > 0)
@@ -111,7 +113,7 @@ async def test_a_cleaner_that_removes_the_nodes_folder_ends_nothing(tmp_path: Pa
 async def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
         assert await service.rewards() == [1.0, 1.0]
-        with service.limit(resource.RLIMIT_FSIZE, 0):  # every byte that is written to a file fails
+        with service.limit(resource.RLIMIT_FSIZE, 0):  # every write to a file fails
             with pytest.raises(OutriderError):
                 await service.client.submit({"task": tomllib.loads(TRUSTED), "n": 1})
             await service.until(lambda status: {"node folder", "audit log"} <= set(names(status)))
@@ -153,7 +155,7 @@ async def test_a_service_with_256_descriptors_is_crowded_and_lives(tmp_path: Pat
         group = await client.submit({"task": tomllib.loads(TRUSTED) | {"max_attempts": 20}, "n": 64})
         [done] = await client.wait([group.id])
     rewards = [each.result.verdict.reward for each in done.sessions if each.result and each.result.verdict]
-    assert set(rewards) == {1.0}  # what failed is an error, and has no reward
+    assert set(rewards) == {1.0}  # failed sessions have an error and no reward
     process.terminate()
     await process.communicate()
     assert process.returncode == 0
@@ -202,7 +204,7 @@ async def test_too_few_descriptors_are_one_error(tmp_path: Path) -> None:
     ],
 )
 async def test_an_interrupt_while_it_is_imported_ends_it_quietly(tmp_path: Path, module: str) -> None:
-    """The signal comes in the moment in which a module is looked for."""
+    """The signal arrives while the module is looked up."""
     code = f"""
 import os, signal, sys
 class Interrupts:

@@ -1,4 +1,4 @@
-"""`doctor` and `harness`: what this machine has."""
+"""`outrider doctor` and `outrider harness`: what this machine has."""
 
 from __future__ import annotations
 

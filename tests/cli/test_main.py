@@ -1,4 +1,4 @@
-"""What becomes of errors and requests for help, whatever the command."""
+"""Errors and --help, for every command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = commands()
 
 
 def words_of(group: CliGroup) -> list[tuple[str, ...]]:
-    """Every command, by the words that call it."""
+    """Return the words of every command."""
     members = {name: group.member(name) for name in group.names}
     inner = {name: words_of(each) if isinstance(each, CliGroup) else [()] for name, each in members.items()}
     return [(name, *words) for name, found in inner.items() for words in found]
@@ -116,7 +116,7 @@ def test_a_wrong_command_line_is_one_line_and_a_hint(cli: Cli, words: list[str],
 
 
 def test_an_error_names_its_field(cli: Cli, tmp_path: Path) -> None:
-    ran = cli.run("run", write_task(tmp_path, "instruction = 3\n"), "--resume", "first")  # checked before it is sent
+    ran = cli.run("run", write_task(tmp_path, "instruction = 3\n"), "--resume", "first")  # checked before submission
     assert ran.code == 2
     assert ran.err.startswith("error: task.")
     assert len(ran.err.splitlines()) == 1

@@ -48,7 +48,7 @@ def test_the_nodes_become_one_service(tmp_path: Path) -> None:
         ("vllm", "a", "http://10.0.0.0:8000"),
         ("vllm", "b", "http://10.0.0.1:8000"),
     ]
-    assert (config.lanes.init, config.lanes.run, config.lanes.eval) == (8, 16, 3)  # a flag goes first
+    assert (config.lanes.init, config.lanes.run, config.lanes.eval) == (8, 16, 3)  # a flag has precedence
     assert (config.model.name, config.sandboxes.default_kind) == ("qwen", "apptainer")
     assert config.read_from == path  # no task may read the file
 

@@ -1,4 +1,4 @@
-"""Grading again by the client and by `outrider regrade`."""
+"""Grading again with the client and with `outrider regrade`."""
 
 from __future__ import annotations
 

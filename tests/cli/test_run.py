@@ -104,7 +104,7 @@ async def test_ctrl_c_cancels_the_group_and_waits_for_it(tmp_path: Path) -> None
 
 @pytest.mark.deep
 async def test_ctrl_c_before_the_answer_to_the_submission_cancels_it_too(tmp_path: Path) -> None:
-    """The group is accepted, and the answer on its way, when Ctrl-C comes."""
+    """Ctrl-C comes after the service has accepted the group, and before its reply arrives."""
     accepted, answering = asyncio.Event(), asyncio.Event()
     methods = []
 

@@ -1,4 +1,6 @@
-"""`outrider run` with a data set: rolled out for training, gone on with after an interruption, exported by its name."""
+"""`outrider run` with a data set: rollouts for training, continuation after an interruption, and the export of the
+rows.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ async def test_a_data_set_is_rolled_out_and_its_rows_exported_by_the_command_it_
         groups = [each for each in await client.groups(limit=100) if RUN_LABEL in each.labels]
     assert (before.code, ran.code, exported.code) == (0, 0, 0), ran.err
     assert ran.out.split()[-8:-4] == ["20", "80", "80", "1.00"]
-    assert "--after 1" in named  # the group before the run is not even read
+    assert "--after 1" in named  # the group before the run is not read
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == ROWS * 4
     assert {row["group_id"] for row in rows} == {group.id for group in groups}
@@ -65,7 +67,7 @@ async def test_a_run_of_a_data_set_goes_on_after_it_was_killed(cli: Cli, tmp_pat
         groups = await client.groups()
         other = await cli(*words[:3], "3", *words[4:], url)
     assert (ran.code, ran.document["result"]["graded"], len(ran.document["result"]["groups"])) == (0, 12, 6)
-    assert len(groups) == 7  # the six are known again in another order; the new row is one more
+    assert len(groups) == 7  # the six rows are recognised in another order; the new row adds a group
     assert (again.document["result"]["earlier"], again.document["result"]["graded"]) == (6, 14)
     assert other.code == 2
     assert "error: resume: the run 'first' has this task with another number of sessions" in other.err

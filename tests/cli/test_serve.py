@@ -60,8 +60,8 @@ async def test_it_serves_until_a_signal_comes(cli: Cli, tmp_path: Path, number: 
 async def serving_a_slow_agent(
     folder: Path, *more: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, AsyncClient, str]]:
-    """The service, a client of it, and a group whose agent has begun, and ends once `gate` is in the folder. Another
-    group is in the queue behind it."""
+    """Yield the service's process, a client, and the id of a group of four sessions. The agent of one session has
+    begun, and ends once `gate` is in the folder."""
     wait = f"touch {folder}/begun; until test -e {folder}/gate; do sleep 0.05; done; echo hi > out.txt"
     words = [*flags(folder, [call(wait), say("done")]), *more]
     process = await program("serve", *words, "--init-lane", "1", "--run-lane", "1", "--eval-lane", "1")
@@ -118,7 +118,7 @@ async def test_a_second_signal_interrupts_them(tmp_path: Path) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The process and all that it and its descendants have started."""
+    """Return the process and all of its descendants."""
     found = [pid]
     for parent in found:
         for thread in Path(f"/proc/{parent}/task").iterdir():

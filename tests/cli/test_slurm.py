@@ -1,4 +1,4 @@
-"""`outrider slurm` up to what it hands to sbatch, which is a fake here."""
+"""`outrider slurm` up to the call of sbatch, which is a fake."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """A program of this name before all others, in bash."""
+    """Put a bash program `sbatch` before all others on the PATH."""
     programs = folder / "programs"
     programs.mkdir()
     (programs / "sbatch").write_text(f"#!/bin/bash\n{body}\n")
@@ -36,14 +36,14 @@ def sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
 
 
 def written(cli: Cli, *words: str, serve: tuple[str, ...] = SERVE) -> str:
-    """The batch script for these words."""
+    """Return the batch script for these words."""
     ran = cli.run("slurm", "-o", "-", *words, "--", *serve)
     assert ran.code == 0, ran.err
     return ran.out
 
 
 def array(script: str, name: str) -> list[str]:
-    """The words of an array of the script, as bash reads them."""
+    """Return the words of an array of the script, as bash reads them."""
     [line] = [line for line in script.splitlines() if line.startswith(f"{name}=(")]
     shown = subprocess.run(
         ["bash", "-c", f'{line}\nprintf "%s\\0" "${{{name}[@]}}"'], capture_output=True, text=True, check=True
@@ -81,7 +81,7 @@ def test_the_token_is_in_a_file_that_nobody_else_can_read_and_in_nothing_else(cl
     assert [file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777] == [0o600, 0o700]
     assert token not in first
     assert written(cli) == first
-    assert file.read_text().strip() == token  # one for as long as the data lasts
+    assert file.read_text().strip() == token  # the token is kept for as long as the data
     file.chmod(0o640)
     ran = cli.run("slurm", "-o", "-", "--", *SERVE)
     assert (ran.code, ran.out) == (2, "")
@@ -142,7 +142,7 @@ def test_every_value_is_read_as_it_was_given(cli: Cli, tmp_path: Path, monkeypat
     assert f"{folder}/a b" == array(script, "serve")[-1]
     assert HOSTILE in array(script, "serve")
     assert HOSTILE in array(script, "join")
-    # A backslash escapes also within quotes of an #SBATCH line, and `%` names a part of the log's name.
+    # A backslash escapes even within quotes of an #SBATCH line, and `%` begins a placeholder in the log's name.
     read = [shlex.split(line)[0].replace("\\\\", "\\") for line in options(script)]
     assert f"--job-name={HOSTILE}" in read
     assert f"--comment={HOSTILE}" in read

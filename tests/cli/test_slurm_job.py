@@ -1,4 +1,4 @@
-"""What the batch script of `outrider slurm` does, run by bash. Slurm's programs, the service and nodes are fakes."""
+"""The batch script of `outrider slurm`, run by bash. Slurm's programs, the service and the nodes are fakes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from outrider.slurm.batch_script import BatchJob, script_of
 
-# Given `-m outrider.cli serve`, `-m outrider.cli nodes join` or `-m outrider.cli.slurm_unfinished`.
+# Called with `-m outrider.cli serve`, `-m outrider.cli nodes join` or `-m outrider.cli.slurm_unfinished`.
 PYTHON = """\
 if [[ $2 == outrider.cli.slurm_unfinished ]]; then echo "${LEFT:-0}"; exit; fi
 event() { echo "$*" >>"$EVENTS"; }
@@ -35,7 +35,7 @@ else
 fi
 while :; do sleep 0.05; done
 """
-# What it is to run stands last: bash -c PROGRAM.
+# The last three arguments are the command to run: bash -c PROGRAM.
 SRUN = """\
 for node in one two; do
     SLURMD_NODENAME=$node "${@: -3}" &
@@ -55,7 +55,7 @@ PROGRAMS = {"python": PYTHON, "srun": SRUN, "scancel": SCANCEL, "scontrol": SCON
 
 
 class Job(NamedTuple):
-    """A running batch script, its folder, and where the fakes note what they do."""
+    """A running batch script, its folder, and the file in which the fakes record events."""
 
     process: asyncio.subprocess.Process
     folder: Path
@@ -65,21 +65,21 @@ class Job(NamedTuple):
         return self.events.read_text().splitlines()
 
     async def until(self, *events: str) -> None:
-        """These have been noted, or the job has ended."""
+        """Return when these events have been recorded. Fails if the job ends before."""
         while not set(events) <= set(self.noted()):
             await asyncio.sleep(0.02)
             if self.process.returncode is not None:
                 pytest.fail(f"the job has ended, and noted {self.noted()}")
 
     async def end(self) -> tuple[int | None, str]:
-        """How it ended, and its log."""
+        """Wait for the end of the job, and return its exit code and its log."""
         out, _ = await self.process.communicate()
         return self.process.returncode, out.decode()
 
 
 @asynccontextmanager
 async def job(tmp_path: Path, variables: Mapping[str, str] | None = None) -> AsyncIterator[Job]:
-    """A job with these variables in its environment."""
+    """Run a job with these variables in its environment."""
     programs, folder, events = tmp_path / "programs", tmp_path / 'it\'s "a" $(folder)', tmp_path / "events"
     for each in (programs, folder):
         each.mkdir(exist_ok=True)
@@ -109,7 +109,7 @@ async def job(tmp_path: Path, variables: Mapping[str, str] | None = None) -> Asy
         yield Job(process, folder, events)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # as Slurm ends what a job leaves
+            os.killpg(process.pid, signal.SIGKILL)  # Slurm also kills the processes that a job leaves
         await process.wait()
 
 
@@ -120,7 +120,7 @@ async def test_a_service_and_a_node_on_each_machine(tmp_path: Path) -> None:
     async with job(tmp_path) as running:
         await running.until("service begins with secret", *NODES)
         assert (running.folder / "url").read_text() == "http://host:8123\n"
-        os.killpg(running.process.pid, signal.SIGTERM)  # as Slurm does it: to all of them
+        os.killpg(running.process.pid, signal.SIGTERM)  # like Slurm, to all processes of the job
         code, log = await running.end()
         assert code == 143
         assert "Slurm ends this job" in log
@@ -131,7 +131,7 @@ async def test_a_service_and_a_node_on_each_machine(tmp_path: Path) -> None:
 
 
 async def killed(tmp_path: Path) -> None:
-    """Job 7, up to its first node's loss."""
+    """Run job 7 until its nodes have begun, and kill all of its processes. The file with the address is left."""
     async with job(tmp_path) as running:
         await running.until(*NODES)
         os.killpg(running.process.pid, signal.SIGKILL)
@@ -150,7 +150,7 @@ async def test_a_job_that_was_killed_removes_its_address_when_it_comes_back(tmp_
 
 
 async def test_a_second_job_leaves_the_address_of_the_first(tmp_path: Path) -> None:
-    """As far as it knows, the first one is running: then its own service fails."""
+    """The second job cannot detect that the first one has ended. The service of the second job fails."""
     await killed(tmp_path)
     async with job(tmp_path, {"SLURM_JOB_ID": "8", "SERVICE_FAILS": "1"}) as running:
         code, _ = await running.end()

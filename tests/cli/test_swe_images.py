@@ -1,6 +1,8 @@
-"""Data sets of repositories as their pages say: a file of rows, an image under the set's own name, one command.
+"""Data sets of repositories, used as their pages describe: a file of rows, an image under the set's own name, one
+command.
 
-The image is a root of this host's Python, pytest and git, with the small repository where the set's images have it.
+The image is a root file system of this host's Python, pytest and git, with the small repository at the place where the
+set's images have it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ IMAGES = {
 }
 
 OF_EACH_FORM = ("swebench", "r2e-gym")
-"""A set whose rows say which tests must pass, and a set whose rows say the outcome of each test."""
+"""A set whose rows name the tests that must pass, and a set whose rows have the outcome of each test."""
 
 
 def root_with_python(folder: Path) -> Path:

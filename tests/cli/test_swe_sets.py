@@ -1,6 +1,6 @@
-"""Rows of data sets of repositories: their images and commands, what they lack, and TOML files around them.
+"""Rows of data sets of repositories: their images and commands, missing columns, and TOML files for rows.
 
-The rows have the columns of the real sets (`tasks/swe_sets.py` says where they were read), over the small repository of
+The rows have the columns of the real sets (`tasks/swe_sets.py` names the sources), and use the small repository of
 `evaluators/swe_world.py`. `test_swe_images.py` runs each of them in an image.
 """
 
@@ -169,15 +169,15 @@ pytestmark = needs_namespaces
 
 
 def toml(value: Any) -> str:
-    """A value as TOML, without line breaks."""
+    """Return a value as TOML without line breaks."""
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{json.dumps(name)} = {toml(inner)}" for name, inner in value.items()) + " }"
     return f"[{', '.join(map(toml, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 def task_file(folder: Path, kind: str, row: dict[str, Any], prepare: list[dict[str, Any]], **rows: str) -> Path:
-    """A TOML file with a row of a kind, whose sandbox has the repository without an image. A program `pytest` is on its
-    path, as in the real images."""
+    """Write a TOML file for one row. The sandbox has the repository without an image, and a program `pytest` on its
+    PATH, as in the real images."""
     written(folder, row)
     program = "#!/bin/sh\n" + f'{QUICK} exec {sys.executable} -m pytest -p xdist.plugin "$@"\n'
     runtime = {

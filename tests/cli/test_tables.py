@@ -1,4 +1,4 @@
-"""Tables in a terminal of 80 columns: nothing is cut, whatever is in them."""
+"""Tables in a terminal of 80 columns: no cell is cut."""
 
 from __future__ import annotations
 

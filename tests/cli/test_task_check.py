@@ -1,4 +1,4 @@
-"""`outrider task check`: known solutions must earn 1, nothing must earn 0, and what is wrong with a task is told."""
+"""`outrider task check`: known solutions must earn 1, doing nothing must earn 0, and a task's faults are reported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TRIES = {True: iter(range(1000)), False: iter(range(1000))}
 
 
 async def fickle(outcome: Outcome) -> float:
-    # The runs with the solution take turns among themselves, and so do the runs without.
+    # Rewards alternate among the runs with the solution, and separately among the runs without it.
     solved = outcome.task.harness.options["steps"][0].get("run") is not None
     return float(next(_TRIES[solved]) % 2)
 

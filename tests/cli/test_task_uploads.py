@@ -1,4 +1,4 @@
-"""Task files: what lies beside the task is sent along, byte for byte; everything wrong names its field."""
+"""Task files: files beside a task are sent with the task, byte for byte, and every error names its field."""
 
 from __future__ import annotations
 

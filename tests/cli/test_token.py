@@ -1,4 +1,4 @@
-"""`outrider token`: of a running service, and the first one in the data folder of a stopped one."""
+"""`outrider token` with a running service, and the first token in the data folder of a stopped service."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_token_is_made_in_the_store_of_the_settings(
         ran = cli.run(*ADMIN, *words)
         assert (ran.code, "127.0.0.1:1" in ran.err) == (1, True), "it is PostgreSQL that is asked"
     config.unlink()
-    (data / RUNS).touch()  # as every service does
+    (data / RUNS).touch()  # every service makes this database
     ran = cli.run(*ADMIN, "--data", data)
     assert (ran.code, ran.out) == (2, "")
     assert f"it has used {data}, but there is no outrider.sqlite3" in ran.err
@@ -105,9 +105,9 @@ def test_settings_of_another_folder_do_not_matter(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "lock").touch()  # of a service that could not start
+    (tmp_path / "data" / "lock").touch()  # left by a service that could not start
     monkeypatch.chdir(tmp_path)
-    Path("outrider.toml").write_text(text)  # of the data folder `.outrider`, or of nobody
+    Path("outrider.toml").write_text(text)  # settings of the data folder `.outrider`, or a broken file
     assert cli.run(*ADMIN, "--data", "data").code == 0
 
 
@@ -117,7 +117,7 @@ def test_a_token_in_the_data_folder_says_so(cli: Cli, tmp_path: Path, monkeypatc
     Path("outrider.toml").write_text("port = 1")
     Path("other.toml").write_text("data = 'data'")
     for number, words in enumerate((["--data", "data"], ["--config", "other.toml"])):
-        if number:  # the settings of another service, now that this one has a database
+        if number:  # the settings of another service, now that this service has a database
             Path("outrider.toml").write_text(f"store = '{NOWHERE}'")
         ran = cli.run("token", "create", "--role", "admin", "--name", f"a{number}", *words)
         assert (ran.code, "only a service whose store is SQLite in data knows this token" in ran.err) == (0, True)

@@ -95,7 +95,7 @@ async def test_a_tenant_gets_rates_from_two_readings(tmp_path: Path) -> None:
     assert second.rates is not None
     assert abs(second.rates.sessions * second.rates.seconds - 5) < 1e-6
     assert second.rates.tokens is None
-    assert second.errors == ()  # the first reading's, for ten seconds
+    assert second.errors == ()  # errors are read every ten seconds, so these are of the first reading
 
 
 async def test_the_live_view_is_drawn_again_and_q_ends_it(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def _environment() -> dict[str, str]:
 
 
 async def _until(master: int, wanted: bytes) -> bytes:
-    """Read the terminal until the text appears. Moves of the cursor are left out."""
+    """Read the terminal until the text appears, and return what was read. Movements of the cursor do not matter."""
     os.set_blocking(master, False)
     seen, end = b"", time.monotonic() + 60
     while wanted not in re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", seen):

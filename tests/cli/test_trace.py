@@ -1,4 +1,4 @@
-"""`outrider trace`: one session, a group and a time window, as events that the format allows."""
+"""`outrider trace`: one session, a group and a time window, as valid events of the format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.service import running_service
 
 
 def checked(text: str) -> list[dict[str, Any]]:
-    """The events of a trace, which are as the Trace Event Format has them."""
+    """Return the events of a trace, after a check against the Trace Event Format."""
     document = json.loads(text)
     assert document.keys() == {"displayTimeUnit", "traceEvents"}
     events: list[dict[str, Any]] = document["traceEvents"]
@@ -100,7 +100,7 @@ def test_overlapping_spans_have_rows_of_their_own() -> None:
 
 
 def test_every_kind_of_span_has_a_row() -> None:
-    """A row that was missing here hid all requests to the network."""
+    """A row that was missing here once hid all requests to the network."""
     documented = [row[0].strip("`") for row in page("docs/timeline.md").tables("`kind`")[0].rows]
     spans = tuple(
         SpanView(kind=kind, name=f"a {kind}", start=1.0, end=2.0) for kind in [*documented, "of_a_newer_service"]
@@ -130,7 +130,7 @@ def test_hostile_names_stay_text(name: str) -> None:
 
 
 async def test_a_reader_that_has_ended_is_no_error(cli: Cli, tmp_path: Path) -> None:
-    """Such as `head`."""
+    """An example of such a reader is `head`."""
     async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
         ran = await cli("run", write_task(tmp_path), "--url", url, "--json")
         reading, writing = os.pipe()

@@ -1,4 +1,6 @@
-"""The variables of the recipe's proxy, and the group `proxy_server` of its YAML, read as the settings of a service."""
+"""The variables of verl's recipe for its proxy, and the group `proxy_server` of its YAML, read as settings of a
+service.
+"""
 
 from __future__ import annotations
 

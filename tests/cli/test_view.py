@@ -35,7 +35,7 @@ TASK: dict[str, Any] = {
 
 
 class Run:
-    """A finished run: its data folder, its file of samples, its tokenizer, and what the service had shown."""
+    """A finished run: its data folder, its file of samples, its tokenizer, and the service's replies about the run."""
 
     def __init__(self, folder: Path) -> None:
         self.data, self.samples, self.tokenizer = folder / "data", folder / "rows.jsonl", folder / "tokenizer"
@@ -65,7 +65,7 @@ async def run(tmp_path: Path) -> Run:
 
 @asynccontextmanager
 async def viewing(path: Path, *more: str) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
-    """The command in a process of its own, until Ctrl-C."""
+    """Run the command in a process of its own until Ctrl-C. Yields its URL and an HTTP client."""
     process = await asyncio.create_subprocess_exec(
         *PROGRAM, "view", str(path), *more, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -140,7 +140,7 @@ async def test_a_run_is_not_changed_and_not_opened_twice(run: Run) -> None:
             async with open_run(run.data, None):
                 pass
     (run.data / "task.key").unlink()
-    async with open_run(run.data, None) as stored:  # without the key of the tasks, and without a tokenizer
+    async with open_run(run.data, None) as stored:  # without the tasks' key and without a tokenizer
         turns = json.loads(await stored.turns(f"{run.group.replace('g-', 's-')}-0", tokens=True))["turns"]
         assert turns[0]["tokens"]["output_pieces"] is None
         assert turns[0]["tokens"]["output_ids"]

@@ -1,4 +1,4 @@
-"""What a long wait says."""
+"""The notes that commands print during a long wait."""
 
 from __future__ import annotations
 

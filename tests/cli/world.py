@@ -1,4 +1,4 @@
-"""The command line against a live service: tasks to run, and a way to run commands and see what they wrote."""
+"""Tasks for a live service, and helpers that run commands and capture their output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROGRAM = (sys.executable, "-c", "import sys; from outrider.cli import main; sys
 
 
 async def grade(outcome: Outcome) -> Verdict:
-    """The task's evaluator: 1.0 when out.txt says hi."""
+    """Give 1.0 if the text of out.txt is the line "hi", and otherwise 0.0."""
     try:
         text = await outcome.runtime.read("out.txt")
     except FileNotFoundError:
@@ -45,7 +45,7 @@ async def grade(outcome: Outcome) -> Verdict:
 
 
 class Ran(NamedTuple):
-    """How a command ended."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -58,7 +58,7 @@ class Ran(NamedTuple):
 
 
 class Cli:
-    """Runs commands in a thread of this process: the service they talk to is on its event loop."""
+    """Runs commands in a thread of this process, because the service that they call is on this process's event loop."""
 
     def __init__(self, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
         self._captured = capsysbinary
@@ -80,6 +80,6 @@ def write_task(folder: Path, text: str = TASK, name: str = "task.toml") -> Path:
 
 
 async def program(*words: str | Path, **options: Any) -> asyncio.subprocess.Process:
-    """The command line as a process of its own, with both its outputs piped."""
+    """Start the command line in a process of its own, with both outputs piped."""
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(*PROGRAM, *map(str, words), stdout=pipe, stderr=pipe, **options)

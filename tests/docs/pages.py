@@ -1,6 +1,5 @@
-"""The documentation as data: its pages, and their links, code blocks, code spans and tables.
-
-It knows Markdown as far as these pages use it, and nothing of Outrider.
+"""The documentation as data: its pages with their links, code blocks, code spans and tables. Only the Markdown that
+these pages use is parsed, and nothing here is specific to Outrider.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _RULE = re.compile(r"^\|[\s:|-]+\|$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the words behind its opening fence, its text, and where it begins."""
+    """A fenced block: the words behind its opening fence, its text, and its page and first line."""
 
     info: str
     text: str
@@ -32,7 +31,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Table:
-    """`columns` are the header's cells, `rows` the others, all without their outer spaces."""
+    """`columns` are the cells of the header, `rows` the cells of the other lines, without outer spaces."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -65,12 +64,12 @@ class Page:
 
     @property
     def spans(self) -> list[str]:
-        """Inline code; a pipe that a table has to escape is written plainly."""
+        """Inline code. The backslash before a pipe, which tables need, is removed."""
         return [found.replace("\\|", "|") for line in self.prose for found in _SPAN.findall(line)]
 
     @property
     def anchors(self) -> set[str]:
-        """What GitHub calls the page's headings."""
+        """The anchors that GitHub makes of the page's headings."""
         return {slug(found[1]) for line in self.prose if (found := _HEADING.match(line))}
 
     def tables(self, first: str) -> list[Table]:

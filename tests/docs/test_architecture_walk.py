@@ -1,5 +1,5 @@
-"""docs/architecture.md: the names of its walk are in their files, and the row that says so calls them; each word of its
-glossary has the one class that the page names.
+"""docs/architecture.md: each name of the walk is defined in its file and called in the file of the row that the table
+names; each word of the glossary has the one class that the page names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def name_of(row: dict[str, str]) -> str:
 
 
 def defined(tree: ast.AST, name: str) -> bool:
-    """Whether a module has a function, class or method of this dotted name, at any depth."""
+    """Return whether a module has a function, class or method of this dotted name, at any depth."""
     first, _, rest = name.partition(".")
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     found = [node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == first]
@@ -35,8 +35,8 @@ def defined(tree: ast.AST, name: str) -> bool:
 
 
 def calls(path: Path, name: str) -> bool:
-    """Whether a file, or one of a folder, calls something by the last part of this name, or gives it to a call by
-    keyword, as `Dialect(parse=parse_request)`."""
+    """Return whether a file, or a file in a folder, calls the last part of this name, or passes it to a call by
+    keyword, as in `Dialect(parse=parse_request)`."""
     last = name.rpartition(".")[2]
     for file in path.rglob("*.py") if path.is_dir() else [path]:
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,6 @@
-"""The page about branches holds the rules, differences and defaults that the code has, each with its reason."""
+"""docs/branches.md lists the rules and differences of the code with their reasons, and the defaults and limits of the
+code.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ COMMANDS = commands()
 
 
 def command_lines(text: str) -> Iterator[list[str]]:
-    """The words of each `outrider` command in a shell text."""
+    """Yield the words of each `outrider` command in a shell text."""
     lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     lexer.commenters = "#"
@@ -35,7 +35,7 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 
 class Shown(NamedTuple):
-    """A command on a page: to be typed as it is (`whole`), or only named."""
+    """A command on a page. If `whole`, the command is shown as a user types it; otherwise it is only named."""
 
     where: str
     words: list[str]
@@ -43,20 +43,21 @@ class Shown(NamedTuple):
 
 
 def shown(page: Page) -> Iterator[Shown]:
-    """The commands of console blocks, and of code within a line."""
+    """Yield the commands of console blocks and of inline code."""
     for block in page.blocks:
         if block.info == "console":
             for line in block.text.splitlines():
                 if line.startswith("$ "):
                     yield from (Shown(block.where, words, True) for words in command_lines(line[2:]))
     for span in page.spans:
-        # `list|add|rm` stands for three commands; a pipe proper has spaces around it.
+        # `list|add|rm` stands for three commands; a shell's pipe has spaces around it.
         for choice in itertools.product(*(word.split("|") if "|" in word else [word] for word in span.split(" "))):
             yield from (Shown(page.name, words, False) for words in command_lines(" ".join(choice)))
 
 
 def complaint(words: list[str], *, whole: bool = True) -> str | None:
-    """What the command line would not understand; it is parsed and not run. Arguments are missed if it is `whole`."""
+    """Parse a command without running it. Returns the error, or None. A missing argument is an error only if the
+    command is `whole`."""
     command: click.Command = COMMANDS
     words = list(words)
     while words and isinstance(command, CliGroup):

@@ -1,4 +1,4 @@
-"""The page about the doctor of runs holds the rules, with their thresholds, and the constants that the code has."""
+"""docs/diagnosis.md lists the rules of the code with their thresholds, and the constants of the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = page("docs/diagnosis.md")
 
 
 def shown(rule: RunRule) -> tuple[str, ...]:
-    """A rule as a row of the page."""
+    """Return a rule as a row of the page."""
     only = f"{rule.given_text} > {rule.given:g}" if rule.given_text else ""
     least = f"{rule.least} {rule.unit}"
     return f"`{rule.name}`", rule.severity, rule.looks_at, rule.shown_threshold(), least, only, rule.next

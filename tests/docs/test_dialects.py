@@ -1,4 +1,4 @@
-"""The page about dialects has every field that the tables have, each with what becomes of it and why."""
+"""docs/dialects.md lists every field of the code's tables, with its treatment and the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rows = set[tuple[str, str, str]]
 
 
 def written(first: str) -> Rows:
-    """The rows of the table that begins so, one for each field."""
+    """Return the rows of the table whose first column is `first`, one for each field."""
     (found,) = (table for table in PAGE.tables(first) if table.columns[0] == first)
     return {(code(name), told, why) for names, told, why in found.rows for name in names.split(", ")}
 

@@ -170,8 +170,8 @@ def test_python_compiles(block: Block) -> None:
 
 
 EXITS_WITH_2 = re.compile(r"""\brun\b["']?\s*[:=]\s*["'].*\b(?:grep|diff|cmp) """)
-"""A command of an evaluator with a program that exits with 2, which is an error and no reward, if the file to grade is
-missing."""
+"""Matches an evaluator's command whose program exits with 2 if the file to grade is missing. Exit code 2 is an error,
+and there is no reward."""
 
 
 def test_a_missing_file_is_a_reward_of_0_in_every_example() -> None:

@@ -15,11 +15,11 @@ from outrider.sessions.blame import ANY, RULES, Blame, BlameRule, Facts
 
 SOURCES = Path(outrider.__file__).parent
 NAMED = {"begin": 0, "until_done": 0, "note": 0, "note_success": 0}
-"""Methods of Chores and Failures, and which argument is the name."""
+"""Methods of `Chores` and `Failures`, with the position of the argument that names the work."""
 
 
 def name_in(node: ast.expr) -> str | None:
-    """The text, with … for what is filled in; None for a variable."""
+    """Return the text of a string, with … for each value that is filled in; None for other expressions."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -65,7 +65,7 @@ def test_all_background_work_is_listed() -> None:
     assert len(found) > 20
     found |= {f"{what} …" for what in get_args(EngineTask)}
     assert found <= listed
-    # These are variables where they are noted, or are started by an owner that the file does not make.
+    # These names are variables in the calls, or belong to work of `Chores` that another file makes.
     others = {
         "process of node …", "use engine …", "checkpoints of the database", "start a sandbox for an evaluation",
         "stream of a pod", "gateway tunnel",
@@ -74,7 +74,7 @@ def test_all_background_work_is_listed() -> None:
 
 
 def shown(rule: BlameRule) -> tuple[str, ...]:
-    """A rule as a row of the page."""
+    """Return a rule as a row of the page."""
     ends = "any" if rule.ends == ANY else ", ".join(rule.ends)
     ending = rule.blame.value
     if rule.reason is not None:
@@ -100,7 +100,7 @@ def test_every_fact_that_a_rule_names_is_explained() -> None:
 
 
 def policies() -> Iterator[tuple[str, str, str, str | None]]:
-    """The policies of the package: name, first wait, longest wait, and the limit of attempts, if there is one."""
+    """Yield the retry policies of the package: name, first wait, longest wait, and the limit of attempts or None."""
     for path in sorted(SOURCES.rglob("*.py")):
         text = path.read_text()
         for node in ast.parse(text).body if "RetryPolicy(" in text else ():

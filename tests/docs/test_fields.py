@@ -1,4 +1,6 @@
-"""Tables of fields, names and codes hold what the code holds: every one, no other, and the same defaults."""
+"""The documentation's tables of fields, names and codes match the code: they have every entry, no other entry, and the
+same defaults.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ REQUIRED = "required"
 
 
 def default(value: Any) -> Any:
-    """A default as JSON has it."""
+    """Return a default as its JSON value."""
     match value:
         case PurePath():
             return str(value)
@@ -69,7 +71,7 @@ def default(value: Any) -> Any:
 
 
 def fields_of(model: type[BaseModel], above: str = "", *, lists: bool = True) -> dict[str, Any]:
-    """Every leaf of a model by its dotted path, with its default; `[]` stands for the elements of a list."""
+    """Return every leaf of a model by its dotted path, with its default; `[]` stands for the elements of a list."""
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         path = f"{above}{name}"
@@ -83,7 +85,7 @@ def fields_of(model: type[BaseModel], above: str = "", *, lists: bool = True) ->
 
 
 def models_in(annotation: Any, within: str = "") -> list[tuple[type[BaseModel], str]]:
-    """The models that a field may have, each with `[]` if they are in a list."""
+    """Return the models that a field may have, each with `[]` if it is in a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [(annotation, within)]
     within = "[]" if get_origin(annotation) in (list, tuple) else within
@@ -103,14 +105,14 @@ def struct_fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def written(table: Table) -> dict[str, Any]:
-    """The table's fields with the defaults it gives."""
+    """Return the table's fields with the defaults in the table."""
     words = {"required": REQUIRED, "none": None}
     defaults = [words[cell] if cell in words else json.loads(code(cell)) for cell in table.column("Default")]
     return dict(zip(listed(table), defaults, strict=True))
 
 
 def listed(table: Table) -> list[str]:
-    """The first column, which is code."""
+    """Return the first column, whose cells are code."""
     return [code(row[0]) for row in table.rows]
 
 
@@ -127,7 +129,8 @@ def test_datasets_says_what_becomes_of_each_field_of_a_harbor_task() -> None:
 def test_tasks_has_every_field_with_its_default() -> None:
     (table,) = page("docs/tasks.md").tables("Field")
     fields = fields_of(GroupSpec)
-    # The page says that these of a later step are as those of the task, and of a grader's runtime as of the agent's.
+    # docs/tasks.md states that these fields of a later step equal the task's own fields, and that these fields of a
+    # grader's runtime equal those of the agent's runtime.
     same = ("task.evaluator.runtime.", "task.then[].evaluator.", "task.then[].prepare[].", "task.then[].collect[].")
     assert written(table) == {name: value for name, value in fields.items() if not name.startswith(same)}
 
@@ -278,7 +281,7 @@ def test_a_presets_page_has_its_options(name: str) -> None:
     expected = {
         option: REQUIRED if given.default is None else given.default
         for option, given in load_preset(name).options.items()
-        if not given.optional  # these are in the part of the page that scripts/harness_pages.py writes
+        if not given.optional  # optional options are in the part of the page that scripts/harness_pages.py writes
     }
     tables = page(f"docs/harnesses/{name}.md").tables("Option")
     assert [written(table) for table in tables] == ([expected] if expected else [])

@@ -1,4 +1,4 @@
-"""The examples of the page `frozen-models.md` do what it says, with the page's own settings, agents and task."""
+"""The examples of docs/frozen-models.md work as described, with the page's own settings, agents and task."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JUDGE = [say("Yes, it is.")]
 
 
 def frozen() -> tuple[FrozenConfig, ...]:
-    """Those of the page, on engines that reply by a script."""
+    """Return the frozen models of the page, on scripted engines."""
     scripts = {"customer": CUSTOMER, "judge": JUDGE}
     made = []
     for model in Config.model_validate(tomllib.loads(BLOCKS["toml settings"])).frozen:
@@ -67,7 +67,7 @@ async def test_a_simulated_customer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.deep
 async def test_a_program_with_the_openai_sdk(tmp_path: Path) -> None:
-    """A real process with the official client, which finds both models by the variables that every command is given."""
+    """A real process with the official client finds both models by the variables that every command gets."""
     task = {
         "instruction": "Say that you are sorry.",
         "harness": {"command": [sys.executable, "-W", "ignore", "both.py"]},

@@ -1,4 +1,4 @@
-"""A preset's page has what the preset says, as the script writes it, and its prose names no other version."""
+"""A preset's page has the section that scripts/harness_pages.py makes of the preset, and names no other version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/security.md has the table of what tasks may not read as it is."""
+"""docs/security.md has the code's table of paths that tasks may not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about metrics has all of them (`python scripts/metrics_table.py` writes its table)."""
+"""docs/metrics.md lists all metrics of the code (`python scripts/metrics_table.py` writes the table)."""
 
 from __future__ import annotations
 

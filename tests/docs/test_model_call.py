@@ -1,4 +1,4 @@
-"""docs/architecture.md: the table of one model call has the files that a streamed call enters."""
+"""docs/architecture.md: the table of one model call lists the files that a streamed call enters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_the_table_has_the_files_that_a_call_enters(tmp_path: Path) -> Non
                 async with http.post(CHAT, json=body) as reply:
                     await reply.read()
             calls.append(files)
-    # A file that only some calls enter is one of the background, such as the watch for silent engines.
+    # A file that only some calls enter belongs to background work, such as the watch for silent engines.
     paths = {Path(file) for file in set.intersection(*calls) if Path(file).is_relative_to(PACKAGE)}
     entered = {str(path.relative_to(PACKAGE)) for path in paths}
     entered = {name for name in entered if not name.startswith("lab/")}

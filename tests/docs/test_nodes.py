@@ -1,4 +1,4 @@
-"""The page about nodes has the rules by which the service checks what a node says."""
+"""docs/nodes.md lists the rules by which the service checks the messages of nodes, and the bounds of a connection."""
 
 from __future__ import annotations
 

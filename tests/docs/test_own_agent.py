@@ -1,4 +1,4 @@
-"""The examples of the page `bring-your-own-agent.md` do what it says, in real sandboxes, with the page's own text."""
+"""The examples of docs/bring-your-own-agent.md work as described, in real sandboxes, with the page's own text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="nee
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of what Outrider keeps, this test's own; but for the interpreter that it makes for images."""
+    """An OUTRIDER_HOME for this test alone. Only the interpreter that Outrider makes for images is shared."""
     made = tmp_path / "home"
     made.mkdir()
     (made / "python").symlink_to(portable_python().parent)
@@ -40,7 +40,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def certificate(task: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Of the task as the page has it, with its folder for the page's; it must hold."""
+    """Check the task of the page, with `folder` in place of the page's folder, and return the certificate. The check
+    must succeed."""
     file = folder / "my-agent.toml"
     file.write_text(task.replace(SHOWN_AT, str(folder)))
     code = main(["harness", "check", "--task", str(file), "--row", "three-turns", "--row", "parallel-calls", "--json"])
@@ -54,7 +55,8 @@ def certificate(task: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.deep
 def test_an_agent_in_a_virtual_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As `python -m venv` makes one, of the interpreter that runs this. What it imports lies beside it, editable."""
+    """The environment is as `python -m venv` makes it, with the interpreter that runs this test. The agent's module
+    lies outside the environment, as an editable install."""
     made = tmp_path / "mine/.venv"
     packages = environment(made)
     (tmp_path / "project").mkdir()
@@ -75,7 +77,7 @@ def test_an_agent_in_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.deep
 def test_an_agent_in_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The image has no Python: its agent runs by the interpreter that every such sandbox is shown."""
+    """The image has no Python: the agent runs with the interpreter that is mounted in every such sandbox."""
     root = small_root(tmp_path / "root")
     command = shlex.join([*portable_command(), "/opt/agent/my_agent.py"])
     program(root / "opt/agent/run", "/bin/bash", f'exec {command} "$@"')

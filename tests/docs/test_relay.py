@@ -1,4 +1,4 @@
-"""The adapters that the relay's page shows, over stand-ins of what they adapt."""
+"""The adapters in docs/relay.md, with stand-ins for the engines that they adapt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REQUEST = GenerateRequest(
 
 
 def generate_with(words: str) -> Any:
-    """The function `generate_with` of the block that holds the words."""
+    """Return the function `generate_with` of the block that contains `words`."""
     [block] = [block for block in page("docs/relay.md").blocks if words in block.text and "generate_with" in block.text]
     names: dict[str, Any] = {}
     exec(compile(block.text, block.where, "exec"), names)
@@ -40,7 +40,7 @@ async def relayed(generate: Any) -> Any:
     async with relay_served(engine) as url, Worker(url, generate, reconnecting=AT_ONCE) as worker:
         await worker.attached()
         while not (await engine.health()).ok:
-            """The service has welcomed it, and is about to admit it."""
+            """The service has welcomed the worker, and is about to admit it."""
         return await collect(engine.generate(REQUEST))
 
 

@@ -1,6 +1,5 @@
-"""What docs/engines.md says of routers' policies is what the simulation gives.
-
-The table is compared with a run; the words with ratios that leave room for changes of Outrider's placement.
+"""The statements of docs/engines.md about routers' policies match the simulation. The table is compared with a run; the
+text is checked with ratios that leave room for changes of Outrider's placement.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from bench import routing
 from .pages import page
 
 CLOSE = 0.1
-"""By how much a time may differ from the table's, as a share."""
+"""Maximum difference between a simulated time and the table's time, as a fraction."""
 PAGE = page("docs/engines.md")
 CASES = {case.name: case for case in routing.CASES}
 RUN = {
@@ -29,7 +28,7 @@ RUN = {
         "hash ring, session",
     ),
 }
-"""What the page's claims are about."""
+"""The cases and policies that the page's statements are about."""
 
 
 def test_the_table_has_all_policies_and_names_cases() -> None:

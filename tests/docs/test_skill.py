@@ -1,5 +1,6 @@
-"""The skill for coding agents and llms.txt: their tools, commands and links exist, and a scripted agent that follows
-the skill's steps finds planted faults, with the MCP tools and with the command line."""
+"""The skill for coding agents and llms.txt: their tools, commands and links exist. A scripted agent that follows the
+skill's steps finds planted faults, with the MCP tools and with the command line.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +25,18 @@ ROOT = Path(__file__).parent.parent.parent
 SKILL = (ROOT / "skills" / "outrider" / "SKILL.md").read_text()
 PLANTED = ("tools that never work", "errors")
 SEEN = {"tools that never work": "nosuchprogram", "errors": "the hidden tests are missing"}
-"""What a session of the run shows of its fault."""
+"""The text by which a session of the run shows its fault."""
 
 
 def steps() -> list[tuple[str, str]]:
-    """The tool and the command of each numbered step."""
+    """Return the tool and the command of each numbered step."""
     rows = re.findall(r"^\| \d\. .* \| `(\w+)`.* \| `(outrider [^`]+)` \|$", SKILL, re.MULTILINE)
     assert len(rows) == 5
     return rows
 
 
 def document(result: str) -> Any:
-    """The JSON between the marks of a tool's result."""
+    """Return the JSON between the marks of a tool's result."""
     found = re.search(r"<data (\w+)>\n(.*)\n</data \1>", result, re.DOTALL)
     assert found is not None
     return json.loads(found[2])
@@ -76,7 +77,7 @@ async def test_an_agent_with_the_command_line_finds_the_fault(cli: Cli, tmp_path
 
 
 def most_severe(findings: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """The fault's finding, which is among the most severe ones."""
+    """Return the fault's finding, which must be among the most severe ones."""
     assert name in {finding["rule"] for finding in findings if finding["severity"] == findings[0]["severity"]}
     return next(finding for finding in findings if finding["rule"] == name)
 

@@ -1,4 +1,4 @@
-"""The Python of the pages runs, against a live service whose model does what the pages ask of it."""
+"""The Python blocks of the pages run against a live service with a scripted model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL: list[dict[str, Any]] = [
 
 
 def as_module(block: Block, folder: Path) -> None:
-    """A block that names a file is that file, for the blocks behind it to import."""
+    """Write a block that names a file to this file, so that later blocks can import it."""
     (folder / block.info.removeprefix(RUN).strip()).write_text(block.text)
 
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md, "Who decides": each name is defined in its file, and every room decides something."""
+"""docs/architecture.md, "Who decides": each name is defined in its file, and every folder of the package has a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = [(row[1].partition("`")[2].partition("`")[0], row[2].strip("`")) for row 
 
 
 def definitions(body: list[ast.stmt]) -> set[str]:
-    """The dotted names of functions, classes, methods, constants and attributes."""
+    """Return the dotted names of functions, classes, methods, constants and attributes."""
     names: set[str] = set()
     for node in body:
         match node:

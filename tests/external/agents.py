@@ -1,4 +1,4 @@
-"""The same conversation by an agent of Outrider's own, in the service's process."""
+"""The conversation of `openai_agent.py`, held by an in-process agent of Outrider."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ async def test_a_failed_engine_is_no_reward(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reset", [False, True])
 async def test_a_call_given_up_while_the_service_stands_still_is_no_reward(tmp_path: Path, reset: bool) -> None:
-    """The session starts over after the stall, or does not: then the agent's report is not believed."""
+    """If the session is not reset after the stall, the agent's reward does not count, and the result is an error."""
     slow = {"reply": say("It is in a file."), "stall": 2}
     async with elsewhere(tmp_path, replies=[say("Ask."), slow, say("Ask."), slow]) as world:
         opened = await world.owner.open()

@@ -1,4 +1,4 @@
-"""Agents that a Harbor run server runs: a server written from the contract alone, and Outrider's own."""
+"""Agents run by a Harbor run server: a server written from the contract alone, and Outrider's own server."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def submitted(world: Elsewhere, given: dict[str, Any] | None = None, *, n:
 
 
 async def ask(asked: AgentRunRequest, text: str, history: list[dict[str, Any]] | None = None) -> None:
-    """A model call as an agent of Harbor makes it: with the URL that it was given, and a key that means nothing."""
+    """Make a model call as an agent of Harbor does: to the URL from the submission, with a meaningless key."""
     messages = [*(history or []), {"role": "user", "content": text}]
     async with aiohttp.ClientSession() as http:
         url = f"{asked.llm_proxy_url}/chat/completions"
@@ -287,9 +287,9 @@ async def test_a_submission_that_may_have_arrived_is_not_repeated(tmp_path: Path
 
 
 class Between:
-    """Passes submissions on to another Outrider, whose engine it is: the model calls of a run there become calls of the
-    session whose URL came with the run. The other service refuses proxies that are not its own, so that the URL is left
-    out."""
+    """Passes submissions on to another Outrider service, and is the engine of that service: each of its model calls
+    becomes a call of the session whose URL came with the submission. This URL is removed from the submission, because
+    the other service refuses proxies that are not its own."""
 
     def __init__(self) -> None:
         self.server = ""
@@ -326,7 +326,8 @@ class Between:
 
 @pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="no user namespaces on this machine")
 async def test_outrider_runs_at_outrider(tmp_path: Path) -> None:
-    """The server's own rewards come back, and the tokens are those that the first service's engine sampled."""
+    """The other service's rewards are returned, and its agent's two model calls are turns of the first service's
+    session."""
     between = Between()
     app = web.Application(client_max_size=1 << 28)
     app.router.add_post("/api/v1/runs/async", between.submit)

@@ -1,4 +1,4 @@
-"""Sessions of agents that run elsewhere, with slow models, hostile callers and agent services that give odd states."""
+"""Sessions of agents that run elsewhere, with slow models, hostile callers and agent services that misbehave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .world import Agent, Owner, elsewhere
 
 @pytest.mark.deep
 async def test_idle_time_begins_at_the_end_of_a_call(tmp_path: Path) -> None:
-    """A call that lasts longer than idle_seconds ends shortly before the clock is read."""
+    """A model call may last longer than `idle_seconds`; the idle time begins again when the call ends."""
     engine = scripted_engine(tmp_path, [{"reply": say("slow"), "stall": 1}])
     async with elsewhere(tmp_path, engine=engine) as world:
         opened = await world.owner.open(idle_seconds=1.0)
@@ -93,7 +93,8 @@ async def test_a_session_key_is_no_control_token(tmp_path: Path) -> None:
 
 
 async def test_no_run_is_started_after_its_cancellation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session's time is over while the service, which is busy, is asked again and again to start the run."""
+    """The session reaches its time limit while the start of its run is tried again and again at a busy agent
+    service."""
     monkeypatch.setenv("CLUSTER_SECRET", SECRET)
     methods: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Agents elsewhere, of a service whose sessions run in other processes, or on no node yet."""
+"""Agents that run elsewhere, with a service whose sessions are graded in other processes, or that has no node yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that a service of the operator's runs."""
+"""Agents run by an agent service of the operator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Work = Callable[[Agent, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class AgentService:
-    """The contract of docs/external.md. `work` is what an agent does in a run: it returns the run's last state."""
+    """An agent service that follows the contract of docs/external.md. `work` is the agent of a run, and returns the
+    last state of the run."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -63,7 +64,7 @@ class AgentService:
         agent = Agent(self.world.http, self.runs[run_id])
         try:
             self.states[run_id] = await self.work(agent, self.runs[run_id])
-        except Exception as error:  # the test fails at once, and with the reason
+        except Exception as error:  # the test fails at once, with the reason
             self.states[run_id] = {"status": "failed", "error": repr(error)}
             raise
 

@@ -92,7 +92,8 @@ async def test_the_next_service_has_the_turns_from_its_first_moment(tmp_path: Pa
 
 
 async def test_a_session_with_images_goes_on_in_the_next_service(tmp_path: Path) -> None:
-    """The next service has no image decoded, and makes the same pixels from the images that the agent sends again."""
+    """The next service has no decoded image. It makes the same pixels from the images when the agent sends them
+    again."""
     folder = tmp_path / "vision"
     write_vision_tokenizer(folder)
     model = {"tokenizer": str(folder), "renderer": "qwen3-vl"}
@@ -219,8 +220,8 @@ async def served(tmp_path: Path, engine: str, port: int) -> AsyncIterator[asynci
 
 @pytest.mark.deep
 async def test_agents_go_on_after_a_kill(tmp_path: Path) -> None:
-    """16 agents in processes of their own, with the OpenAI SDK. The service is killed twice in the middle. The rows are
-    those of an agent of Outrider's own that says the same."""
+    """16 agents with the OpenAI SDK run in processes of their own, and the service is killed twice meanwhile. Their
+    rows equal those of an in-process agent with the same conversation."""
     async with engine_server(tmp_path) as (_, engine), httpx.AsyncClient(verify=False, timeout=60) as http:
         port = free_port()
         owner = Owner(http, f"http://127.0.0.1:{port}")

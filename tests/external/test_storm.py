@@ -1,4 +1,4 @@
-"""Everything that can happen to sessions of agents elsewhere, at once and in any order."""
+"""Random calls, resets, reports and cancellations, at the same time, of sessions whose agents run elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SESSIONS = 40
 
 
 class Life:
-    """One session, and clients that call, reset, complete and cancel it as they like."""
+    """One session, and clients that call, reset, complete and cancel the session at random times."""
 
     def __init__(self, world: Elsewhere, opened: dict[str, Any], chance: random.Random) -> None:
         self.world = world

@@ -1,4 +1,4 @@
-"""Agents that run elsewhere: plain HTTP, without any of Outrider's code."""
+"""Agents that run elsewhere, and owners of their sessions, as plain HTTP clients without Outrider's client code."""
 
 from __future__ import annotations
 

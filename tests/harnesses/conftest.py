@@ -14,7 +14,7 @@ ENDPOINT = ModelEndpoint(base_url="http://127.0.0.1:9/s/key-1", api_key="key-1",
 
 
 class ScriptedModel:
-    """Gives its replies one by one, and keeps what it was asked."""
+    """Returns or raises its replies one by one, and records the messages and tool names of each call."""
 
     def __init__(self, *replies: Message | Exception) -> None:
         self.replies = list(replies)

@@ -100,7 +100,8 @@ async def test_config_files_are_written_into_home_with_the_words_escaped(sandbox
 
 
 async def test_a_commands_own_files_are_written_as_a_presets_are(sandbox: Runtime) -> None:
-    """Relative to HOME, or by their whole path; escaped as their format wants it, and otherwise put in as they are."""
+    """A path is relative to HOME or absolute. Values are escaped for a file's format, and inserted unchanged into other
+    files."""
     absolute = f"{sandbox.scratch}/notes.txt"
     spec = HarnessSpec(
         command=["bash", "-c", 'cat "$HOME/.agent/settings.json" {option.notes}', "x"],

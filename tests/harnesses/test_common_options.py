@@ -1,4 +1,4 @@
-"""Every preset with every common option: what is added to its command, variables and files, or the refusal."""
+"""Every preset with every common option: the option changes the command, variables or files, or is refused."""
 
 import json
 import tomllib
@@ -72,7 +72,8 @@ def test_an_option_is_passed_on_or_refused(program: str, option: str) -> None:
 async def test_all_options_of_a_program_fit_together(
     program: str, sandbox: Runtime, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """The files stay readable in their formats, and each text arrives as it was given."""
+    """The JSON and TOML files remain readable. Codex's TOML file and each Markdown file contain the given text
+    unchanged."""
     preset = load_preset(program)
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "programs"))
     pretend_installed(tmp_path / "programs" / "harnesses", preset)

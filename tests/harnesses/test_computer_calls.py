@@ -115,7 +115,7 @@ def desktop(screen: Screen, vendor: Vendor, observation: Observation = "screensh
 
 
 class Shown(Screen):
-    """A screen that can be looked at."""
+    """A screen on which commands given as text, such as those for screenshots, print a PNG image."""
 
     async def exec(self, command: Any, *, env: Any, seconds: float) -> Any:
         done = await super().exec(command, env=env, seconds=seconds)
@@ -149,7 +149,7 @@ async def test_the_mouses_place_is_text() -> None:
 
 
 class Read(Shown):
-    """A screen whose accessibility tree can be read as well."""
+    """A `Shown` screen with an accessibility tree."""
 
     async def exec(self, command: Any, *, env: Any, seconds: float) -> Any:
         assert env["AT_SPI_BUS_ADDRESS"] == "unix:path=/tmp/outrider-desktop/a11y-bus"

@@ -1,4 +1,6 @@
-"""The tools `desktop` without a screen: what the model is told, and what it is answered."""
+"""The `desktop` tools without a screen: their descriptions for the model, the commands that they run, and their
+results.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def ended(code: int | None = 0, out: bytes = b"", err: bytes = b"") -> ExecResul
 
 
 class Screen:
-    """The part of a runtime that a desktop uses: it keeps the commands and answers them from a list."""
+    """The part of a runtime that a desktop uses. Records the commands, and returns the results from a list."""
 
     scratch = "/tmp"
 

@@ -47,7 +47,8 @@ def call(tool: str, **arguments: str) -> str:
 
 
 async def rollout(folder: Path, task: Path | GroupSpec, *replies: str, **settings: Any) -> tuple[SessionView, str]:
-    """The session in which the model says this, and the conversation as the model saw it. Every token is checked."""
+    """Run a task whose model gives these replies. Returns the session and the decoded text of its sample, after a check
+    of every token."""
     engine = scripted_engine(folder, replies)
     group = load_group(task, n=1, priority=0) if isinstance(task, Path) else task
     async with running_service(tmp_path=folder, engine=engine, **settings) as (_, url), AsyncClient(url) as client:
@@ -61,11 +62,11 @@ async def rollout(folder: Path, task: Path | GroupSpec, *replies: str, **setting
 
 
 def assert_exact(sample: Sample, engine: ScriptedEngine, tokenizer: Tokenizer, replies: tuple[str, ...]) -> None:
-    """Each prompt of the engine is the beginning of the row, what it said behind that is what the script says, and that
-    alone is trained, with the engine's own log-probabilities."""
+    """Check that each prompt of the engine is a prefix of the row, that the sampled tokens are the script's replies,
+    and that only sampled tokens are trained and have the engine's log-probabilities."""
     trained = {place for start, end in sample.turn_spans for place in range(start, end)}
     assert trained == {place for place, trains in enumerate(sample.loss_mask) if trains}
-    prompts = [request.input_ids.tolist() for request in engine.requests][-len(replies) :]  # those of the last attempt
+    prompts = [request.input_ids.tolist() for request in engine.requests][-len(replies) :]  # of the last attempt
     for prompt, (start, end), reply in zip(prompts, sample.turn_spans, replies, strict=True):
         assert prompt == sample.ids[:start].tolist()
         assert tokenizer.decode(sample.ids[start:end].tolist()) == reply
@@ -131,7 +132,8 @@ def with_runtime(example: str, **runtime: Any) -> GroupSpec:
 @pytest.mark.deep
 @needs_namespaces
 async def test_ipython_has_what_the_sandboxes_own_python_has(tmp_path: Path) -> None:
-    """An environment of the host with SymPy and IPython, as the page about these agents shows it."""
+    """The sandbox mounts an environment of the host that has SymPy and IPython, as the page about these agents
+    describes."""
     pytest.importorskip("math_verify")
     pytest.importorskip("IPython")
     places = sorted({Path(sys.prefix), Path(sys.base_prefix)})
@@ -150,7 +152,7 @@ async def test_ipython_has_what_the_sandboxes_own_python_has(tmp_path: Path) -> 
 
 @pytest.mark.deep
 async def test_a_sandbox_without_ipython_is_an_error_that_says_how_to_get_it(tmp_path: Path) -> None:
-    """It is not what the model did, although the model's call met it: there is no reward."""
+    """The model's call meets the error, but the missing program is not the model's fault: there is no reward."""
     pytest.importorskip("math_verify")
     group = with_runtime("lattice_points.toml", kind="memory")
     session, _ = await rollout(tmp_path, group, call("ipython", code="1"))
@@ -175,7 +177,7 @@ print(length)
 @needs_namespaces
 @pytest.mark.parametrize(("fix", "worth"), [("max(start, reached)", 1.0), ("max(start, 0)", 0.0)])
 async def test_code(tmp_path: Path, fix: str, worth: float) -> None:
-    """The program is wrong at first, and changed by an edit of one place."""
+    """The agent writes a wrong program and edits it in one place."""
     trial = call("bash", command="for n in 1 2; do python3 solution.py < public/$n.in | diff - public/$n.out; done")
     session, seen = await rollout(
         tmp_path,
@@ -210,7 +212,7 @@ def program(text: str) -> str:
 @pytest.mark.usefixtures("own_agents")
 @pytest.mark.parametrize(("last", "worth"), [(BEST, 1.0), ("print(max(6, 6) if input()[0] == '3' else -1)\n", 0.0)])
 async def test_a_program_is_run_on_the_public_examples(tmp_path: Path, last: str, worth: float) -> None:
-    """The last one passes the public examples either way; the hidden cases tell right from wrong."""
+    """Both last programs pass the public examples; only the hidden cases distinguish them."""
     session, seen = await rollout(
         tmp_path,
         AGENTS / "contest.toml",

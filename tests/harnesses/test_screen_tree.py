@@ -1,4 +1,4 @@
-"""The text of an accessibility tree, made of elements without a screen: its lines, and what limits it."""
+"""The text of an accessibility tree, made from elements without a screen: its lines and its limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOX = Box(1, 2, 30, 40)
 
 @dataclass
 class Fake:
-    """An element. Its children are `of`, or `endless` times itself."""
+    """An element. Its children are `of`, or the element itself `endless` times."""
 
     kind: str = "panel"
     called: str = ""
@@ -82,7 +82,7 @@ def text(*programs: Fake, seconds: float = 100.0) -> str:
 
 
 def lines(*elements: Fake) -> list[str]:
-    """The lines below a window, and the notes."""
+    """Return the lines below a window, and the notes at the end."""
     first, second, *rest = text(Fake("application", "A", (window(*elements),))).splitlines()
     assert (first, second) == ('application "A"', '  frame "W" (1,2 30x40)')
     return rest

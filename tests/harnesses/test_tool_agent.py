@@ -226,7 +226,7 @@ SHELVES: dict[str, Any] = {"properties": {"count": {"type": "integer"}, "topic":
 
 
 class Librarian(ToolAgent):
-    """Has tools of its own, beside the built-in ones."""
+    """An agent with three tools beside the built-in ones."""
 
     def __init__(self, options: Any) -> None:
         name = options.pop("name", "look_up")

@@ -1,4 +1,6 @@
-"""What of the host a virtual environment needs, by environments written by hand; and its bytecode, by a real one."""
+"""Virtual environments: the folders of the host that they need, with environments written by hand, and their bytecode,
+with an environment that works.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from support.environments import environment
 
 
 def interpreter(folder: Path) -> Path:
-    """An installation of Python: its program, and as much of its library as is looked at."""
+    """Write a Python installation: its program, and the part of its library that is examined. Returns the program."""
     for name in ("bin/python3.11", "lib/python3.11/os.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch(mode=0o755)
@@ -39,13 +41,14 @@ def test_an_environment_needs_its_interpreter_and_the_library_of_that(tmp_path: 
 
 
 def test_an_interpreter_of_the_system_is_there_already(tmp_path: Path) -> None:
-    venv(tmp_path / "env", Path("/usr/bin/env"))  # any program there will do
+    venv(tmp_path / "env", Path("/usr/bin/env"))  # any program of the system will do
     found = read_venv(str(tmp_path / "env"))
     assert (set(found.shown), found.of_system) == ({tmp_path / "env"}, True)
 
 
 def test_links_on_the_way_to_the_interpreter_are_there_too(tmp_path: Path) -> None:
-    """One to the program, as in a user's own bin; and one to the folder of a version, as uv makes it."""
+    """One link leads to the program, as in a user's `bin` folder; the other leads to the folder of a version, as made
+    by uv."""
     interpreter(tmp_path / "python-3.11.9")
     (tmp_path / "python-3.11").symlink_to("python-3.11.9")
     (tmp_path / "links").mkdir()
@@ -62,7 +65,8 @@ def test_an_environment_behind_a_link_is_there_under_both_names(tmp_path: Path) 
 
 
 def test_what_is_installed_editable_is_there(tmp_path: Path) -> None:
-    """By a line of a .pth file, by the finder that setuptools writes, or only by the installer's own record."""
+    """An editable install is found by a line of a .pth file, by the finder that setuptools writes, or by the
+    installer's record alone."""
     packages = venv(tmp_path / "env", interpreter(tmp_path / "base"))
     for folder in ("by_line/src", "by_finder/pkg", "by_record", "told/src", "copied"):
         (tmp_path / folder).mkdir(parents=True)
@@ -111,7 +115,7 @@ def test_what_is_no_working_environment_is_refused(tmp_path: Path, broken: str, 
 
 @pytest.fixture
 def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment that works, with one module."""
+    """A working environment with one module."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     packages = environment(tmp_path / "env")
     (packages / "agent.py").write_text("NAME = 'agent'\n")
@@ -119,7 +123,8 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compile_it(folder: Path, stamp: str, *, times: int = 1, seconds: float = 60.0) -> None:
-    """So many sessions at once. The interpreter's own library is left out: it is large, and not this test's."""
+    """Compile the environment's modules in `times` sessions at once. The interpreter's library is left out: it is large
+    and not under test."""
     found = read_venv(str(folder))
     own = tuple(source for source in found.sources if source.is_relative_to(folder))
     found = msgspec.structs.replace(found, sources=own, stamp=stamp)

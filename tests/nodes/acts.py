@@ -1,4 +1,6 @@
-"""Agents, graders and sandboxes for sessions in other processes. They meet the test in a folder, by files."""
+"""Agents and graders for sessions in other processes. The agents exchange signals with the test through files in a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,17 @@ GRADER = "nodes.acts:grade"
 
 
 class Agent:
-    """Carries out the steps in `do`: ask: a model call · wait NAME: until the folder has such a file; `NAME.here` says
-    that it waits · write NAME: a file in the sandbox · hold NAME SECONDS: write when it began and ended into NAME ·
-    use NAME SECONDS: the same, and the names of its GPUs ·
-    leave with N: an exit code · exit: the process dies."""
+    """Carries out the steps in `do`:
+
+    - `ask`: calls the model
+    - `consult MODEL`: calls the frozen model MODEL
+    - `wait NAME`: waits until the folder has the file NAME; the file NAME.here shows that the agent waits
+    - `write NAME`: writes a file in the sandbox
+    - `hold NAME SECONDS`: sleeps, and appends the process id and the times of beginning and end to the file NAME
+    - `use NAME SECONDS`: the same, with the names of the session's GPUs in place of the process id
+    - `leave with N`: returns the exit code N, which may be a power such as `2**70`
+    - `exit`: ends the process
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._do: list[str] = options["do"]
@@ -67,7 +76,7 @@ class Agent:
 
 
 async def grade_files(outcome: Outcome) -> Verdict:
-    """The reward is how many bytes there are in the file `answer`."""
+    """The reward is the number of bytes in the file `answer`."""
     return Verdict(reward=float(len(await outcome.runtime.read("answer"))))
 
 

@@ -29,7 +29,7 @@ PROCESSES = 2
 
 
 class Running:
-    """A running service, and what a test asks of it."""
+    """A running service, with the requests that tests make of it."""
 
     def __init__(self, service: Service, folder: Path, url: str) -> None:
         self.service = service
@@ -54,14 +54,15 @@ class Running:
         return view
 
     async def here(self, name: str) -> None:
-        """Returns when an agent waits for that file."""
+        """Return when an agent waits for the file `name`."""
         async with asyncio.timeout(60):
             while not (self.folder / f"{name}.here").exists():  # noqa: ASYNC110  # another process makes it
                 await asyncio.sleep(0.01)
 
     async def at_door_on_both_nodes(self, n: int) -> tuple[GroupView, dict[str, str]]:
-        """A group of sessions of which some wait at "door", and the node of each session, by its id. A node that gets
-        no processor for a while gets no session: then another group is submitted."""
+        """Submit a group of `n` sessions that wait at "door". Returns the group and the node of each session by the
+        session's id; the sessions are on more than one node. A node that gets no CPU time for a while gets no session;
+        then another group is submitted."""
         async with asyncio.timeout(60):
             while True:
                 submitted = await self.submit("ask", "wait door", "ask", n=n)
@@ -89,8 +90,8 @@ def tokenizer(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, tokenizer: Path) -> Starts:
-    """`async with start(**settings) as running`: a service with two processes, by the settings of `Config`. `waits` are
-    its waits for nodes."""
+    """`async with start(**settings) as running`: a service with two processes. `settings` are fields of `Config`, and
+    `waits` are the service's waits for nodes."""
 
     @asynccontextmanager
     async def started(*, waits: NodeWaits = WAITS, **settings: Any) -> AsyncIterator[Running]:

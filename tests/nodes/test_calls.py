@@ -1,4 +1,4 @@
-"""The dispatcher of calls between a service and a node: each end sees what the other does, whatever the call."""
+"""The dispatcher of calls between a service and a node: replies, errors, cancellations, and lost connections."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class End(Socket):
 
 
 class Both:
-    """The two ends of a connection, whose calls are carried out by `handlers`."""
+    """The two ends of a connection, which carry out each other's calls with `handlers`."""
 
     def __init__(
         self, tasks: asyncio.TaskGroup, handlers: dict[type[NodeCall[Any]], Handler], *, elsewhere: bool

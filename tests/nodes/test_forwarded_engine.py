@@ -1,4 +1,4 @@
-"""A node's proxy for an engine that only the service can reach: its description, and the ids that it should keep."""
+"""A node's proxy for an engine that only the service can reach: images are refused, and known ids are passed on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .test_calls import both
 
 
 class Keeps:
-    """A chat engine that keeps the ids which it is given."""
+    """A chat engine that returns the known ids of a request as its prompt ids."""
 
     name = "keeps"
     mode = TokenMode.CAPTURE
@@ -57,7 +57,7 @@ class Keeps:
 
 
 class Sees(Keeps):
-    """An engine that takes ids, and images with them."""
+    """An engine that takes token ids and images."""
 
     name = "sees"
     mode = TokenMode.TOKENS
@@ -104,11 +104,12 @@ async def test_a_node_gives_an_engine_of_the_service_the_ids_to_keep() -> None:
     async with EnginePool() as leader, EnginePool() as node, both(GenerateChat=generate_chat) as ends:
         await leader.add_engine(Keeps())
         [state] = pool_state(leader).engines
-        received = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=EngineState)  # as over a link
+        # Encoded and decoded, as over a link.
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=EngineState)
         await node.adopt(received, ForwardedEngine(ends.caller, None, received))
         assert serving(node.members["keeps"]).keeps_ids
         engine = cast(ForwardedEngine, node.engine("keeps"))
         assert [chunk.prompt_ids async for chunk in engine.chat(request)] == [[1, 2, (1 << 31) - 1]]
-        # an engine of the same name and kind, which does not keep ids, has taken its place
+        # An engine of the same name and kind that does not keep ids has replaced the engine.
         engine.apply_state(msgspec.structs.replace(received, capabilities=frozenset()))
         assert not serving(node.members["keeps"]).keeps_ids

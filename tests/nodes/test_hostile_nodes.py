@@ -1,4 +1,6 @@
-"""Nodes that say what cannot be: each is cut off with a reason, and its sessions run elsewhere."""
+"""Nodes whose messages cannot be true: such a node is disconnected with a reason, and its sessions return to the queue.
+Other false claims are refused or bounded.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ replace = msgspec.structs.replace
 
 
 class Plain:
-    """`ChatEngine` whose version is 0."""
+    """`ChatEngine` that always replies "x". Its health reports version 0."""
 
     name = "plain"
     mode = TokenMode.TEXT
@@ -132,7 +134,7 @@ class Told:
         return reply(self.call, self.result())
 
     def result(self, turns: tuple[Turn, ...] = (), *, reward: float = 1.0) -> SessionResult:
-        """An honest one."""
+        """Return an honest result of the attempt."""
         session, verdict = self.run.session, Verdict(reward=reward)
         return session_result(session, StopReason.COMPLETED, turns, task=self.task, verdict=verdict)
 
@@ -161,17 +163,18 @@ class Told:
 
 
 async def given_one(running: Running, node: HostileNode) -> tuple[GroupView, Told]:
-    """A group of one session, which the node has."""
+    """Submit a group of one session. Returns the group and the attempt that the node was given."""
     view = await running.submit("ask")
     return view, Told.by(await node.given())
 
 
 async def check_cut_off(running: Running, view: GroupView, node: HostileNode, reason: str) -> None:
-    """It is cut off with that reason, which the status has; its session waits for another node, with nothing stored."""
+    """Check that the node was disconnected, that the status shows `reason`, and that the session is queued again
+    without a result."""
     end = await node.ended()
     assert end.code == CUT_OFF, end
     async with asyncio.timeout(30):
-        while running.service.nodes().nodes:  # noqa: ASYNC110  # its end has no event here
+        while running.service.nodes().nodes:  # noqa: ASYNC110  # no event signals the node's end
             await asyncio.sleep(0.01)
         [session] = await running.service.store.sessions(view.id)
         while session.state is not SessionState.QUEUED:
@@ -192,7 +195,7 @@ CHAT = ChatRequest(
 )
 
 DEEP = b"\x82\xa4type\xa4beat\xa1x" + b"\x91" * 30_000 + b"\xc0"
-"""A heartbeat with a field that it does not have, of lists within each other."""
+"""A heartbeat with an unknown field that contains 30,000 nested lists."""
 
 FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "another group": (lambda told: [told.ran(group_id="g-other")], "session, group"),
@@ -395,7 +398,7 @@ async def test_a_node_that_says_what_cannot_be_is_cut_off(start: Starts, case: s
 
 
 async def test_an_honest_node_is_believed(start: Starts) -> None:
-    """The same words where they are true; so it is not the rules that are never kept."""
+    """Messages of the kinds in FORGED are accepted if they are true, so the rules do not refuse every message."""
     async with start(processes=0) as running, HostileNode.joined(running.url) as node:
         view, told = await given_one(running, node)
         asked: list[CallRequest[Any]] = [
@@ -417,7 +420,8 @@ async def test_an_honest_node_is_believed(start: Starts) -> None:
 
 
 async def test_what_a_node_asks_for_others_is_refused(start: Starts) -> None:
-    """Of a session that another node has: nothing is stored, and nothing is read."""
+    """A node's calls about a session of another node fail, and nothing is stored. If the node sends a result of this
+    session, the node is disconnected; the session is not affected."""
     async with (
         start(processes=0) as running,
         HostileNode.joined(running.url, "good", capacity=1) as good,
@@ -467,7 +471,7 @@ async def test_an_attempt_that_a_node_cannot_run_keeps_the_labels_of_its_task(st
 
 
 async def test_a_long_error_is_cut(start: Starts) -> None:
-    """5 MB, which would be searched for secrets, stored and shown."""
+    """A message and a log tail of 4.9 MB each are cut: they would be searched for secrets, stored and shown."""
     text = "Bearer " * 700_000
     error = ErrorRecord(boundary=Boundary.HARNESS, code="harness_error", message=text, log_tail=text)
     async with start(processes=0) as running, HostileNode.joined(running.url) as node:
@@ -505,7 +509,7 @@ async def test_a_hello_that_cannot_be_is_refused(start: Starts, first: bytes, co
 
 async def test_a_hello_that_is_longer_than_any_message_is_not_even_read(start: Starts) -> None:
     async with start(processes=0) as running, HostileNode.dialled(running.url) as node:
-        with suppress(ConnectionError):  # it may be cut off in the middle
+        with suppress(ConnectionError):  # the service may end the connection while the hello is being sent
             await node.send_bytes(b"?" * (15 << 20))
         assert (await node.ended()).code != Close.LEFT
         assert running.service.nodes().nodes == ()
@@ -531,7 +535,7 @@ PIECES: dict[str, list[bytes]] = {
 async def test_a_node_that_breaks_the_connections_protocol_is_cut_off(start: Starts, case: str) -> None:
     async with start(processes=0) as running, HostileNode.joined(running.url) as node:
         view, _ = await given_one(running, node)
-        with suppress(ConnectionError):  # it is cut off before its last
+        with suppress(ConnectionError):  # the service may end the connection before the last piece is sent
             for each in PIECES[case]:
                 await node.send_bytes(each)
         await check_cut_off(running, view, node, "")
@@ -546,7 +550,7 @@ async def test_what_a_node_says_of_itself_does_not_fill_the_status(start: Starts
         use = EngineUse(suspect=words, misbehaved=1)
         await node.say(replace(said, uses=(ModelUses(model=None, engines={"plain": use}),)))
         async with asyncio.timeout(30):
-            while not (suspect := running.service.pool.status()[0].suspect):  # noqa: ASYNC110  # it has no event here
+            while not (suspect := running.service.pool.status()[0].suspect):  # noqa: ASYNC110  # no event signals this
                 await asyncio.sleep(0.01)
         [stats] = running.service.nodes().nodes
         assert len(suspect) == 8192
@@ -555,7 +559,7 @@ async def test_what_a_node_says_of_itself_does_not_fill_the_status(start: Starts
 
 
 async def test_a_node_has_an_engine_sent_no_id_that_its_model_does_not_have(start: Starts) -> None:
-    """Some servers end themselves over one."""
+    """Some inference servers crash if they get such an id."""
     engine = ScriptedEngine(EngineOptions(name="e", options={"replies": [{"ids": [5]}]}))
     async with start(processes=0) as running, HostileNode.joined(running.url) as node:
         await running.service.pool.add_engine(engine)
@@ -569,7 +573,7 @@ async def test_a_node_has_an_engine_sent_no_id_that_its_model_does_not_have(star
 
 
 async def test_a_node_that_does_not_end_what_is_cancelled_is_given_up(start: Starts) -> None:
-    """A group can be cancelled, and the service can stop, whatever a node does."""
+    """A group can be cancelled, and the service can stop, although a node does not end the attempt."""
     async with start(processes=0, waits=NodeWaits(cancel=0.2)) as running, HostileNode.joined(running.url) as node:
         view, _ = await given_one(running, node)
         await running.service.cancel(view.id)
@@ -626,7 +630,7 @@ async def test_a_nodes_name_belongs_to_its_token(start: Starts) -> None:
             greeting = hello()
             await node.send_bytes(encode(greeting))
             await node.receive_bytes()
-            for thief in (other, beside):  # it knows even the secret names of the process and the machine
+            for thief in (other, beside):  # both send even the secret ids of the first node's process and machine
                 await thief.send_bytes(encode(greeting))
                 assert (await thief.ended()).code == Close.CONFLICT
             await node.say(report(), Ready())
@@ -648,7 +652,7 @@ async def test_a_node_that_reports_another_name_keeps_its_own(start: Starts) -> 
 
 @pytest.mark.deep
 async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: Starts) -> None:
-    """What it asks is answered in order, however much it sends ahead."""
+    """All calls of the node are answered, and at most MAX_CALLS of them are unanswered at a time."""
     number = 3 * calls.MAX_CALLS
     async with start(processes=0) as running, HostileNode.joined(running.url) as node:
         _, told = await given_one(running, node)
@@ -672,7 +676,7 @@ async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: S
 
 
 def honest_words(told: Told) -> list[dict[str, Any]]:
-    """What a node may say, as it is sent."""
+    """Return messages that a node may send, as decoded msgpack."""
     share = ResourceAmount(cpus=1.0)
     words = [
         told.turn(),
@@ -710,7 +714,8 @@ WORDS = st.tuples(st.integers(0, 14), st.integers(0, 40), st.integers(0, len(ODD
 def test_whatever_nodes_say_the_service_stays_up_and_stores_nothing_foreign(
     start: Starts, tmp_path: Path, caplog: pytest.LogCaptureFixture, nodes: list[list[Any]]
 ) -> None:
-    """Words that are nearly right, and some that are none. A good node is there all the time, and does its work."""
+    """Nodes send valid messages, mutated messages and random bytes. A good node is connected all the time, and
+    completes a group at the end."""
     caplog.clear()
 
     async def run() -> None:
@@ -768,7 +773,7 @@ def test_the_cost_of_any_message_can_be_told(thing: Any) -> None:
     decoding.check_cost(frame)
     if len(frame) > 1:
         with pytest.raises(Nonsense):
-            decoding.check_cost(b"\x92" + frame)  # a list of two, of which one is there
+            decoding.check_cost(b"\x92" + frame)  # a list of two elements, of which the second is missing
 
 
 @given(st.binary(max_size=200))

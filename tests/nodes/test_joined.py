@@ -1,4 +1,4 @@
-"""Nodes on other machines: how they join, and what happens when their connections or they themselves go."""
+"""Nodes on other machines: joining, lost connections, and the end of a node or of the service."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from .test_processes import ends, node_processes, replies_of, result_of, served
 
 LENGTH = 4
 HEARD_OF = NodeWaits(silence=12.0)
-"""Three times what may pass between two heartbeats of a node."""
+"""The silence is three times the maximum time between two messages of a node."""
 CAPACITY = Capacity(cpus=4.0, memory_mb=4096, gpus=(f"{os.getpid()}-far",))
 
 
 class Machine:
-    """A machine that joins, whose processes are below this one."""
+    """A machine that joins a service. Its node processes are children of this process."""
 
     def __init__(self, name: str = "far") -> None:
         self.name = name
@@ -60,7 +60,7 @@ class Machine:
 
     @asynccontextmanager
     async def at(self, url: str, tmp_path: Path, *, token: str | None = None, **config: Any) -> AsyncIterator[None]:
-        """It joins when the block begins, and is ended with it."""
+        """The machine joins when the block begins, and ends with the block."""
         lanes = LanesConfig(init=16, run=64, eval=16)
         machine = JoiningMachine(
             Config(**{"data": tmp_path / "node", "files": tmp_path, "lanes": lanes, "processes": 1} | config),
@@ -90,7 +90,7 @@ class Machine:
 
 
 async def known(running: Running, *names: str) -> None:
-    """Returns when these are the nodes."""
+    """Return when exactly these nodes have joined."""
     async with asyncio.timeout(60):
         while {node.name for node in running.service.nodes().nodes if node.capacity} != set(names):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -108,7 +108,7 @@ async def test_a_machine_joins_and_runs_sessions(
     }
     async with start(processes=0) as running, served(engine) as url:
         await running.service.add_engine(EngineSpec(kind="vllm", name="near", url=url))
-        submitted = await running.submit("ask", "ask", n=4, **kept)  # before there is any node
+        submitted = await running.submit("ask", "ask", n=4, **kept)  # before there is a node
         async with Machine().at(running.url, tmp_path, processes=2):
             assert ends(await running.done(submitted)) == {StopReason.COMPLETED: 4}
             await known(running, "far-0", "far-1")
@@ -151,7 +151,7 @@ async def test_a_machine_has_images_read_by_the_engine_that_it_reaches(
     start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reachable: bool
 ) -> None:
     monkeypatch.setattr(joined, "host_id", lambda: "another machine")
-    if reachable:  # as if the engine's address were not only this machine's
+    if reachable:  # as if other machines could reach the engine's address
         monkeypatch.setattr(remote_node, "_without_local", lambda state: state)
     folder = tmp_path / "vision"
     write_vision_tokenizer(folder)
@@ -245,7 +245,7 @@ def test_copies_of_tokenizers_stay_in_their_folder(tmp_path: Path, folder: str) 
 
 
 class Dialling(Socket):
-    """`Socket` of a node that says hello, and then only what it is made to."""
+    """`Socket` of a node that sends its hello, and afterwards only the test's messages."""
 
     def __init__(self, instance: str, machine: str = "m" * 16, received: int = 0) -> None:
         hello = NodeHello(
@@ -273,7 +273,7 @@ class Dialling(Socket):
         self.closed = code
 
     def begin(self) -> None:
-        """It runs attempts from now on."""
+        """Send that the node is ready to run attempts."""
         self._come.put_nowait(bytes(HEADER) + encode(Ready()))
 
     def cut(self) -> None:
@@ -281,7 +281,7 @@ class Dialling(Socket):
 
 
 class Joining:
-    """The nodes of a service that has one of its own, `local`, as those have them that dial in."""
+    """The part of a service that nodes dial in to. The service has a node of its own, `local`."""
 
     def __init__(self, nodes: joined.JoinedNodes, tasks: asyncio.TaskGroup) -> None:
         self.nodes = nodes
@@ -304,7 +304,7 @@ class Joining:
         return self.tasks.create_task(self.nodes.attend(name, dialling, owner))
 
     async def attended(self, dialling: Dialling, name: str = "far", owner: str = "nodes") -> asyncio.Task[None]:
-        """Returns when it is welcome, or turned away."""
+        """Return when the node is welcomed or refused."""
         task = self.attend(dialling, name, owner)
         waiting = self.tasks.create_task(dialling.welcome.wait())
         await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -347,7 +347,8 @@ async def test_of_many_that_come_for_a_name_at_once_one_gets_it(tokenizer: Path)
 
 
 async def test_a_machine_that_died_while_it_started_does_not_keep_its_name(tokenizer: Path) -> None:
-    """The service waits two minutes for a node that starts; and a machine started again is another one to it."""
+    """The name is free again when the connection ends, although a starting node has two minutes. The restarted machine
+    has a new id, so it counts as another machine."""
     async with Joining.open(tokenizer) as joining:
         first, early, again = Dialling("a"), Dialling("b", "n" * 16), Dialling("c", "n" * 16)
         ended = await joining.attended(first)
@@ -419,7 +420,7 @@ async def test_a_machine_that_leaves_ends_its_sessions_first(start: Starts, toke
             values = {(value.family, value.labels): value.value for value in await running.service.metrics.read()}
             started = values["outrider_sandbox_start_seconds", ("memory",)]
             assert isinstance(started, Distribution)
-            assert sum(started.counts) == 3  # the machine's own counts are kept
+            assert sum(started.counts) == 3  # the counts of a machine that has left are kept
             assert ("outrider_node_sessions", ("far",)) not in values
         async with Machine("other").at(running.url, tmp_path):
             assert ends(await running.done(queued)) == {StopReason.COMPLETED: 2}
@@ -545,7 +546,8 @@ async def test_a_name_is_one_machine_s(start: Starts, tokenizer: Path, tmp_path:
 async def test_a_node_checks_paths_with_its_own_links(
     start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the service was asked for lay in a folder that it allows; on the node the same path leads elsewhere."""
+    """The service accepts a mount whose source is a link into an allowed folder. When the session starts, the link
+    leads to another folder, and the node refuses the mount. The same task completes after the link is restored."""
     monkeypatch.setattr(joined, "host_id", lambda: "another machine")
     engine = StampingEngine(tokenizer, length=LENGTH)
     for name in ("shared/v1", "secret", "uploads/deep"):
@@ -579,12 +581,12 @@ async def test_a_node_checks_paths_with_its_own_links(
 async def test_a_machine_whose_default_kind_cannot_do_it_ends_the_session_with_an_error(
     start: Starts, tokenizer: Path, tmp_path: Path
 ) -> None:
-    """The service has checked the task with its own default, `namespace`."""
+    """The service has checked the task with its own default kind, `namespace`."""
     machine = SandboxesConfig(default_kind="process")
     async with start(processes=0) as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=LENGTH))
         async with Machine().at(running.url, tmp_path, sandboxes=machine):
-            for kind in (None, "process"):  # what a service without nodes of its own does not check, the machine does
+            for kind in (None, "process"):  # the service has no node of its own, so only the machine checks `process`
                 submitted = await running.submit("ask", runtime={"kind": kind, "image": "debian"}, max_attempts=2)
                 [session] = (await running.done(submitted)).sessions
                 result = result_of(session)

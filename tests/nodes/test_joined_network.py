@@ -28,7 +28,7 @@ from .test_processes import ends, served
 
 
 async def refused(rules: NetworkRules, place: str, addresses: list[str]) -> str:
-    """What a door with these rules answers to a tunnel. Nothing listens at the place."""
+    """Return the error of a tunnel to `place` through a dialer with these rules. No program listens at the place."""
     from outrider.sandbox.network.dialer import Dialer, ProxiedServer
     from outrider.sandbox.network.requests import NotPassedOn
 
@@ -57,8 +57,8 @@ async def refused(rules: NetworkRules, place: str, addresses: list[str]) -> str:
     ],
 )
 async def test_a_joined_node_reaches_not_its_service(place: str, addresses: list[str]) -> None:
-    """By the name by which the node has joined, and by other names for its address; also where the operator has named
-    the place as internal."""
+    """The node refuses the name by which it has joined and other names for the same address, even if the operator has
+    listed the destination as internal."""
     rules = NetworkRules(Config(port=9999), service_url="http://service.test:8700")
     assert "own" in await refused(rules, place, addresses)
     assert "cannot reach" in await refused(rules, "alias.test:1", ["127.0.0.1"])
@@ -75,7 +75,7 @@ async def test_a_service_is_not_reached_by_the_name_that_it_advertises() -> None
 async def test_a_node_in_another_process_enforces_the_rules_of_the_service(
     far: bool, start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`far`: the node has joined over a WebSocket. Its own settings allow everything, and do not count."""
+    """If `far`, the node has joined over a WebSocket; its own settings allow every destination and have no effect."""
     if not (can := NamespaceRuntime.available()).ok:
         pytest.skip(f"namespace: {can.detail}")
     monkeypatch.setattr(joined, "host_id", lambda: "another machine")

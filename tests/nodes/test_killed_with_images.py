@@ -1,4 +1,4 @@
-"""A node process that is killed while sessions show images: they run again, and their samples have the images."""
+"""A node process is killed while its sessions show images: the sessions run again, with images in their samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Waiter:
         self._folder = Path(options["folder"])
 
     async def init(self, context: HarnessContext) -> None:
-        """Nothing: the agent needs nothing in the sandbox."""
+        """Nothing to prepare."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         async with aiohttp.ClientSession() as http:

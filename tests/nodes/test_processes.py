@@ -1,4 +1,4 @@
-"""Sessions in several processes: on engines of each kind, across pauses of the policy, and when processes die."""
+"""Sessions in several processes: with engines of each kind, through pauses of the policy, and when processes die."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def result_of(session: SessionView) -> SessionResult:
 
 
 def ends(view: GroupView) -> Counter[StopReason]:
-    for session in view.sessions:  # pytest shows it when the test fails
+    for session in view.sessions:  # pytest prints this if the test fails
         print(session.id, session.node, session.attempt, result_of(session).error)
     return Counter(result_of(session).stop_reason for session in view.sessions)
 
 
 def node_processes() -> set[int]:
-    """The node processes below this one."""
+    """Return the ids of the node processes below this one."""
     found = set()
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, path.read_text().split()):
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            with suppress(FileNotFoundError, ProcessLookupError):  # the process has just ended
                 if b"outrider.cli.node_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.add(pid)
     return found
@@ -73,14 +73,14 @@ def process_of(view: GroupView) -> set[int]:
 
 @asynccontextmanager
 async def served(engine: Any, protocol: Any = "vllm", **settings: Any) -> AsyncIterator[str]:
-    """The URL at which an engine speaks a server's protocol."""
+    """Yield the URL at which an engine is served with the protocol of an inference server."""
     async with serving(engine_app(engine, protocol, ServeSettings(**settings))) as url:
         yield url
 
 
 def replies_of(sample: Sample, engine: StampingEngine) -> Iterator[list[int]]:
-    """The versions of each reply in a row. Each letter is of the version that the row gives it, and each
-    log-probability is that of its own place."""
+    """Yield the versions of each reply in a row. Checks that each sampled letter belongs to the version that the row
+    gives, and that each log-probability belongs to its position."""
     reply: list[int] = []
     rows = zip(sample.ids, sample.loss_mask, sample.logprobs, sample.versions, strict=True)
     for place, (token, trains, logprob, version) in enumerate(rows):
@@ -104,7 +104,7 @@ async def test_sessions_run_in_both_processes_and_have_their_own_tokens(start: S
             while True:
                 view = await running.done(await running.submit("ask", "ask", n=16))
                 assert ends(view) == {StopReason.COMPLETED: 16}
-                if process_of(view) == node_processes():  # a process that gets no processor for a while gets no session
+                if process_of(view) == node_processes():  # a process that gets no CPU time for a while gets no session
                     break
         assert [result_of(session).verdict.reward for session in view.sessions] == [2.0] * 16  # type: ignore[union-attr]
         assert os.getpid() not in process_of(view)
@@ -113,7 +113,7 @@ async def test_sessions_run_in_both_processes_and_have_their_own_tokens(start: S
         assert [len(reply) for reply in replies] == [LENGTH + 1] * 32
         assert sum(result_of(session).tokens.drift for session in view.sessions) == 0
         sampled = 32 * (LENGTH + 1)
-        async with asyncio.timeout(10):  # what nodes have and had on engines is reported a moment later
+        async with asyncio.timeout(10):  # nodes report their use of engines a moment later
             while any(  # noqa: ASYNC110
                 status.in_flight or status.sessions or status.generated_tokens < sampled
                 for status in running.service.engines()
@@ -150,7 +150,7 @@ async def test_updates_in_the_middle_of_sessions(
             else:
                 url = await stack.enter_async_context(served(engine, dev_mode=True, prefix_cache=cache))
                 await running.service.add_engine(EngineSpec(kind="vllm", name=engine.name, url=url))
-        # Three: each version may find all sessions at the same one of them.
+        # Three model calls, because each update may find all sessions in the same call.
         submitted = await running.submit("ask", "ask", "ask", n=SESSIONS, limits={"agent_seconds": 300})
         for version in (1, 2):
             for engine in engines:
@@ -167,7 +167,7 @@ async def test_updates_in_the_middle_of_sessions(
             assert [each.version for each in status.engines] == [version, version]
         for engine in engines:
             engine.release()
-        # The service alone tells engines what their version is: some servers refuse it while they generate.
+        # Only the service sets the engines' versions: some servers refuse this while they generate.
         assert [engine.told.count("set_version") for engine in engines] == [2, 2]
         view = await running.done(submitted)
         assert ends(view) == {StopReason.COMPLETED: SESSIONS}
@@ -178,7 +178,7 @@ async def test_updates_in_the_middle_of_sessions(
         assert all(reply == sorted(reply) for reply in replies)
         assert any(len(set(reply)) > 1 for reply in replies) == (mode == "abort")
         assert sum(result_of(session).tokens.drift for session in view.sessions) == 0
-        if not forwarded:  # one salt for each version, in both processes
+        if not forwarded:  # both processes use the same salt for a version
             assert [(cache.stale, len(set(cache.salts))) for cache in caches] == [(0, 3)] * 2
 
 
@@ -227,14 +227,15 @@ async def test_an_agent_that_kills_its_process_ends_in_an_error_and_no_other_ses
 
 @pytest.mark.deep
 async def test_time_in_which_the_service_stood_still_is_charged_to_no_session(start: Starts, tokenizer: Path) -> None:
-    """The agents run in other processes, and need the service for every call. One that ends badly then has no grade."""
+    """The agents run in other processes and need the service for every call. An attempt whose time limit passes because
+    of the stall is not graded, but run again."""
     async with start() as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
         patient = await running.submit("ask", "wait door", "ask", n=2, limits={"agent_seconds": 4})
         await running.here("door")
         hasty = await running.submit("ask", "wait never", limits={"agent_seconds": 4})
         await running.here("never")
-        time.sleep(5)  # noqa: ASYNC251  # the service runs in this event loop
+        time.sleep(5)  # noqa: ASYNC251  # blocks the event loop, in which the service runs
         running.open("door")
         assert ends(await running.done(patient)) == {StopReason.COMPLETED: 2}
         view = await running.done(hasty)
@@ -259,7 +260,7 @@ async def test_cancelled_sessions_are_torn_down_in_their_process(start: Starts, 
 
 @pytest.mark.deep
 async def test_sessions_that_are_cancelled_as_they_start_end(start: Starts, tokenizer: Path) -> None:
-    """A node may read that an attempt is cancelled before anything of it has run."""
+    """A node may receive the cancellation of an attempt before the attempt has begun to run."""
     async with start() as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
         submitted = [await running.submit("ask", "wait never", n=8) for _ in range(8)]
@@ -273,7 +274,8 @@ async def test_sessions_that_are_cancelled_as_they_start_end(start: Starts, toke
 
 @pytest.mark.deep
 async def test_a_version_that_is_told_without_a_pause_is_known_everywhere(start: Starts, tokenizer: Path) -> None:
-    """As after a service that died while it was paused. The engine's server says nothing of versions."""
+    """`resume` is called without a pause, as after a service died while it was paused. The engine's server reports no
+    versions."""
     engine = StampingEngine(tokenizer, length=4, labels=False)
     async with start() as running, served(engine, dev_mode=False) as url:
         await running.service.add_engine(EngineSpec(kind="vllm", name="served", url=url))
@@ -281,7 +283,7 @@ async def test_a_version_that_is_told_without_a_pause_is_known_everywhere(start:
         engine.version = 7
         await running.service.pool.policy.resume(7)
         versions: set[int] = set()
-        async with asyncio.timeout(30):  # followers hear of it a moment later
+        async with asyncio.timeout(30):  # the followers get the version a moment later
             while versions != {-1, 7}:
                 view = await running.done(await running.submit("ask", n=4))
                 versions = {version for sample in view.samples or () for version in sample.versions}
@@ -289,7 +291,7 @@ async def test_a_version_that_is_told_without_a_pause_is_known_everywhere(start:
 
 @pytest.mark.deep
 async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Starts, tokenizer: Path) -> None:
-    """Such as of a relay, whose worker comes after it has joined."""
+    """Such a change occurs with a relay, whose worker may connect after the engine was added."""
     engine = StampingEngine(tokenizer, length=4)
     async with start() as running:
         await running.service.pool.add_engine(engine)
@@ -297,7 +299,7 @@ async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Star
         engine.logprob_kind = LogprobKind.RAW
         running.service.pool.changes.publish(None)
         kind = LogprobKind.SAMPLING
-        async with asyncio.timeout(30):  # followers hear of it a moment later
+        async with asyncio.timeout(30):  # the followers get the change a moment later
             while kind is not LogprobKind.RAW:
                 view = await running.done(await running.submit("ask"))
                 (turn,) = await running.service.store.turns(view.sessions[0].id)
@@ -306,7 +308,7 @@ async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Star
 
 @pytest.mark.deep
 async def test_a_process_keeps_its_artifacts_itself(start: Starts, tokenizer: Path) -> None:
-    """So the service has not seen the bytes that the result counts."""
+    """The service accepts the result's number of bytes, although it has not received the bytes."""
     async with start() as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
         view = await running.done(await running.submit("ask", "write kept.txt", artifacts=["kept.txt"]))
@@ -362,7 +364,7 @@ async def test_all_processes_share_the_machines_resources(start: Starts, tokeniz
 
 
 def some_gpus(number: int) -> tuple[str, ...]:
-    """Of this process: other tests on this machine may use others at the same time."""
+    """Return names that contain this process's id: tests that run on this machine at the same time use other names."""
     return tuple(f"{os.getpid()}-{each}" for each in range(number))
 
 
@@ -416,13 +418,13 @@ async def test_new_sessions_go_to_the_engine_with_least_load_in_all_processes(st
     async with start(processes=4) as running:
         for engine in engines:
             await running.service.pool.add_engine(engine)
-        for number in range(16):  # one after another: each process has had few of them
+        for number in range(16):  # one at a time; each process has started only some of the sessions
             submitted = await running.submit("ask", f"wait done-{number}")
             await running.here(f"done-{number}")
             async with asyncio.timeout(30):
                 while sum(status.sessions for status in running.service.engines()) <= number:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            await asyncio.sleep(4 * pool_publisher.LOADS_SECONDS)  # until all processes know it
+            await asyncio.sleep(4 * pool_publisher.LOADS_SECONDS)  # until all processes have the engines' loads
             assert max(status.sessions for status in running.service.engines()) <= number // 4 + 1
         for number in range(16):
             running.open(f"done-{number}")
@@ -436,7 +438,7 @@ async def test_an_engine_that_fails_in_a_process_is_looked_at_and_found_again(st
         url = await stack.enter_async_context(served(engine))
         await running.service.add_engine(EngineSpec(kind="vllm", name="served", url=url))
         assert ends(await running.done(await running.submit("ask", n=4))) == {StopReason.COMPLETED: 4}
-        await stack.aclose()  # its server is gone
+        await stack.aclose()  # the engine's server ends
         submitted = await running.submit("ask", n=4)
         async with asyncio.timeout(30):
             while running.service.engines()[0].ok:  # noqa: ASYNC110
@@ -466,7 +468,7 @@ async def test_engines_come_and_go_while_sessions_run(start: Starts, tokenizer: 
 
 
 class Words:
-    """`ChatEngine`: says the same to everybody."""
+    """`ChatEngine` that gives every caller the same reply."""
 
     name = "words"
     mode = TokenMode.TEXT
@@ -515,7 +517,8 @@ async def test_a_stopped_service_leaves_its_sessions_to_the_next(start: Starts, 
 async def test_a_process_that_cannot_start_keeps_the_service_from_starting(
     start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # a process that starts now does not find Python's own modules
+    # A process that starts with this variable does not find Python's own modules.
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))
     with pytest.raises(ServiceError, match="before it was ready"):
         async with start():
             pass

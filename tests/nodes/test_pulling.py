@@ -1,4 +1,4 @@
-"""An image on every machine that runs sessions, from a registry. Skopeo is a script here."""
+"""An image is pulled from a registry onto every machine that runs sessions. Skopeo is replaced by a script."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_each_machine_gets_it_once(start: Starts, tmp_path: Path, monkeypa
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(start(processes=2))
         near = ImageStore()
-        monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "far home"))  # of the processes that start from here on
+        monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "far home"))  # for the processes that start from here on
         await stack.enter_async_context(Machine("far").at(running.url, tmp_path, processes=2))
         await known(running, "local-0", "local-1", "far-0", "far-1")
         pulled = await running.service.pull_image(PullSpec(reference="registry/x", name="tools"))
@@ -51,7 +51,7 @@ async def test_a_service_that_stops_meanwhile_does_not_wait(
         spec = PullSpec(reference="registry/x", name="tools")
         pulling = asyncio.create_task(running.service.pull_image(spec))
         while not pulls():  # another process writes it
-            if pulling.done():  # on a busy machine the node may be lost, and come back
+            if pulling.done():  # on a busy machine the node may be lost and come back
                 pulling = asyncio.create_task(running.service.pull_image(spec))
             await asyncio.sleep(0.01)
         pulling.cancel()

@@ -1,4 +1,4 @@
-"""Frames over connections that break at any place."""
+"""Frames over connections that may break at any point."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MOST = 1 << 20
 
 
 class Wire:
-    """Both ends of a connection that breaks after so many messages; what is under way then is lost."""
+    """Both ends of a connection that breaks after `messages` messages. A later `send` fails; an end receives the
+    messages that were sent before, and then `Disconnected`."""
 
     def __init__(self, messages: int) -> None:
         self._left = messages
@@ -45,7 +46,8 @@ class Wire:
 
 
 class End(Socket):
-    """`Socket` of one side. A message arrives one step of the event loop later, or is lost with the connection."""
+    """`Socket` of one end of a `Wire`. A message arrives one step of the event loop later; if the connection breaks
+    within this step, `send` fails."""
 
     def __init__(self, wire: Wire, side: int) -> None:
         self._wire = wire
@@ -63,7 +65,7 @@ class End(Socket):
 
 
 async def connect(one: ResumableSocket, other: ResumableSocket, messages: int) -> None:
-    """A connection between them until it breaks."""
+    """Carry frames between two sockets over a connection until the connection breaks."""
     wire = Wire(messages)
     replaced = one.take_over(), other.take_over()
     async with asyncio.TaskGroup() as tasks:
@@ -181,7 +183,7 @@ async def test_nothing_keeps_a_socket_that_has_ended(why: str) -> None:
 
 
 class Counting(Socket):
-    """`Socket` of a peer that sends the same piece without end, and takes whatever it is sent."""
+    """`Socket` of a peer that sends the same piece without end, and accepts every frame."""
 
     def __init__(self, data: bytes) -> None:
         self.given = 0
@@ -252,10 +254,10 @@ async def test_an_end_is_told_when_all_that_came_before_was_read() -> None:
 
 
 class Dead(Socket):
-    """`Socket` of a connection whose loss nobody has noticed: what is sent is gone, and nothing comes."""
+    """`Socket` of a dead connection whose loss is not noticed: sent frames vanish, and no frame arrives."""
 
     async def send(self, frame: bytes) -> None:
-        """Gone, and at once: a server's socket has a buffer."""
+        """Drop the frame without waiting, because a server's socket has a buffer."""
 
     async def receive(self) -> bytes:
         await asyncio.Event().wait()

@@ -1,4 +1,6 @@
-"""A service with ProRL's interface, a handler for each kind of row that the tests use, and an instance for them."""
+"""A service with ProRL's interface, handlers for the kinds of row that the tests use, and instances for these
+handlers.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ runtime = { kind = "memory" }
 
 
 class CallAndWait(OneCall):
-    """An agent that makes one call and does not end."""
+    """An agent that makes one call and never ends."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         await super().run(context)
@@ -60,7 +62,7 @@ def instance(number: int = 0, *, source: str = "coin", seconds: float = 0.0, rew
 async def prorl_service(
     tmp_path: Path, *, wait_seconds: float | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Service, ProrlClient]]:
-    """The service and a client. The server is not started."""
+    """Yield a service and a client. ProRL's server is not started."""
     handlers = {}
     tasks = {"coin": COIN, "tools": TOOLS, "failing": FAILING, "hanging": HANGING, "branching": BRANCHING}
     for name, text in {**tasks, "maths": MATHS}.items():

@@ -9,7 +9,7 @@ from outrider.api.compat.routes import encoded
 
 
 def test_integers_of_any_size_and_arrays_are_encoded() -> None:
-    """A tool's schema and a tool call may have any integer. The result must reach its client all the same."""
+    """A tool's schema and a tool call may contain any integer, and the result must still reach its client."""
     columns = {"ids": np.array([1, 2], np.int32), "logprobs": np.array([-0.5, -1e-300])}
     for integer in (1, 2**64 - 1, 2**64, -(2**70)):
         value = {"arguments": {"n": integer}, **columns}

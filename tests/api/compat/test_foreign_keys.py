@@ -1,4 +1,6 @@
-"""Groups of the native API whose idempotency keys are those of the wires: no wire takes them for its own."""
+"""Groups of the native API whose idempotency keys have the form of another system's keys: no other interface accesses
+these groups.
+"""
 
 from __future__ import annotations
 

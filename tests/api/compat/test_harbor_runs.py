@@ -1,4 +1,4 @@
-"""Harbor's run API, by a client written from the contract alone."""
+"""Harbor's run API, with a client written from the contract alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHANGING = (
 
 
 class Hangs(OneCall):
-    """An agent that makes one call and does not end."""
+    """An agent that makes one call and never ends."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         await super().run(context)
@@ -107,7 +107,7 @@ async def group_of(client: HarborClient, run_id: str) -> dict[str, Any]:
 
 
 async def test_a_run_that_blocks_and_one_that_is_polled(tmp_path: Path) -> None:
-    """Both have the rows of our own API for the same task and script."""
+    """Both runs have the rows that the native API has for the same task and script."""
     archive = packed(task_folder(tmp_path / "swe-1"))
     async with run_server(tmp_path) as (client, _):
         blocked = await client.run(request(), archive)
@@ -140,7 +140,7 @@ async def test_a_run_that_blocks_and_one_that_is_polled(tmp_path: Path) -> None:
 
 
 async def test_a_run_is_recorded_in_the_session_of_its_proxy(tmp_path: Path) -> None:
-    """The recipe's loop: create, run with the session's URL, read, close, delete."""
+    """The recipe's loop: create, run with the session's URL, close, read, delete."""
     archive = packed(task_folder(tmp_path / "swe-1"))
     async with run_server(tmp_path) as (client, _):
         recipe = Recipe(client.http, client.url)
@@ -167,7 +167,7 @@ async def test_a_run_is_recorded_in_the_session_of_its_proxy(tmp_path: Path) -> 
 
 
 async def test_a_reset_makes_room_for_the_next_run(tmp_path: Path) -> None:
-    """Also after a restart the turns of the run before the reset do not come back."""
+    """The turns of the run before the reset do not come back, even after a restart."""
     archive = packed(task_folder(tmp_path / "swe-1"))
     metadata = request(llm_proxy_url="http://h:1/a", agent=agent("api.compat.test_harbor_runs:Breaks"))
     async with run_server(tmp_path) as (client, _):
@@ -356,7 +356,7 @@ def entry(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile
 
 
 OUTSIDE = Path("/tmp") / f"outrider-was-here-{os.getpid()}"
-"""A file that an archive would write outside of its folder."""
+"""A file that an archive tries to write outside of its folder."""
 ARCHIVES: dict[str, Callable[[], bytes]] = {
     "outside": lambda: tar_of((entry("../a"), b"x")),
     "absolute": lambda: tar_of((entry(str(OUTSIDE)), b"x")),
@@ -387,7 +387,7 @@ ARCHIVES: dict[str, Callable[[], bytes]] = {
         (entry("t/task.toml"), b'[environment]\nnetwork_mode="no-network"'), (entry("t/x"), b"")
     ),
 }
-"""Each is made by its test: to make all takes a second, of every worker that collects the tests."""
+"""Each test makes its own archive: making all of them takes a second in every worker that collects the tests."""
 
 
 @pytest.mark.parametrize("name", ARCHIVES)

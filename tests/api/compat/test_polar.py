@@ -45,7 +45,8 @@ HANG = 3600.0
 
 
 def task(task_id: str = "t1", *, seconds: float = 0.0, reward: float | None = 0.5, **more: Any) -> dict[str, Any]:
-    """A task whose agent calls the model once. Its reward is fixed, or that of the task without an evaluator."""
+    """Return a task whose agent calls the model once. The task has a fixed reward, or no evaluator if `reward` is
+    None."""
     evaluator = {"strategy": "api.compat.test_polar:Fixed", "config": {"reward": reward}}
     return {
         "task_id": task_id,
@@ -58,7 +59,7 @@ def task(task_id: str = "t1", *, seconds: float = 0.0, reward: float | None = 0.
 
 
 class Fixed:
-    """Grades with the reward of its options."""
+    """Grades with the reward in its options. A negative reward raises an error."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._reward = float(spec.options["reward"])
@@ -264,7 +265,7 @@ async def test_a_task_is_cancelled_before_it_is_submitted(tmp_path: Path) -> Non
             await client.submit(task("late"))
         assert refused.value.status == 409
         await client.submit(task("other"))
-        told = await client.cancel("other", register_if_missing="true")  # it is there: it is cancelled
+        told = await client.cancel("other", register_if_missing="true")  # the task exists, so it is cancelled
         assert told.total_sessions == 1
     async with serving(tmp_path) as (service, client, _):  # the cancellation was stored
         with pytest.raises(Refused, match="409"):
@@ -455,7 +456,8 @@ async def test_a_full_queue_has_polars_status_and_the_seconds_to_wait(tmp_path: 
 
 
 async def test_one_of_many_requests_at_once_makes_a_session(tmp_path: Path) -> None:
-    """Two clients that chose the same id must not share a session without a notice."""
+    """Of several requests with one id all but one are refused. Otherwise two clients could share a session without
+    notice."""
     dispatched = {name: value for name, value in task().items() if name != "task_id"} | {"task_id": "t9"}
     async with serving(tmp_path) as (service, client, _):
         for body in ({"session_id": "m"}, {**dispatched, "session_id": "d"}):
@@ -480,7 +482,7 @@ async def test_a_task_without_an_evaluator_has_no_reward(tmp_path: Path) -> None
 
 
 async def test_time_that_is_over(tmp_path: Path) -> None:
-    """An agent's own time leads to a graded timeout; the session's time to one in which nothing trains."""
+    """When the agent's time is over, the timeout is graded. When the session's time is over, nothing trains."""
     slow = {"import_path": "api.compat.test_polar:CallAndWait"}
     async with serving(tmp_path) as (_, client, _):
         await client.submit(task("own", agent=slow, metadata={"agent_timeout": 0.5}))
@@ -494,7 +496,7 @@ async def test_time_that_is_over(tmp_path: Path) -> None:
 
 
 class CallAndWait:
-    """An agent that makes one call and does not end."""
+    """An agent that makes one call and never ends."""
 
     def __init__(self, options: Any) -> None:
         pass
@@ -576,7 +578,8 @@ async def over(client: PolarClient, session_id: str) -> SessionInfo | None:
 
 
 async def test_a_session_is_dispatched_alone(tmp_path: Path) -> None:
-    """As Polar's rollout server does: the id is the caller's, and the callback is the SessionResult."""
+    """A session that Polar's rollout server dispatches alone has the caller's id, and its callback is a
+    SessionResult."""
     got: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def receive(request: web.Request) -> web.Response:
@@ -597,7 +600,7 @@ async def test_a_session_is_dispatched_alone(tmp_path: Path) -> None:
             await client.call(Dispatched, "POST", "/sessions", task("t2"))
         with pytest.raises(Refused, match="404"):  # a session alone is no task
             await client.task("t1")
-        async with (  # its agent is the service's own: its id gives no access to its model calls
+        async with (  # the service runs its agent, so its id gives no access to model calls
             aiohttp.ClientSession() as http,
             http.post(f"{url}/polar/v1/chat/completions", json=CHAT, headers={"X-Session-Id": "s.1"}) as reply,
         ):
@@ -605,7 +608,7 @@ async def test_a_session_is_dispatched_alone(tmp_path: Path) -> None:
 
 
 async def test_tasks_and_sessions_are_their_tenants(tmp_path: Path) -> None:
-    """Two tenants may use the same ids, and see nothing of each other."""
+    """Two tenants may use the same ids, and cannot access each other's tasks and sessions."""
     async with running_service(tmp_path=tmp_path, compat=("polar",), token="o" * 40) as (service, url):
         specs = (
             TokenSpec(name="ann", role="submit"),

@@ -1,4 +1,4 @@
-"""What becomes of each field of a request of Polar: the group of ours, or a refusal that names the field."""
+"""The translation of each field of Polar's requests: into a native group, or into a refusal that names the field."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ON_OUTPUT = {
 
 
 def translated(**changes: Any) -> StoredGroupSpec:
-    """The group of the task with these fields in addition. A name of several fields is joined by two underscores."""
+    """Return the group of the task with these fields changed or added."""
     return group_of(parse_body(PolarTaskRequest, json.dumps(TASK | changes).encode()), files=FILES)
 
 
@@ -73,8 +73,8 @@ def test_limits_priority_and_seeds() -> None:
     assert (group.n, group.priority, group.min_usable) == (8, 100, 6)
     limits = group.task.limits
     assert (limits.session_seconds, limits.agent_seconds, limits.prepare_seconds) == (7200, 900.5, 3600)
-    assert group.task.sampling.seed == 0  # each sample has a seed of its own, made of this one
-    # The time of the session is over first, so that of the agent must not end at the same moment.
+    assert group.task.sampling.seed == 0  # each sample has its own seed, derived from this one
+    # The session's time must end first, so the agent's time must not end at the same moment.
     assert translated(timeout_seconds=5, metadata={"agent_timeout": 5}).task.limits.agent_seconds > 5
 
 
@@ -162,7 +162,7 @@ def test_sandboxes() -> None:
     assert translated(**runtime(kwargs={"kind": "namespace"})).task.runtime.kind == "namespace"
     first, *_ = translated(**runtime()).task.runtime.prepare
     assert isinstance(first, PrepareCommand)
-    assert "/tmp/polar-session/artifacts" in first.run  # the folders that the variables name
+    assert "/tmp/polar-session/artifacts" in first.run  # the folders named by the variables
 
 
 def test_evaluators() -> None:

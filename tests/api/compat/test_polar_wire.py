@@ -1,7 +1,8 @@
-"""Polar's interface byte by byte: transcripts of calls and replies, and requests at random.
+"""Polar's interface byte by byte: transcripts of calls and replies, and random requests.
 
 A transcript (`tests/api/compat/golden/polar/*.txt`) has a line for each call (method, path, body) and the status and
-body of its reply. Values that differ from run to run are replaced by their names. `GOLDEN=write` writes them anew.
+body of its reply. Values that differ from run to run are replaced by their names. `GOLDEN=write` writes the transcripts
+anew.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ INNER = {
 
 @st.composite
 def tasks(draw: st.DrawFn) -> dict[str, Any]:
-    """A task that is valid but for some fields, most of them in its parts."""
+    """A task that is valid except for at most two fields, most of them in its parts."""
     made: dict[str, Any] = json.loads(json.dumps(TASK | {"task_id": draw(st.sampled_from(["a", "b", "c"]))}))
     for field in draw(st.lists(st.sampled_from(FIELDS), max_size=2)):
         part = made.get(field)
@@ -194,8 +195,8 @@ CALLS = st.tuples(
 
 
 async def test_no_request_at_random_is_an_error_of_the_service(tmp_path: Path) -> None:
-    """Every reply is one that clients read: a refusal has a `detail`, and no status is 500 or above, except 503 for a
-    task that this machine cannot run now."""
+    """Clients can read every reply: a refusal other than 404 and 405 has only a `detail`, and no status is 500 or
+    above, except 503 for a task that this machine cannot run now."""
     examples: list[Any] = []
 
     @given(st.lists(CALLS, min_size=1, max_size=6))

@@ -89,12 +89,13 @@ async def test_a_lost_connection_loses_no_job(tmp_path: Path) -> None:
         assert len(await service.store.groups()) == 1
         with pytest.raises(Declined, match=r"409: .*another request"):
             await client.process(instance(1), job_id="j1")
-        await asyncio.gather(*(client.process(instance(2)) for _ in range(2)))  # without an id, two jobs
+        await asyncio.gather(*(client.process(instance(2)) for _ in range(2)))  # without an id, these are two jobs
         assert len(await service.store.groups()) == 3
 
 
 async def test_a_stored_result_needs_no_started_server(tmp_path: Path) -> None:
-    """After a restart a server whose jobs have all ended is not started. The results of these jobs are still given."""
+    """After a restart, a server whose jobs have all ended is not started, but still returns the results of these
+    jobs."""
     async with prorl_service(tmp_path) as (_, client):
         await client.start()
         first = await client.process(instance(), job_id="j1")
@@ -164,7 +165,7 @@ async def test_a_failure_is_never_a_reward(tmp_path: Path) -> None:
         assert (result.success, result.resolved, result.report, result.filter) == (False, None, None, True)
         assert result.critical_error == "eval"
         assert "evaluator" in (result.error or "")
-        assert result.messages[-1].token_ids  # what was sampled is delivered all the same
+        assert result.messages[-1].token_ids  # the sampled tokens are delivered even so
 
 
 async def test_a_diff_that_was_carried_is_the_patch(tmp_path: Path) -> None:
@@ -300,7 +301,7 @@ async def test_an_id_is_made_of_the_extra_info(tmp_path: Path) -> None:
         asked["reward_model"] = '{"ground_truth": 1.0}'
         result = await client.process(asked)
         assert (result.instance_id, result.resolved) == ("deepcoder-x_n_train_4", True)
-        del asked["data_source"]  # swebench, which the same handler takes
+        del asked["data_source"]  # the default is swebench, which the same handler takes
         asked["extra_info"] = {"name": "n", "split": "train", "index": 4}
         assert (await client.process(asked)).instance_id == "swebench_n_train_4"
 

@@ -1,4 +1,4 @@
-"""Inference servers that ProRL's clients add and clear, and tokens on a service that has them."""
+"""Inference servers that ProRL's clients add and clear, servers of tenants, and the form of errors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_a_job_waits_while_the_weights_change(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         await client.clear_llm_server()
         assert service.pool.policy.status().paused == "finish"
-        await asyncio.sleep(0.5)  # the agent's call is held back meanwhile
+        await asyncio.sleep(0.5)  # meanwhile the agent's call is held back
         assert not waiting.done()
         await client.add_llm_server(route)
         assert (await waiting).resolved
@@ -125,7 +125,7 @@ async def test_tenants_have_servers_of_their_own(tmp_path: Path) -> None:
 
 
 async def test_every_error_has_the_form_of_the_contract(tmp_path: Path) -> None:
-    """Also one that no handler has raised. Errors of Outrider's own routes keep their form."""
+    """Errors that no handler raised have this form, too. Errors of Outrider's own routes keep their form."""
     async with prorl_service(tmp_path) as (_, client):
         for called in ("GET /process", "GET /prorl/process", "POST /prorl/unknown", "DELETE /prorl/status"):
             status, content = await client.send(*called.split())

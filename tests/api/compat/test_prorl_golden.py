@@ -1,6 +1,6 @@
-"""ProRL's wire transcripts: one exchange for each kind of reply, as in the files of the folder `golden`.
+"""ProRL's wire transcripts: one exchange for each kind of reply, as recorded in `golden/prorl.jsonl`.
 
-`python -m api.compat.test_prorl_golden` writes the files anew.
+`python -m api.compat.test_prorl_golden` writes the file anew.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TIMES = {"init_time", "run_time", "eval_time", "others_time", "counted_elapsed",
 
 
 def masked(value: Any) -> Any:
-    """The value without what differs between two runs: times, the ids of groups and sessions, and the lines of a
-    traceback."""
+    """Return the value with everything masked that differs between two runs: times, the ids of groups and sessions, and
+    the lines of a traceback."""
     if isinstance(value, dict):
         return {name: 0.5 if name in TIMES and type(one) is float else masked(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -89,7 +89,8 @@ async def exchanges(tmp_path: Path) -> list[dict[str, Any]]:
 
 async def test_the_wire_is_as_recorded(tmp_path: Path) -> None:
     recorded = {one["name"]: one for one in map(json.loads, GOLDEN.read_text().splitlines())}
-    found = {one["name"]: one for one in await exchanges(tmp_path)}  # a cancelled job may end before its cancellation
+    # By name, because a cancelled job may end before its cancellation.
+    found = {one["name"]: one for one in await exchanges(tmp_path)}
     assert found.keys() == recorded.keys()
     for name, one in found.items():
         assert one == recorded[name], name

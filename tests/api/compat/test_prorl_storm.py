@@ -1,4 +1,4 @@
-"""64 jobs of ProRL's at once with a storm of cancellations, and requests that are made up."""
+"""64 concurrent jobs of ProRL with random cancellations, and random requests."""
 
 from __future__ import annotations
 

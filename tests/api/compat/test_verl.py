@@ -1,4 +1,4 @@
-"""The session proxy of verl's recipe, by a client written from the contract alone."""
+"""The session proxy of verl's recipe, with a client written from the contract alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHANGING = (
 
 
 class TurnRecord(msgspec.Struct, forbid_unknown_fields=True):
-    """A turn as in the contract: all fields are there, and no others."""
+    """A turn of the contract: exactly these fields."""
 
     request_messages: list[dict[str, Any]]
     completion_text: str
@@ -100,7 +100,7 @@ class Recipe:
         return msgspec.json.decode(body, type=SessionRecord)
 
     async def roll_out(self, sid: str) -> SessionRecord:
-        """One trajectory, as the recipe's agent loop has it: register, run, close, read, delete."""
+        """Roll out one trajectory as the recipe's agent loop does: register, run, close, read, delete."""
         await self.status("POST", f"/sessions/{sid}", "created")
         messages: list[dict[str, Any]] = [{"role": "user", "content": "Where is it?"}]
         message = await self.chat(sid, messages, tools=[TOOL])
@@ -122,7 +122,7 @@ async def recipe(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Recipe,
 
 
 async def test_an_epoch_of_sessions(tmp_path: Path) -> None:
-    """16 at once. Their records have the tokens of the rows of our own API for the same engine."""
+    """The records of 16 concurrent sessions have the tokens of a native session on the same engine."""
     async with elsewhere(tmp_path, replies=REPLIES, compat=("verl",)) as world, aiohttp.ClientSession() as http:
         client = Recipe(http, world.owner.url)
         records = await asyncio.gather(*(client.roll_out(f"swe-{number}-abc") for number in range(16)))
@@ -231,7 +231,7 @@ async def test_sessions_belong_to_a_tenant(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compat", [("verl", "polar"), ("polar", "verl")])
 async def test_the_paths_of_another_system_are_its_own(tmp_path: Path, compat: tuple[str, str]) -> None:
-    """At the root the recipe's chat path begins with a session's id, which could be the name of another system."""
+    """At the root, the recipe's chat path begins with a session's id, which could be the name of another system."""
     question = {"model": "m", "messages": [QUESTION]}
     async with (
         running_service(tmp_path=tmp_path, replies=REPLIES, compat=compat) as (_, url),
@@ -249,7 +249,7 @@ async def test_the_paths_of_another_system_are_its_own(tmp_path: Path, compat: t
 
 
 async def test_the_list_has_the_newest_sessions_of_the_recipe(tmp_path: Path) -> None:
-    """Newer sessions of other clients take no place in the list."""
+    """Newer sessions of other clients do not displace the recipe's sessions from the list."""
     async with elsewhere(tmp_path, replies=REPLIES, compat=("verl",)) as world, aiohttp.ClientSession() as http:
         client = Recipe(http, world.owner.url)
         await client.status("POST", "/sessions/a", "created")
@@ -261,8 +261,8 @@ async def test_the_list_has_the_newest_sessions_of_the_recipe(tmp_path: Path) ->
 
 
 async def test_a_reply_that_no_agent_has_seen_is_not_in_the_record(tmp_path: Path) -> None:
-    """The trainer trains on every turn of the record. A generation that failed half-way was an error to the agent, and
-    the agent has asked again."""
+    """The trainer trains on every turn of the record. For a generation that failed half-way, the agent got an error and
+    called again, so the record must not have the failed turn."""
     replies = ({"reply": "half a reply", "fail": "unavailable", "after": 2}, *REPLIES)
     async with elsewhere(tmp_path, replies=replies, compat=("verl",)) as world, aiohttp.ClientSession() as http:
         client = Recipe(http, world.owner.url)

@@ -23,7 +23,8 @@ from .test_verl import QUESTION, TIMES, Recipe
 async def served(
     folder: Path, *words: str, ends_by: signal.Signals, **variables: str
 ) -> AsyncIterator[tuple[Recipe, list[bytes]]]:
-    """The client of a service that gets a signal at the end of the block. The list has the log from then on."""
+    """Yield a client of a service, and a list. At the end of the block the service gets the signal, and its log is
+    appended to the list."""
     common = ("serve", "--compat", "verl", "--data", str(folder / "data"), "--tokenizer", str(folder / "tokenizer"))
     engine = ("--renderer", "qwen3", "--engine", f"scripted={folder / 'script.json'}")
     process = await program(*common, *engine, *words, env={**os.environ, **variables})

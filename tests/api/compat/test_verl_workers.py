@@ -36,7 +36,7 @@ PROMPT, IDS = [1, 2, 3], [4, 5]
 
 
 class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A call as in the contract: all fields are there, and no others."""
+    """A call of the contract: exactly these fields."""
 
     type: str
     request_id: str
@@ -52,7 +52,8 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def answer(asked: CompletionRequest, **more: Any) -> dict[str, Any]:
-    """The reply to a call, with all fields of the contract. A call with tools is answered by a tool call once."""
+    """Return the reply to a call, with all fields of the contract. The first call with tools is answered with a tool
+    call."""
     first = asked.tools is not None and len(asked.messages) == 1
     calls = [{"id": "call_1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}]
     timing = dict.fromkeys(("worker_received_at", "worker_inference_started_at", "worker_response_sent_at"), 1.0)
@@ -103,7 +104,7 @@ class Worker:
 
 
 def prompt_of(asked: CompletionRequest) -> list[int]:
-    """The ids of a prompt that continues the prompt of the call before."""
+    """Return the prompt's ids, which continue the prompt of the previous call."""
     return PROMPT + [*IDS, 6] * (len(asked.messages) // 2)
 
 
@@ -127,7 +128,7 @@ async def worker(url: str, name: str = "w", *, answers: bool = True, **more: Any
 
 @asynccontextmanager
 async def proxy(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Service, Recipe, str]]:
-    """A service without another engine."""
+    """A service whose only engine is that of the workers."""
     async with (
         aiohttp.ClientSession() as http,
         running_service(tmp_path=tmp_path, compat=("verl",), **settings) as (service, url),
@@ -178,7 +179,8 @@ async def test_what_a_worker_gets(tmp_path: Path) -> None:
 
 
 async def test_without_prompt_ids_a_turn_is_text_and_the_record_has_the_ids(tmp_path: Path) -> None:
-    """Ids of a reply alone do not say what the model has read: the record has them, and no row is made of them."""
+    """The ids of a reply alone do not show what the model has read: the record has these ids, and no row is made of
+    them."""
     async with proxy(tmp_path) as (service, client, url), worker(url, rank_info={"rank": 1}):
         await serving(client)
         await client.status("POST", "/sessions/one", "created")
@@ -240,7 +242,7 @@ async def test_a_bad_hello(tmp_path: Path, first: str, code: int) -> None:
 
 @asynccontextmanager
 async def a_route(service: Service, waits: WorkerWaits) -> AsyncIterator[str]:
-    """The route for the service's workers with other waits, at a URL of its own."""
+    """Serve the route for the service's workers with other waits, and yield its URL."""
     route = WebSocketRoute("/ws/worker", lambda socket: serve_worker(service, socket, waits=waits))
     async with served(Starlette(routes=[route]), websockets=1 << 20) as url:
         yield url
@@ -373,7 +375,7 @@ FIELDS = st.dictionaries(st.sampled_from(KEYS + MORE_KEYS), VALUES, max_size=6)
 
 
 def drawn() -> list[tuple[str, dict[str, Any]]]:
-    """Random messages: a type and further keys."""
+    """Return random messages: a type and further keys."""
     messages: list[tuple[str, dict[str, Any]]] = []
 
     @settings(max_examples=60, database=None)
