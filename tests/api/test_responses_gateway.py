@@ -12,10 +12,9 @@ import aiohttp
 import msgspec
 import pytest
 
+from api.test_gateway import KEY, OneSession
 from outrider.api.gateway import Gateway
-from outrider.errors import Unauthorized
 from outrider.lab.fakes.engine_servers.app import serving
-from outrider.sessions.models import SessionModels
 from outrider.spec import Limits
 from outrider.trajectory import FinishReason
 from sessions.world import World, a_world, call_markup
@@ -23,22 +22,8 @@ from support.later import openai
 from support.responses import CUSTOM, FUNCTION, NAMESPACE, USER, echo, events
 from support.sdk_clients import openai_client
 
-KEY = "the-session-key"
 STREAM = pytest.mark.parametrize("stream", [False, True])
 THOUGHT = "<think>\nLet me think.\n</think>\n\n"
-
-
-class OneSession:
-    """A node with one session."""
-
-    def __init__(self, models: SessionModels) -> None:
-        self._models = models
-
-    async def refusal(self, key: str) -> Unauthorized:
-        return Unauthorized("this session key is unknown, or its run is over")
-
-    def models(self, key: str) -> SessionModels | None:
-        return self._models if key == KEY else None
 
 
 class Client:

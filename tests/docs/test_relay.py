@@ -16,6 +16,7 @@ from outrider.engines.relay.engine import RelayEngine
 from outrider.relay import Worker
 from outrider.trajectory import FinishReason, VersionSpan
 from support.relay import AT_ONCE, relay_served
+from support.waiting import until
 
 from .pages import page
 
@@ -35,12 +36,15 @@ def generate_with(words: str) -> Any:
     return names["generate_with"]
 
 
+async def admitted(engine: RelayEngine) -> bool:
+    return (await engine.health()).ok
+
+
 async def relayed(generate: Any) -> Any:
     engine = RelayEngine(EngineOptions(name="trainer"))
     async with relay_served(engine) as url, Worker(url, generate, reconnecting=AT_ONCE) as worker:
         await worker.attached()
-        while not (await engine.health()).ok:
-            """The service has welcomed the worker, and is about to admit it."""
+        await until(lambda: admitted(engine))
         return await collect(engine.generate(REQUEST))
 
 

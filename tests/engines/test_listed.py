@@ -20,6 +20,7 @@ from outrider.lab.fakes.engine_servers import engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
+from support.waiting import until
 
 Pages = dict[str, Any]
 
@@ -44,12 +45,6 @@ def show(pages: Pages, *urls: str, **fields: Any) -> None:
 
 def spec(url: str, **fields: Any) -> EngineSpec:
     return EngineSpec(kind="vllm-router", name="fleet", url=url, **fields)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  # the pool looks at the list periodically
-            await asyncio.sleep(SOON)
 
 
 def rows(pool: EnginePool) -> dict[str, EngineStatus]:

@@ -53,6 +53,7 @@ from outrider.wire.http_server import Receive, Scope, Send
 from outrider.wire.link_protocol import Beat, Close
 from outrider.wire.link_protocol import encode as encoded
 from support.relay import AT_ONCE, CuttingProxy, relay_served
+from support.waiting import until
 
 _numbers = itertools.count()
 
@@ -140,13 +141,6 @@ async def attached(url: str, generate: Any, **fields: Any) -> AsyncGenerator[Wor
     async with Worker(url, generate, reconnecting=AT_ONCE, **fields) as worker:
         await worker.attached()
         yield worker
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Yield to other tasks until the condition holds."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  # the condition has no event
-            await asyncio.sleep(0)
 
 
 @pytest.mark.deep

@@ -30,8 +30,9 @@ from outrider.errors import Boundary, Conflict, EngineError, ErrorRecord
 from outrider.wire.link_protocol import Beat, encode
 from support.odd_values import ODD, mutated
 from support.relay import relay_served
+from support.waiting import until
 
-from .test_relay import Counter, attached, end_of, gathered, hello, relay, request, tokens, until
+from .test_relay import Counter, attached, end_of, gathered, hello, relay, request, tokens
 
 
 def honest_words(generation: int, call: int, number: int) -> list[dict[str, Any]]:

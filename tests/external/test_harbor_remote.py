@@ -17,8 +17,8 @@ from aiohttp import web
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from support.harbor import AgentRunRequest, HarborServer, Work, harbor_server, task_folder
 from support.service import call, running_service, say
+from support.waiting import until
 
-from .test_remote import until
 from .test_restart import engine_server, on_engine
 from .world import Elsewhere, elsewhere
 

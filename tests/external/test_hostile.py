@@ -16,8 +16,9 @@ from outrider.service.admission import parse_body
 from outrider.service.scheduler import EXTERNAL_AT_ONCE
 from outrider.spec import ReportSpec
 from support.service import say, scripted_engine
+from support.waiting import until
 
-from .test_remote import SECRET, declared, submitted, until, with_agents
+from .test_remote import SECRET, declared, submitted, with_agents
 from .world import Agent, Owner, elsewhere
 
 

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from outrider.callbacks import check_signature
 from support.service import say
+from support.waiting import until
 
 from .test_restart import engine_server, on_engine
 from .world import Agent, Elsewhere, elsewhere
@@ -121,14 +122,6 @@ async def submitted(world: Elsewhere, n: int = 1, **more: Any) -> str:
     assert reply.status_code == 201, reply.text
     id: str = reply.json()["id"]
     return id
-
-
-async def until(true: Callable[[], object]) -> None:
-    for _ in range(1000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never becomes true")
 
 
 async def asks(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:

@@ -512,10 +512,10 @@ def test_each_field_of_the_table_is_used_as_it_says(tmp_path: Path, field: str, 
         placed(config, "environment.network_mode", None)
     if field.endswith(".allowed_hosts") and not field.startswith("environment"):
         placed(config, field.replace("allowed_hosts", "network_mode"), "allowlist")
-        value: Any = ["a.org"]
+        changed: Any = ["a.org"]
     else:
-        value = OTHER.get(field, "final" if field.startswith("multi") else 7 if field.endswith(NUMBERS) else "7")
-    placed(config, field, value)
+        changed = OTHER.get(field, "final" if field.startswith("multi") else 7 if field.endswith(NUMBERS) else "7")
+    placed(config, field, changed)
     after = what_comes_of(folder, config)
     if use is Use.CHECKED:
         assert isinstance(after, str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,6 +18,7 @@ from outrider.destinations import Phase
 from outrider.sandbox.network.door import Door
 from outrider.sandbox.network.proxy import WAITS, ProxyWaits
 from outrider.sandbox.network.shared import Lookups
+from support.waiting import until
 
 PAGE = "http://pip.mirror.internal/simple/x/"
 START = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nhalf"
@@ -44,13 +45,6 @@ async def stalled(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, he
 
 async def cut_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
     writer.write(START)
-
-
-async def until(true: Callable[[], object]) -> None:
-    """Wait until `true` returns something that is true."""
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110 - what it waits for is no part of this test's loop
-            await asyncio.sleep(0.01)
 
 
 async def give_up(folder: Path, text: str, taken: int) -> None:

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.remote import RemoteSandbox, node_label
 from outrider.spec import RuntimeSpec
 from support.environments import environment_with
+from support.waiting import until
 
 from .clusters import IMAGE, needs_machine, python_image
 from .world import KindOf, World
@@ -86,15 +87,6 @@ async def start(world: World, **fields: Any) -> RemoteSandbox:
     made = pod_sandbox(world, **fields)
     await made.start()
     return made
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float = 30) -> None:
-    async with asyncio.timeout(seconds):
-        while True:
-            found = condition()
-            if found if isinstance(found, bool) else await found:
-                return
-            await asyncio.sleep(0.02)
 
 
 async def echo(sandbox: Runtime) -> str:
@@ -677,6 +669,7 @@ import faulthandler, sys
 faulthandler.dump_traceback_later(40, exit=True)
 from kubernetes import client, config, watch
 from kubernetes.stream import stream
+from support.waiting import until
 
 config.load_kube_config(sys.argv[1])
 api = client.CoreV1Api()

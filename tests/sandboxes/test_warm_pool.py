@@ -6,8 +6,7 @@ import asyncio
 import os
 import random
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -33,6 +32,7 @@ from outrider.sandbox.warm_pool import (
     kind_key,
 )
 from outrider.spec import RuntimeSpec
+from support.waiting import until
 
 KIND = "sandboxes.test_warm_pool:Watched"
 AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
@@ -111,14 +111,6 @@ async def a_pool(*, each: int = 2, memory_mb: int = 4096) -> AsyncIterator[tuple
 
 def spec(number: int = 0, **fields: Any) -> RuntimeSpec:
     return RuntimeSpec.model_validate({"kind": KIND, "env": {"N": str(number)}, **fields})
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """The loop's other tasks, and the threads in which folders are removed, are given their turns."""
-    give_up_at = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < give_up_at, "it never came true"
-        await asyncio.sleep(0)
 
 
 async def taken(pool: WarmPool, wanted: RuntimeSpec) -> Sandbox:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from outrider.errors import Boundary
 from outrider.lifecycle import StopReason
 from outrider.schemas import SessionView
 from outrider.trajectory import SessionResult
+from support.waiting import until
 
 from .conftest import MakeWorld
 from .elsewhere import NODE, SESSION, Elsewhere, sandboxes, service_elsewhere
@@ -45,12 +46,6 @@ async def elsewhere(
 
 def bash(command: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': command}})}\n</tool_call><|im_end|>"
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  # the state of a server
-            await asyncio.sleep(0.02)
 
 
 def failed(session: SessionView) -> SessionResult:

@@ -17,7 +17,8 @@ from outrider.schemas import AttemptView, SessionView, SpanView, TimelineView
 from outrider.service.trace_export import SETTLED_SECONDS
 from outrider.service.trace_spans import session_trace
 from support.service import call, running_service, say
-from support.trace_collector import attribute, collecting, connected, until
+from support.trace_collector import attribute, collecting, connected
+from support.waiting import until
 
 TASK: dict[str, Any] = {
     "instruction": "do it",

@@ -27,6 +27,15 @@ class OneCall:
         return HarnessOutcome()
 
 
+class CallAndWait(OneCall):
+    """An agent that makes one model call and never ends."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        await super().run(context)
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
 def grade(outcome: Outcome) -> float:
     """Return the reward given in the options. Without one, return 0 or 1 at random if `teaches` is true, otherwise
     1."""

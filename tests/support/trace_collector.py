@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from support.waiting import until
 
 
 class Collector:
@@ -70,14 +71,6 @@ def collecting() -> Iterator[tuple[Collector, str]]:
         finally:
             server.shutdown()
             thread.join()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.05)
 
 
 def attribute(span: Span, name: str) -> Any:

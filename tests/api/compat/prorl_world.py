@@ -4,16 +4,13 @@ handlers.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from outrider.config import ProrlConfig, ProrlHandlerConfig
-from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.service.service import Service
-from support.coin import OneCall
 from support.prorl import ProrlClient
 from support.service import running_service
 
@@ -30,21 +27,12 @@ runtime = { kind = "memory" }
 evaluator = { kind = "command", run = "true" }
 """
 FAILING = COIN.replace("{row.reward_model.ground_truth}", "none")
-HANGING = COIN.replace("support.coin:OneCall", "api.compat.prorl_world:CallAndWait")
+HANGING = COIN.replace("support.coin:OneCall", "support.coin:CallAndWait")
 BRANCHING = COIN.replace("support.coin:OneCall", "api.compat.test_wire_rows:Branching")
 MATHS = """
 harness = { agent = "tools" }
 runtime = { kind = "memory" }
 """
-
-
-class CallAndWait(OneCall):
-    """An agent that makes one call and never ends."""
-
-    async def run(self, context: HarnessContext) -> HarnessOutcome:
-        await super().run(context)
-        await asyncio.sleep(3600.0)
-        return HarnessOutcome()
 
 
 def instance(number: int = 0, *, source: str = "coin", seconds: float = 0.0, reward: Any = 1.0) -> dict[str, Any]:
@@ -78,12 +66,3 @@ async def prorl_service(
         ProrlClient(url) as client,
     ):
         yield service, client
-
-
-async def reached(look: Callable[[], Awaitable[Any]]) -> Any:
-    """Call `look` until its result is true, and return the result."""
-    for _ in range(1000):
-        if found := await look():
-            return found
-        await asyncio.sleep(0.02)
-    raise AssertionError("it did not come to this in 20 s")

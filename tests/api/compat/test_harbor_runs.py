@@ -46,15 +46,6 @@ CHANGING = (
 )
 
 
-class Hangs(OneCall):
-    """An agent that makes one call and never ends."""
-
-    async def run(self, context: HarnessContext) -> HarnessOutcome:
-        await super().run(context)
-        await asyncio.sleep(3600)
-        return HarnessOutcome()
-
-
 class CallsTwice(OneCall):
     """An agent whose two calls are half a second apart. The second continues the first."""
 
@@ -213,7 +204,7 @@ async def test_a_run_goes_on_in_the_next_service(tmp_path: Path) -> None:
 
 async def test_a_closed_session_cancels_its_run(tmp_path: Path) -> None:
     archive = packed(task_folder(tmp_path / "swe-1"))
-    metadata = request(llm_proxy_url="http://h/a", agent=agent("api.compat.test_harbor_runs:Hangs"))
+    metadata = request(llm_proxy_url="http://h/a", agent=agent("support.coin:CallAndWait"))
     async with run_server(tmp_path) as (client, _):
         recipe = Recipe(client.http, client.url)
         await recipe.status("POST", "/sessions/a", "created")
@@ -233,7 +224,7 @@ async def test_a_closed_session_cancels_its_run(tmp_path: Path) -> None:
 async def test_a_time_limit_is_graded_and_no_failure_is_a_reward(tmp_path: Path) -> None:
     async with run_server(tmp_path) as (client, _):
         archive = packed(task_folder(tmp_path / "a"))
-        hangs = agent("api.compat.test_harbor_runs:Hangs", override_timeout_sec=10.0, max_timeout_sec=1.0)
+        hangs = agent("support.coin:CallAndWait", override_timeout_sec=10.0, max_timeout_sec=1.0)
         timeout = await client.run(request(agent=hangs, timeout_multiplier=0.2), archive)
         assert (timeout.status, timeout.rewards) == ("timeout", {"reward": 0.25, "speed": 0.5})
         assert "agent_timeout" in (timeout.error or "")

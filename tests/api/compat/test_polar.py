@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from aiohttp import web
 from outrider.client.client import AsyncClient
 from outrider.config import LanesConfig, QueueConfig
 from outrider.evaluators.base import Outcome
-from outrider.harnesses.base import HarnessContext, HarnessOutcome
-from outrider.messages import Message, Role
 from outrider.service.service import Service
 from outrider.spec import EvaluatorSpec, TokenSpec
 from outrider.trajectory import Verdict
@@ -40,6 +38,7 @@ from support.polar import (
     TaskStatus,
 )
 from support.service import call, running_service, say
+from support.waiting import until
 
 HANG = 3600.0
 
@@ -79,21 +78,12 @@ async def serving(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Servic
         yield service, client, url
 
 
-async def reached(look: Callable[[], Awaitable[Any]]) -> Any:
-    """Call `look` until its result is true, and return the result."""
-    for _ in range(1000):
-        if found := await look():
-            return found
-        await asyncio.sleep(0.02)
-    raise AssertionError("it did not come to this in 20 s")
-
-
 async def ended(client: PolarClient, task_id: str = "t1") -> TaskStatus:
     async def look() -> TaskStatus | None:
         status = await client.task(task_id)
         return None if status.status in ("running", "cancelling") else status
 
-    found: TaskStatus = await reached(look)
+    found: TaskStatus = await until(look)
     return found
 
 
@@ -204,7 +194,7 @@ async def test_a_callback_waits_for_a_service_with_polars_form(tmp_path: Path) -
                 [row] = await service.store.deliveries(now=9e12, limit=1)
                 return row.fault if row.tries > before else None
 
-            assert "--compat polar" in await reached(tried)
+            assert "--compat polar" in await until(tried)
             assert len(got) == before
         async with serving(tmp_path), asyncio.timeout(30):
             await received.wait()
@@ -292,7 +282,7 @@ async def test_lists_and_states(tmp_path: Path) -> None:
         async def runs() -> bool:
             return (await client.call(TaskSessions, "GET", "/tasks/b/sessions")).sessions[0].status == "RUNNING"
 
-        await reached(runs)
+        await until(runs)
         tasks = (await client.call(Tasks, "GET", "/tasks")).tasks
         assert [(one.task_id, one.status, one.mean_reward) for one in tasks] == [
             ("b", "running", None),
@@ -441,7 +431,7 @@ async def test_a_pause_that_takes_too_long_does_not_stay(tmp_path: Path) -> None
         async def inflight() -> int:
             return (await client.call(Inference, "GET", "/admin/inference/status")).inflight
 
-        await reached(inflight)
+        await until(inflight)
         with pytest.raises(Refused, match="504: 1 generations were in flight"):
             await client.call(Inference, "POST", "/admin/inference/pause", timeout_seconds=0.05)
         assert service.pool.policy.status().paused is None
@@ -483,7 +473,7 @@ async def test_a_task_without_an_evaluator_has_no_reward(tmp_path: Path) -> None
 
 async def test_time_that_is_over(tmp_path: Path) -> None:
     """When the agent's time is over, the timeout is graded. When the session's time is over, nothing trains."""
-    slow = {"import_path": "api.compat.test_polar:CallAndWait"}
+    slow = {"import_path": "support.coin:CallAndWait"}
     async with serving(tmp_path) as (_, client, _):
         await client.submit(task("own", agent=slow, metadata={"agent_timeout": 0.5}))
         await client.submit(task("all", agent=slow, timeout_seconds=0.5))
@@ -493,21 +483,6 @@ async def test_time_that_is_over(tmp_path: Path) -> None:
         assert (all.status, all.error and all.error[:15]) == ("TIMEOUT", "session_timeout")
         assert [(trace.reward, set(trace.loss_mask)) for trace in all.trajectory.traces] == [(None, {0})]
         assert (own.trajectory.metadata["trained_tokens"] > 0, all.trajectory.metadata["trained_tokens"]) == (True, 0)
-
-
-class CallAndWait:
-    """An agent that makes one call and never ends."""
-
-    def __init__(self, options: Any) -> None:
-        pass
-
-    async def init(self, context: HarnessContext) -> None:
-        pass
-
-    async def run(self, context: HarnessContext) -> HarnessOutcome:
-        await context.model.chat([Message(role=Role.USER, content=context.task.instruction)])
-        await asyncio.sleep(HANG)
-        return HarnessOutcome()
 
 
 async def test_gateways_of_polar_cannot_register(tmp_path: Path) -> None:
@@ -564,7 +539,7 @@ async def test_a_session_whose_agent_the_client_starts(tmp_path: Path) -> None:
         assert (listed.session_id, listed.completion_count, listed.node_id) == ("mine", 9, "external")
         assert (await client.call(Tasks, "GET", "/tasks")).tasks == []
         await client.call(DeletedSession, "DELETE", "/sessions/mine")
-        info = await reached(lambda: over(client, "mine"))
+        info = await until(lambda: over(client, "mine"))
         assert info.result is not None
         assert (info.status, info.result.session_id, info.result.trajectory.traces) == ("ERROR", "mine", [])
         other = await client.call(SessionInfo, "POST", "/sessions", {})
@@ -592,7 +567,7 @@ async def test_a_session_is_dispatched_alone(tmp_path: Path) -> None:
         assert (told.session_id, told.task_id, told.status) == ("s.1", "t1", "REGISTERED")
         result = SessionResult.model_validate_json(await got.get())
         assert (result.session_id, result.task_id, result.trajectory.traces[0].reward) == ("s.1", "t1", 0.5)
-        info = await reached(lambda: over(client, "s.1"))
+        info = await until(lambda: over(client, "s.1"))
         assert info.result == result
         with pytest.raises(Refused, match="409"):
             await client.call(Dispatched, "POST", "/sessions", body)

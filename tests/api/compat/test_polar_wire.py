@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
-from api.compat.test_polar import reached, task
+from api.compat.test_polar import task
 from support.service import call, running_service, say
+from support.waiting import until
 
 FOLDER = Path(__file__).with_name("golden") / "polar"
 CHANGING = (
@@ -105,7 +106,7 @@ async def transcript(url: str, steps: Steps) -> Iterator[str]:
                     async with http.get(f"{url}{path}") as reply:
                         return (await reply.json())["status"] not in ("running", "cancelling")
 
-                await reached(done)
+                await until(done)
                 continue
             async with http.request(method, f"{url}{path}", json=body) as reply:
                 text = await reply.text()

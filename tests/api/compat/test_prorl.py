@@ -16,8 +16,9 @@ from outrider.schemas import Artifact, ArtifactList
 from outrider.store.artifacts import PATCH
 from support.prorl import Declined
 from support.service import call, running_service, say
+from support.waiting import until
 
-from .prorl_world import instance, prorl_service, reached
+from .prorl_world import instance, prorl_service
 
 HANG = 3600.0
 
@@ -131,7 +132,7 @@ async def test_a_cancelled_job_ends_with_a_whole_result(tmp_path: Path, source: 
             [session] = await service.store.sessions((await service.store.groups())[0].id)
             return source == "coin" or bool(await service.store.turns(session.id))
 
-        await reached(runs)
+        await until(runs)
         assert await client.cancel("j1") == "job j1 is cancelled"
         result = await waiting
         assert (result.success, result.finish, result.resolved, result.filter) == (False, False, None, True)
@@ -151,7 +152,7 @@ async def test_a_stop_cancels_the_jobs_under_way(tmp_path: Path) -> None:
         async def all_there() -> bool:
             return (await client.status()).pending_jobs == 6
 
-        await reached(all_there)
+        await until(all_there)
         assert await client.stop() == "stopped; 6 jobs were cancelled"
         results = await asyncio.gather(*waiting)
         assert {result.error for result in results} == {"cancelled"}
@@ -193,7 +194,7 @@ async def test_a_wait_has_a_bound_of_the_operator(tmp_path: Path) -> None:
         async def ended() -> bool:
             return (await client.status()).jobs == 0
 
-        await reached(ended)
+        await until(ended)
         assert (await client.process(instance(seconds=0.6), job_id="j1")).resolved
 
 

@@ -17,8 +17,9 @@ from outrider.api.compat.prorl_request import AGENTS_OWN, REFUSABLE, SAMPLED, Sa
 from outrider.config import ProrlHandlerConfig
 from support.prorl import ProrlClient
 from support.service import call, say
+from support.waiting import until
 
-from .prorl_world import instance, prorl_service, reached
+from .prorl_world import instance, prorl_service
 
 GOLDEN = Path(__file__).parent / "golden" / "prorl.jsonl"
 PAGE = Path(__file__).parents[3] / "docs" / "compat" / "prorl.md"
@@ -74,7 +75,7 @@ async def exchanges(tmp_path: Path) -> list[dict[str, Any]]:
         async def runs() -> bool:
             return (await client.status()).run == 1
 
-        await reached(runs)
+        await until(runs)
         await send("status", client, "GET", "/status")
         await send("cancel", client, "POST", "/cancel", {"job_id": "j3"})
         await waiting
