@@ -1,4 +1,5 @@
-"""For all tests: how many examples a property is tried on, what is made once, which tests may run beside others."""
+"""Settings and fixtures of all tests: the profiles of Hypothesis, shared resources, and the tests that may run in
+parallel."""
 
 from __future__ import annotations
 
@@ -37,34 +38,35 @@ WITH_SANDBOXES = {
         "storm_killed",
     )
 }
-"""Files in tests/real whose tests look for what their sandboxes have left on the machine, or start many of them."""
+"""Files in tests/real whose tests check what their sandboxes leave on the machine, or start many sandboxes."""
 WITH_MODELS = {
     f"{PROGRAMS}test_{name}.py"
     for name in ("rollouts", "routers", "vllm", "vllm_dialects", "vllm_policy", "vllm_tool_choice")
 }
-"""Files in tests/real that share a vLLM, which a worker starts once."""
+"""Files in tests/real whose tests share one vLLM server. One worker runs all of them and starts the server once."""
 
 ALWAYS: dict[str, Any] = {
-    # Neither says anything of the code under test on a machine that has other things to do.
+    # On a busy machine, a slow example is no fault of the code under test.
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow],
 }
-# The same few examples on every machine. `make test-nightly`: many, and others each time; a failure prints how to try
-# its example again.
+# `fast` tries the same few examples on every machine. `nightly` (`make test-nightly`) tries more examples, others in
+# each run, and prints how to repeat a failed example.
 settings.register_profile("fast", max_examples=25, derandomize=True, **ALWAYS)
 settings.register_profile("nightly", max_examples=200, print_blob=True, **ALWAYS)
-settings.load_profile("fast")  # unless --hypothesis-profile names the other
+settings.load_profile("fast")  # the default, which --hypothesis-profile overrides
 
 
 def pytest_configure(config: pytest.Config) -> None:
     use_memory(config)
-    # A shell starts what runs in its background deaf to Ctrl-C, which our tests send to programs that they start.
+    # A shell starts its background jobs with SIGINT ignored, and programs that the tests start would inherit this. The
+    # tests send SIGINT to such programs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.disable()  # what is imported and collected stays: to look through it again and again takes seconds
+    gc.disable()  # imported modules and collected tests stay alive: scanning them again and again takes seconds
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the longest row of tests/real that one worker runs begin early."""
+    """Run the tests of WITH_MODELS first. One worker runs all of them, and no other worker has so much to run."""
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in WITH_MODELS)
 
 
@@ -74,28 +76,30 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Every worker collects all tests, and what tests/real imports takes longest: nothing there is asked for."""
+    """Do not import tests/real if none of its tests are selected. Every worker collects all tests, and these imports
+    take longest."""
     return True if "not real" in config.option.markexpr and collection_path == REAL else None
 
 
 @pytest.fixture
 def others_objects_set_aside() -> None:
-    """For tests that measure how long something takes: the garbage collector no longer looks through what thousands of
-    tests before have left, which takes a tenth of a second of whichever thread it runs in."""
+    """For tests that measure durations: the garbage collector no longer scans the objects that thousands of earlier
+    tests have left. A scan takes a tenth of a second in whichever thread it runs."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def ipython_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An OUTRIDER_HOME for all tests that open an IPython, of every worker: to make what they show takes seconds."""
+    """An OUTRIDER_HOME for all tests that open an IPython, shared by all workers, because making its contents takes
+    seconds."""
     own = tmp_path_factory.getbasetemp()
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "ipython-home"
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """One that can lose its power."""
+    """A disk that can lose its power."""
     with a_disk(tmp_path / "disk", 64) as disk:
         if disk is None:
             pytest.skip("this machine lets nobody mount an ext4 file system that is in a file")
@@ -104,17 +108,18 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgresqlServer]:
-    """One server for all tests of a worker: it takes a second to make. A test that ends it starts it again."""
-    from support.postgresql import postgresql_server  # here: the tests of trainers have no asyncpg
+    """One PostgreSQL server for all tests of a worker, because making a server takes a second. A test that stops the
+    server starts it again."""
+    from support.postgresql import postgresql_server  # imported here, because the tests of trainers have no asyncpg
 
     with postgresql_server() as server:
         yield server
 
 
 class RealPrograms(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Tests of container engines, Slurm and sandboxes run one after the other, because what they look for on the
-    machine afterwards must not be another's; so do those of the one vLLM. Each other file is its own, so that the
-    worker that is done first takes the next one."""
+    """Distributes tests over workers. Tests of container engines, Slurm and sandboxes run one after the other, because
+    they check what is left on the machine; so do the tests that share a vLLM server. Every other file of tests/real is
+    distributed by itself, so that the first idle worker takes the next file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]

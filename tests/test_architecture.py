@@ -1,4 +1,4 @@
-"""The rules of the code's shape, checked on its syntax trees: nothing of the package is imported here."""
+"""Rules for the shape of the code, checked on the syntax trees of the package. The package is not imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ EVERY_ERROR = (
     *("message", "hint", "field", "log_tail", "inside"),
     *("args", "__context__", "__cause__", "__traceback__", "__suppress_context__", "__notes__"),
 )
-"""Attributes of each error. They are not changed on any other object either."""
+"""Attributes of every error. Code may change an attribute with one of these names on `self` only, because any other
+object could be an error."""
 PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 
 LAYERS = (
@@ -69,7 +70,7 @@ SIDEWAYS = {
     ("outrider", "cli"),
     ("__main__", "cli"),
 }
-# Programs of their own: they have no configuration but their environment.
+# These programs run by themselves, and the environment is their only configuration.
 INSIDE_SANDBOXES = (
     "outrider.sandbox.runtimes.guest",
     "outrider.evaluators.swebench.pytest_plugin",
@@ -85,7 +86,7 @@ class Module:
 
     @property
     def unit(self) -> str:
-        """The file or folder of the package that it belongs to; `cli_x` belongs to `cli`."""
+        """The file or folder of the package to which the module belongs. `cli_x` belongs to `cli`."""
         unit = self.name.split(".")[1] if "." in self.name else self.name
         return "cli" if unit.startswith("cli_") else unit
 
@@ -95,7 +96,7 @@ class Module:
 
     @property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """All nodes of the tree: most rules look at each."""
+        """All nodes of the tree, cached because most rules visit all of them."""
         return _nodes(self)
 
     def at(self, node: ast.AST, what: str) -> str:
@@ -114,8 +115,9 @@ def _nodes(module: Module) -> tuple[ast.AST, ...]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _trees_are_no_garbage() -> Iterator[None]:
-    """The package has 800,000 nodes. The garbage collector would look through them again and again, which takes twice
-    as long as parsing; in later tests, too, if the trees were kept."""
+    """Keep the garbage collector off while the rules run, and drop the trees afterwards. The package has 800,000 nodes,
+    and the collector would scan them again and again, which takes twice as long as parsing. Trees that were kept would
+    slow later tests in the same way."""
     gc.disable()
     yield
     _parsed.cache_clear()
@@ -135,7 +137,7 @@ def package() -> dict[str, Module]:
 
 
 def imports(module: Module) -> Iterator[tuple[ast.AST, str]]:
-    """Every module of ours that it imports, early or late."""
+    """Yield every module of the package that the module imports, at its top or in a function."""
     for node in module.nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -148,7 +150,7 @@ def imports(module: Module) -> Iterator[tuple[ast.AST, str]]:
 
 
 def dotted(node: ast.expr) -> str:
-    """`asyncio.get_running_loop().create_task` as it reads, without calls."""
+    """Return the dotted name of an expression, without calls: `asyncio.get_running_loop.create_task`."""
     if isinstance(node, ast.Call):
         return dotted(node.func)
     if isinstance(node, ast.Attribute):
@@ -240,7 +242,7 @@ def changes(module: Module) -> tuple[Change, ...]:
     functions = [node for node in module.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
     def around(scopes: Sequence[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef], line: int) -> str:
-        """The name of the innermost one. Outer ones come first in the walk."""
+        """Return the name of the innermost scope around the line. Outer scopes come first in the walk."""
         return next((each.name for each in reversed(scopes) if each.lineno <= line <= (each.end_lineno or 0)), "")
 
     found = []
@@ -300,10 +302,11 @@ def names() -> Names:
 
 
 def errors_are_never_changed(module: Module) -> Iterator[str]:
-    """Only its `__init__` assigns an error's attributes; Python sets `__context__` while another error is handled.
+    """An error's attributes are assigned only by its own `__init__` and by `OutriderError.replace`. (Python itself sets
+    `__context__` while another error is handled.)
 
-    An attribute of a subclass that other classes have as well, such as `status`, counts where the name of the changed
-    object is seen to be an error's."""
+    If other classes have an attribute of the same name, such as `status`, a change counts only if the changed variable
+    holds an error (see `_names_of_errors`)."""
     known = names()
     for change in changes(module):
         inside = change.kind in known.errors
@@ -348,9 +351,10 @@ def _names_of_errors(module: Module) -> set[str]:
 
 
 def methods_are_never_replaced(module: Module) -> Iterator[str]:
-    """A change is published on a feed (concurrency/events.py), or a callback is given to the constructor."""
+    """Methods are not assigned. A change is published on a feed (concurrency/events.py) instead, or a callback is given
+    to the constructor."""
     if module.name == "outrider.evaluators.checks.swebench_check":
-        return  # replaces functions of the swebench package, in a process of its own
+        return  # replaces functions of the swebench package, in a separate process
     imported = {
         alias.asname or alias.name
         for node in module.nodes

@@ -1,4 +1,5 @@
-"""Places of the cache that many want at once: built once, whole or not there, and nothing left of killed builders."""
+"""Entries of a cache that many callers request at once: each is built once, is complete or absent, and killed builders
+leave nothing."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def test_what_is_at_its_place_is_whole_after_a_loss_of_power(disk: Disk) -> None
 
 
 def test_a_disk_without_power_is_mounted_again_only_when_other_mount_namespaces_have_let_go_of_it(disk: Disk) -> None:
-    """The test's own disk: sandboxes are made beside it, each with a copy of all mounts for a moment."""
+    """A test of the fixture `disk`. While other tests start sandboxes, each sandbox holds a copy of all mounts for a
+    moment."""
     (disk.folder / "a").touch()
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; sleep 0.5"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
@@ -92,7 +94,7 @@ def test_a_disk_without_power_is_mounted_again_only_when_other_mount_namespaces_
 
 
 def test_a_disk_is_not_filled_while_it_is_away(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's own disk: the machine's was filled instead, as far as it went."""
+    """A test of the fixture `disk`: while the disk is not mounted, `full` must not fill the machine's own disk."""
     mount, away, back = disk.mount, Event(), Event()
 
     def late() -> str | None:

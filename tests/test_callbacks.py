@@ -1,4 +1,4 @@
-"""Signatures of callbacks: what a receiver accepts, and what it refuses."""
+"""Signatures of callbacks: which ones a receiver accepts, and which ones it refuses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_was_signed_is_accepted_whatever_the_case_of_the_headers() -> None:
 
 
 def test_the_signature_is_that_of_the_standard() -> None:
-    """Of the identifier, the time and the body, joined by full stops."""
+    """The signature is computed over the identifier, the time and the body, joined by full stops."""
     key = bytes(range(24))
     secret = "whsec_" + base64.b64encode(key).decode()
     expected = hmac.digest(key, b"g-1.1700000000." + BODY, hashlib.sha256)
@@ -81,7 +81,7 @@ def test_a_changed_header_is_refused(changed: dict[str, str]) -> None:
 
 
 def test_the_signed_text_cannot_be_divided_in_another_way() -> None:
-    """The parts are joined by dots, and a body may begin with any number and dot."""
+    """The parts are joined by full stops, and a body may begin with a number and a full stop."""
     body = b"1.5"
     headers = signed(body=body)
     for group_id, timestamp, rest in (("g-1.1700000000", "1", b"5"), ("g-1", "1700000000.1", b"5")):

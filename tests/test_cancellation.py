@@ -1,4 +1,4 @@
-"""Teardown runs to its end, and then its caller is cancelled after all."""
+"""Teardown runs to its end, and only then is its caller cancelled."""
 
 from __future__ import annotations
 
@@ -104,10 +104,11 @@ async def test_a_cancel_in_the_loop_pass_in_which_the_work_ends_still_counts() -
 
 
 async def test_what_a_failed_work_held_goes_at_once() -> None:
-    """Not only when the garbage collector comes: a refused request's body has megabytes."""
+    """The objects are freed at once, without the garbage collector, because the body of a refused request has
+    megabytes."""
 
     class Body:
-        """Held by nothing but the frame that failed."""
+        """An object to which only the frame of the failed work refers."""
 
     seen: list[weakref.ref[Body]] = []
 
@@ -146,7 +147,7 @@ async def test_what_was_opened_is_ended_whenever_the_caller_is_cancelled(moment:
     elif moment == "use":
         async with asyncio.TaskGroup() as group:
             task = group.create_task(use())
-            while len(told) < 2:  # noqa: ASYNC110  # a thread makes it
+            while len(told) < 2:  # noqa: ASYNC110  # a thread appends to the list
                 await asyncio.sleep(0)
             task.cancel()
     else:

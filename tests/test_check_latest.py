@@ -1,4 +1,4 @@
-"""scripts/check_latest.py: which versions are tried, and what the table says of them."""
+"""scripts/check_latest.py: which versions are tried, and the results in the table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_versions_are_compared_by_their_numbers(version: str, other: str, newer:
 
 
 class Runs:
-    """A stand-in for `logged`, which keeps the commands. Commands that contain `fails` fail."""
+    """A stand-in for `logged` that records the commands. Commands that contain `fails` fail."""
 
     def __init__(self, fails: str = "nothing") -> None:
         self.commands: list[str] = []

@@ -1,4 +1,4 @@
-"""Background work goes on whatever it raises; each failure is logged once, counted and listed."""
+"""Background work continues after any error. Each failure is logged once, counted and listed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Clock:
 
 
 class Turns:
-    """A turn that raises what it is given, one each time; then it is `done` and waits."""
+    """A chore's turn. Call number i raises `raised[i]`, or succeeds if it is None. The next call sets `done` and waits
+    for ever."""
 
     def __init__(self, *raised: BaseException | None) -> None:
         self._raised: Iterator[BaseException | None] = iter(raised)
@@ -66,7 +67,7 @@ async def test_a_chore_goes_on_after_any_failure(error: BaseException) -> None:
         assert (failing.name, failing.count) == ("it", 3)
         assert type(error).__name__ in failing.error or str(error) in failing.error
     assert turns.taken == 3
-    assert failures.failing() == ()  # its owner has left
+    assert failures.failing() == ()  # the owner's block has ended
 
 
 async def test_a_turn_that_succeeds_takes_it_from_the_list(caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +167,7 @@ def test_what_fails_every_other_time_does_not_fill_the_log(caplog: pytest.LogCap
         failures.note("it", FULL)
         assert len(caplog.records) == 3
         failures.note_success("it")
-        failures.note("it", FULL)  # from now on it fails for ever
+        failures.note("it", FULL)  # from here on, the work always fails
         assert len(caplog.records) == 4
         clock.now += QUIET_SECONDS
         for _ in range(2):
@@ -199,7 +200,8 @@ BEGINS = {"begin", "until_done"}
 
 
 def _calls(word: str, is_it: Callable[[ast.Call], bool]) -> list[tuple[str, ast.Call]]:
-    """The calls in the files that contain the word."""
+    """Return the calls for which `is_it` returns True, with the paths of their files. Only files that contain the word
+    are parsed."""
     texts = [(path, path.read_text()) for path in sorted(SOURCES.rglob("*.py"))]
     return [
         (str(path.relative_to(SOURCES)), node)
@@ -249,7 +251,8 @@ OTHER_TASKS = {
     "sandbox/runtimes/e2b/envd.py": "one process of a sandbox: it catches what they raise",
     "lab/fakes/e2b_server/envd.py": "one process of a sandbox",
 }
-"""Where asyncio.TaskGroup is used itself, whose tasks end each other, and why a failure there may do that."""
+"""Files that use asyncio.TaskGroup directly. If a task of a group fails, the other tasks end; the value is the reason
+why this is right in the file."""
 
 
 def test_background_work_is_a_chore() -> None:

@@ -48,7 +48,7 @@ def harbor_task(folder: Path, toml: str = OFFLINE, test: str = "echo 1 > /logs/v
 
 
 def as_task(task: dict[str, Any]) -> Any:
-    """The task as the service reads it, with a harness."""
+    """Return the task as the service parses it, with a harness added."""
     return validate_group({"task": {"harness": {"agent": "tools"}, **task}}).task
 
 
@@ -148,7 +148,7 @@ def test_a_source_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_line_ends_at_its_newline_only(tmp_path: Path) -> None:
-    """Other line separators may stand in a JSON string; and editors of Windows begin a file with a mark."""
+    """Other line separators may be part of a JSON string. Editors on Windows start a file with a byte order mark."""
     rows = [{"a": "one\u2028two\x85three"}, {"a": 2}]
     text = "\ufeff" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "rows.jsonl").write_bytes(text.encode())
@@ -166,7 +166,7 @@ def test_values_that_no_task_can_hold_are_named(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], **state: Any) -> Path:
-    """What `Dataset.save_to_disk` writes, in two files."""
+    """Write what `Dataset.save_to_disk` writes, with the rows in two data files. Returns the folder."""
     folder.mkdir()
     files = []
     for number, part in enumerate((rows[:1], rows[1:])):
@@ -210,7 +210,7 @@ def test_verls_parquet_has_the_tasks_and_a_cache_that_sees_every_edit(tmp_path: 
     written = first.path.stat().st_mtime_ns
     assert write() == first._replace(cached=True)
     assert first.path.stat().st_mtime_ns == written
-    # What a cache could miss: what a task's files say, the source's name, the split, the agent.
+    # Changes that a cache could miss: the content of a task's files, the split, the agent.
     (harbor / "tests" / "test.sh").write_text("exit 2")
     others = [write(), write(split="val"), write(agent_name="outrider")]
     (harbor / "instruction.md").write_text("Write bye.")
@@ -223,7 +223,8 @@ def test_verls_parquet_has_the_tasks_and_a_cache_that_sees_every_edit(tmp_path: 
 
 
 def test_processes_that_write_the_same_file_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank of a trainer may make the dataset: none may see, or replace, what another has half written."""
+    """Each rank of a trainer may write the dataset. No rank reads or replaces a file that another rank has written in
+    part."""
     write_table = pq.write_table
     drafts: list[Path] = []
 

@@ -56,7 +56,7 @@ def written(folder: Path, *rows: dict[str, Any]) -> Path:
 
 
 def repository(folder: Path, row: dict[str, Any]) -> Path:
-    """A task repository of 5.x with one task."""
+    """Write a task repository of SWE-bench 5.x with one task. Returns its folder."""
     made = folder / "repository"
     place = made / "tasks" / row["instance_id"]
     place.mkdir(parents=True)

@@ -86,7 +86,7 @@ async def test_documents_that_cannot_be_read_have_a_reason(data: bytes, pictures
         assert reason in fault
         before = process.id
         assert await read(reader, pdf(["good"])) == DocumentPages(("good",))
-        assert process.id == before  # the process has read on
+        assert process.id == before  # the same process has read both documents
 
 
 async def test_a_page_of_any_size_has_no_more_pixels_than_an_image() -> None:
@@ -134,7 +134,7 @@ async def test_a_killed_process_is_the_services_fault_and_a_crash_is_the_documen
                 with pytest.raises(error, match="failed"):
                     await read(reader, other)
                 assert await read(reader, other) == DocumentPages(("two",))
-            else:  # as if the document had made PDFium crash
+            else:  # SIGSEGV, as if the document had made PDFium crash
                 assert "makes its decoder crash" in str(await read(reader, other))
 
 

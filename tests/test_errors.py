@@ -1,4 +1,4 @@
-"""Errors survive their records, and their codes tell them apart."""
+"""Errors are the same after their records were written and read, and each error class has its own code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from outrider.sessions.calls.limits import LimitReached
 
 
 def every_error(kind: type[OutriderError] = OutriderError) -> list[type[OutriderError]]:
-    """Without those that go by the code of a more general one outside of their process."""
+    """Return all error classes that have their own code. Outside of its process, an error of any other class becomes an
+    error of the more general class whose code it uses."""
     found = [child for direct in kind.__subclasses__() for child in (direct, *every_error(direct))]
     return [child for child in found if "code" in vars(child)]
 

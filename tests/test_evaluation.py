@@ -1,4 +1,4 @@
-"""Evaluations: their figures, what failed, and that they and the groups that train keep apart."""
+"""Evaluations: their figures, their failures, and their separation from the groups that train."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def told(task: dict[str, Any]) -> dict[str, Any]:
 
 
 async def have_begun(client: AsyncClient, sessions: int) -> None:
-    """Wait until so many sessions have run, or run, since the service began."""
+    """Wait until this number of sessions have entered the state `running` since the service began."""
     async for event in client.events():
         sessions -= event.kind == "session.state" and event.data["state"] == "running"
         if not sessions:
@@ -55,18 +55,18 @@ async def test_failures_are_counted_apart_and_are_no_zeros(tmp_path: Path) -> No
     async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
         found = await evaluate(client, tasks, samples=4, seed=7, name="held out")
         trained = await client.submit({"task": told(scribe_task("train", rewards=[1.0]))})
-        # A trainer that follows the results is given what trains, and an evaluation only if it asks.
+        # A trainer that follows the results gets only the groups that train. Evaluations are delivered on request only.
         assert (await anext(client.follow(consumer="trainer"))).id == trained.id
         assert (await anext(client.follow(evaluations=True))).id in {group.id for group in found.groups}
     assert (found.graded, found.failures) == (6, {"harness_error": 6})
     reward = found.reward
     assert (reward.mean, reward.tasks, reward.samples) == ((0.25 + 1.0) / 2, 2, 6)
-    assert reward.standard_error == pytest.approx(0.375)  # the spread of 0.25 and 1.0 is 0.53, over the root of 2
-    # Of the second task two samples are left: it says nothing about four.
+    assert reward.standard_error == pytest.approx(0.375)  # 0.53, the spread of 0.25 and 1.0, over the root of 2
+    # Only two samples of the second task are left, so this task does not count for pass@4.
     assert reward.pass_at == pytest.approx({1: (0.25 + 1.0) / 2, 2: (0.5 + 1.0) / 2, 4: 1.0})
     assert found.metrics["number"].mean == pytest.approx(((0 + 1 + 2 + 3) / 4 + (0 + 3) / 2) / 2)
     assert found.versions == (0, 0)
-    # The literal is part of stored groups and of filters that users have written.
+    # Stored groups contain the literal, and so do filters that users have written.
     assert EVALUATION_LABEL == "outrider.evaluation"
     assert [group.labels[EVALUATION_LABEL] for group in found.groups] == ["held out"] * 3
     assert [(group.n, group.priority) for group in found.groups] == [(4, PRIORITY)] * 3
@@ -153,7 +153,7 @@ async def test_the_same_seeds_give_the_same_sessions_while_other_groups_train(tm
 
 
 async def tokens(client: AsyncClient, found: Any) -> list[list[int]]:
-    """What was sampled in each session, in the order of the tasks."""
+    """Return the token ids of all samples of the evaluation, in the order of its groups."""
     return [
         sample.ids.tolist()
         for group in found.groups

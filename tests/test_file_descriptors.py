@@ -1,4 +1,4 @@
-"""Who gets how many of the service's descriptors, and that it takes what it may have."""
+"""The shares of clients in the service's file descriptors, and the process's limit of open files."""
 
 from __future__ import annotations
 

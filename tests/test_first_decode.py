@@ -1,7 +1,7 @@
-"""Threads that decode a type for the first time, at once: msgspec before 0.23 then crashed the whole process.
+"""Threads that decode a type for the first time, all at once. With msgspec before 0.23, the whole process crashed.
 
-The crash ended nodes of a busy service in their first seconds. msgspec keeps what it has found out about a type, and
-another thread used the half of it.
+The crash ended nodes of a busy service in their first seconds. msgspec caches information about a type, and a thread
+used an entry that another thread had filled in part.
 """
 
 from __future__ import annotations

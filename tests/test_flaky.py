@@ -1,4 +1,4 @@
-"""A test that fails beside others and passes alone does not fail the run; a test that fails again does."""
+"""A test that fails beside other tests and passes alone does not fail the run. A test that fails again does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(folder: Path, tests: str, *options: str, flaky_file: Path | None = None)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", FLAKY_FILE))}
     if flaky_file is not None:
         env[FLAKY_FILE] = str(flaky_file)
-    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the other plugins would only be imported, by every process
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # every process would import the other plugins for nothing
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -52,7 +52,7 @@ def test_a_crowd(tmp_path: Path, flaky: int, broken: int, code: int, reported: i
 
 @pytest.mark.deep
 def test_runs_with_one_file_count_together(tmp_path: Path) -> None:
-    """Two runs of two flaky tests each: the second run passes the limit."""
+    """There are two runs of two flaky tests each. The second run exceeds the limit."""
     file, names = tmp_path / "flaky", [f"test_crowd.py::test_needs_quiet[{number}]" for number in range(2)]
     for code, before in ((0, 0), (1, 2)):
         done = run(tmp_path, CROWDED.format(flaky=2, broken=0), "-n", "2", "-p", "xdist", flaky_file=file)

@@ -1,6 +1,7 @@
-"""Garbage is collected in pieces: no full collection while somebody waits, and no memory without a bound.
+"""Garbage is collected in pieces: a full collection happens in an idle moment, or when a busy process has grown by more
+than GROWN_MOST.
 
-Each test runs in a process of its own, because Python has one collector for all.
+The collections run in processes of their own, because Python has one collector per process.
 """
 
 from __future__ import annotations

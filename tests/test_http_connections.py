@@ -16,8 +16,8 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n3\r\
 
 
 class Script:
-    """Sends the next response of its list for each request on each connection, and closes the connection instead of a
-    response None; `end` closes the connection after a response."""
+    """A server that sends the next response of its list for each request, on any connection. It closes the connection
+    in place of a response None, and after each response if `end` is True."""
 
     def __init__(self, *answers: bytes | None, end: bool = False) -> None:
         self._answers = list(answers)
@@ -114,7 +114,7 @@ async def test_a_server_that_closes_is_met_with_a_new_connection(head: bytes) ->
     script = Script(*[b"HTTP/1.1 200 OK\r\n" + head + b"\r\nhi"] * 2, end=True)
     async with a_server(script) as connections:
         assert await get(connections) == b"hi"
-        for _ in range(1000):  # until the server's close has been seen
+        for _ in range(1000):  # until the client has seen the server's close
             await asyncio.sleep(0)
         assert await get(connections) == b"hi"
     assert script.connections == 2
@@ -255,7 +255,7 @@ async def test_a_server_that_speaks_another_protocol_is_no_bug() -> None:
 
 
 async def test_a_second_answer_is_taken_for_no_answer() -> None:
-    """It counts neither for the first request nor for the next."""
+    """A second response to one request is used neither for this request nor for the next one."""
     script = Script(WHOLE + b"HTTP/1.1 500 Oh\r\nContent-Length: 3\r\n\r\nbad", WHOLE)
     async with a_server(script) as connections:
         response = await connections.request("GET", "/x")
@@ -266,13 +266,13 @@ async def test_a_second_answer_is_taken_for_no_answer() -> None:
 
 
 async def test_a_connection_that_does_not_read_is_not_used_again() -> None:
-    """The rest of a response arrived while nobody read it."""
+    """The rest of the first response arrives while no caller reads it."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
-    size = HIGH_WATER + 1 - len(head % HIGH_WATER)  # with the last byte, one too many is unread
+    size = HIGH_WATER + 1 - len(head % HIGH_WATER)  # with the last byte, one byte too many is unread
     script = Script(head % size + b"x" * size, WHOLE)
     async with a_server(script) as connections, asyncio.timeout(30):
         response = await connections.request("GET", "/x")
-        while not response.complete:  # noqa: ASYNC110  # it has no event here
+        while not response.complete:  # noqa: ASYNC110  # there is no event for it
             await asyncio.sleep(0)
         response.close()
         assert await get(connections) == b"hi"

@@ -1,4 +1,5 @@
-"""The HTTP server against clients that never finish what they began, and against new versions of uvicorn."""
+"""The HTTP server against clients that do not finish requests or do not read replies, and against new versions of
+uvicorn."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ LONG = 100_000_000
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Says how long the body was; a GET of /wait is answered with nothing."""
+    """Reply with the length of the body. A request of /wait gets no reply."""
     size, more = 0, True
     while scope["path"] == "/wait":
         if (await receive())["type"] != "http.request":
@@ -80,7 +81,8 @@ async def hasty(
     websockets: int = 0,
     state: ServerState | None = None,
 ) -> AsyncIterator[str]:
-    """The server with short timeouts. Time passes only as the test lets it: a busy machine makes no client slow."""
+    """Run the server with short timeouts. Time passes only in `pass_time`, so that a busy machine makes no client
+    slow."""
     stop_time()
     config = server_settings(application, timeouts=timeouts, connections=connections, websockets=websockets)
     config.load()
@@ -88,7 +90,7 @@ async def hasty(
     loop = asyncio.get_running_loop()
     make = config.http_protocol_class
     server = await loop.create_server(
-        lambda: make(config=config, server_state=state, app_state={}, _loop=loop),  # type: ignore[call-arg]  # uvicorn's own way to make one
+        lambda: make(config=config, server_state=state, app_state={}, _loop=loop),  # type: ignore[call-arg]  # as uvicorn does it
         "127.0.0.1",
         0,
     )
@@ -99,7 +101,8 @@ async def hasty(
 
 
 async def taken(writer: asyncio.StreamWriter, piece: bytes) -> int:
-    """How many bytes of `piece`, over and over, the server takes until it hangs up, up to FLOOD."""
+    """Send `piece` again and again until the server hangs up, or up to FLOOD bytes. Returns the number of bytes that
+    were sent."""
     sent = 0
     try:
         while sent < FLOOD:
@@ -112,7 +115,7 @@ async def taken(writer: asyncio.StreamWriter, piece: bytes) -> int:
 
 
 async def rest(reader: asyncio.StreamReader) -> bytes:
-    """All that comes until the server hangs up."""
+    """Return all bytes that arrive until the server hangs up."""
     try:
         return await reader.read()
     except ConnectionError:
@@ -194,7 +197,7 @@ async def test_a_client_that_does_not_read_its_reply_is_hung_up_on() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LONG)]})
         await send({"type": "http.response.body", "body": b"x" * (LONG - 1), "more_body": True})
         while (await receive())["type"] != "http.disconnect":
-            """First comes the request."""
+            """The request itself arrives first."""
         left.set()
 
     async with hasty(long) as url, a_connection(url) as (reader, writer):
@@ -232,7 +235,7 @@ async def test_a_body_may_take_its_time_as_long_as_it_comes() -> None:
         for _ in range(12):
             writer.write(b"1\r\nx\r\n")
             while await come.get() != b"x":
-                """The head alone."""
+                """The first message has no body: only the head has arrived."""
             await pass_time(BRIEF.head * 0.6)
         writer.write(b"0\r\n\r\n")
         assert (await reader.readuntil(b"!")).endswith(b"12!")
@@ -242,13 +245,13 @@ WAIT = GET.replace(b"/", b"/wait", 1) + b"\r\n"
 
 
 def claimed(headers: dict[bytes, bytes]) -> str | None:
-    """The test's clients name themselves in a header."""
+    """Return the client's name, which the tests' clients send in a header."""
     return headers[b"me"].decode() if b"me" in headers else None
 
 
 async def naming(scope: Scope, receive: Receive, send: Send) -> None:
-    """Claims the connection for the client, and keeps it while it answers where the client asks for that. A GET of
-    /large is answered with more than a client receives that does not read."""
+    """Claim the connection for the client, and keep it during the reply if the client sends the header `keep`. The
+    reply to /large is larger than the buffers of a client that does not read."""
     headers = dict(scope["headers"])
     if (me := claimed(headers)) is not None:
         claim(scope, me, keep=b"keep" in headers)
@@ -277,14 +280,15 @@ class Crowd:
         return await self._held.enter_async_context(a_connection(self._url))
 
     async def comes(self, sent: bytes) -> int:
-        """A connection with this on it; its number."""
+        """Open a connection and send `sent` on it. Returns the connection's number."""
         _, writer = await self.connects()
         writer.write(sent)
         await writer.drain()
         return number_of(writer)
 
     async def flood(self, number: int, sent: bytes) -> list[int]:
-        """So many connections; what was sent on one has reached the server before the next is made."""
+        """Open `number` connections. `sent` has reached the server on each of them before the next one is opened.
+        Returns the connections' numbers."""
         flood = []
         for _ in range(number):
             flood.append(await self.comes(sent))
@@ -297,7 +301,7 @@ class Crowd:
         assert (await rest(reader)).startswith(b"HTTP/1.1 200 ")
 
     def open(self, numbers: list[int]) -> list[int]:
-        """Those that the server has not closed."""
+        """Return those of `numbers` whose connections the server has not closed."""
         there = {getattr(protocol, "client", (None, None))[1] for protocol in self._state.connections}
         return [number for number in numbers if number in there]
 
@@ -329,7 +333,7 @@ async def a_crowd(connections: int) -> AsyncIterator[Crowd]:
     ],
 )
 async def test_a_client_with_too_many_connections_loses_its_own(sent: bytes) -> None:
-    """However many there are, everybody else is served at once, and nobody else loses a connection."""
+    """Other clients are served at once and lose no connection, however many connections the client opens."""
     async with a_crowd(20) as crowd:
         others = [await crowd.comes(request("/wait", b"me: other"))]
         others += [await crowd.comes(request("/wait", b"me: session", b"keep: 1")) for _ in range(4)]
@@ -344,7 +348,7 @@ async def test_an_address_has_a_quarter_before_its_clients_are_known() -> None:
         unknown = await crowd.flood(30, request("/wait"))
         known = await crowd.flood(10, request("/wait", b"me: known"))
         assert crowd.open(known) == known
-        assert crowd.open(unknown) == unknown[-4:]  # the fifth was every client that came, until it was known
+        assert crowd.open(unknown) == unknown[-4:]  # the fifth place went to each new client until the client was known
 
 
 async def test_of_one_owner_the_longest_silent_is_closed_and_not_the_oldest() -> None:
@@ -363,7 +367,7 @@ async def test_where_all_connections_must_be_kept_the_next_is_told_to_come_again
     async with a_crowd(3) as crowd:
         kept = [await crowd.comes(keep) for _ in range(3)]
         said = b""
-        while not said:  # it came before the others had sent anything, and took the place of one
+        while not said:  # empty if this connection came before the others had sent anything, and took the place of one
             reader, writer = await crowd.connects()
             writer.write(request())
             said = await rest(reader)
@@ -379,7 +383,7 @@ async def test_what_is_asked_behind_a_kept_call_is_not_kept() -> None:
 
 
 async def test_whose_connection_is_closed_is_told_whichever_of_its_requests_is_answered() -> None:
-    """And what it has sent ahead is not begun any more."""
+    """The requests that were sent ahead are not begun."""
     begun: list[str] = []
     begins, told = asyncio.Event(), asyncio.Event()
 
@@ -457,7 +461,7 @@ PING = bytes([0x89, 0x80 | 125]) + bytes(4) + b"x" * 125  # masked with zeroes
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Sends back what comes over a WebSocket, as long as somebody reads it."""
+    """Send back each message of a WebSocket. `app` serves other requests."""
     if scope["type"] == "http":
         await app(scope, receive, send)
         return
@@ -477,7 +481,7 @@ async def a_websocket(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asy
 
 
 def frame(data: bytes) -> bytes:
-    """A binary message of a client, masked with zeroes."""
+    """Return a binary message of a client, masked with zeroes."""
     return bytes([0x82, 0x80 | 127]) + len(data).to_bytes(8, "big") + bytes(4) + data
 
 
@@ -504,14 +508,14 @@ async def test_a_websocket_that_reads_no_answers_is_kept_in_little_memory(piece:
             while not sending.done():
                 await pass_time(0.3)
             assert sending.result() < FLOOD
-        # Its place is free again.
+        # The WebSocket's place is free again.
         async with a_connection(url) as (reader, writer):
             writer.write(GET + b"\r\n")
             assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
 
 
 EMPTY_FRAGMENT = bytes([0x00, 0x80]) + bytes(4)
-"""Of a message that goes on, masked with zeroes."""
+"""A fragment without data that continues a message and does not end it, masked with zeroes."""
 
 
 async def test_a_message_of_fragments_without_end_is_not_kept() -> None:
@@ -531,7 +535,7 @@ async def test_a_message_in_fragments_arrives_whole() -> None:
 
 
 async def test_many_small_messages_at_once_leave_turns_to_others() -> None:
-    """One read brings thousands; they are parsed in pieces, all of them answered, in order."""
+    """One read returns thousands of messages. They are parsed in pieces, and each is answered, in order."""
     number, turns = 20_000, 0
 
     async def others() -> None:
@@ -551,7 +555,7 @@ async def test_many_small_messages_at_once_leave_turns_to_others() -> None:
 
 
 async def test_a_quiet_websocket_stays_and_does_not_make_room() -> None:
-    """Only its application knows how long it may be quiet."""
+    """The server does not close a quiet WebSocket. How long a WebSocket may be quiet depends on the application."""
     async with hasty(echo, connections=1, websockets=1000) as url, a_websocket(url) as (reader, writer):
         for _ in range(10):
             await pass_time(BRIEF.idle)
@@ -589,7 +593,7 @@ document them."""
 
 
 async def test_uvicorn_has_every_undocumented_part_that_we_use() -> None:
-    """While a request is answered, because some of them exist only then."""
+    """The parts are looked up while a request is served, because some of them exist only then."""
     protocols: list[HttpToolsProtocol] = []
     found: dict[str, object] = {}
 
@@ -628,7 +632,7 @@ def test_the_installed_uvicorn_is_among_the_tested_ones() -> None:
 
 
 async def test_what_cannot_be_accepted_is_counted_and_accepted_later(caplog: pytest.LogCaptureFixture) -> None:
-    """On asyncio's own event loop, which calls its exception handler thousands of times a second."""
+    """The server runs on asyncio's own event loop, which calls its exception handler thousands of times a second."""
     loop = asyncio.SelectorEventLoop()
     failures, accepted = Failures(), []
 
@@ -669,7 +673,7 @@ async def test_what_cannot_be_accepted_is_counted_and_accepted_later(caplog: pyt
             runner.run(asyncio.wait_for(work(), 30))
 
     await asyncio.to_thread(run)
-    # asyncio's timers for another try outlive the server, and fail then: that is none of this.
+    # asyncio's timers for another try outlive the server and then fail. These failures do not belong to the test.
     told = [
         record.getMessage() for record in caplog.records if record.name != "asyncio" or "system resource" in record.msg
     ]

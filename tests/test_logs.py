@@ -1,4 +1,4 @@
-"""Lines of the log: the session that they belong to, JSON, and no secrets."""
+"""Log lines: the session to which they belong, their JSON, and no secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event loop in a thread: what runs there, what it raises, and that nothing of it stays."""
+"""The event loop in a thread: where work runs, the errors of the work, and the end of the thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts that stand for files which a model cannot read."""
+"""The texts that replace files which a model cannot read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USER, REPLY, RESULT = (Message(role=role, content="x") for role in (Role.USER, R
 
 
 def jpeg(width: int, height: int, frame: int = 0xC2) -> bytes:
-    """The beginning of a JPEG: a comment, a table of Huffman codes, and the frame's header."""
+    """Return the beginning of a JPEG: a comment, a table of Huffman codes, and the frame's header."""
     segments = b"\xff\xfe\x00\x06abcd" + b"\xff\xc4\x00\x03\x00"
     return b"\xff\xd8" + segments + bytes([0xFF, frame, 0, 11, 8]) + struct.pack(">HH", height, width)
 

@@ -1,4 +1,4 @@
-"""Tasks of MiniWoB, made of a small folder of pages like its own."""
+"""Tasks of MiniWoB, from a small folder of pages like MiniWoB's own."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ async def offload() -> AsyncIterator[OffloadThread]:
 
 
 def named(*sizes: int) -> Steps[list[str]]:
-    """The threads that its pieces run in."""
+    """Return the names of the threads in which the pieces run."""
     names = []
     for size in sizes:
         yield size

@@ -196,7 +196,7 @@ REPEATED: dict[str, tuple[Any, ...]] = {
     "regrade": ("g-1", {"idempotency_key": "k"}),
     "open_session": ({"idempotency_key": "k"},),
 }
-"""The calls that a client repeats, with arguments."""
+"""The client's calls that are repeated, with arguments."""
 ONCE: dict[str, tuple[Any, ...]] = {
     "submit": (GROUP,),
     "regrade": ("g-1",),
@@ -214,7 +214,7 @@ ONCE: dict[str, tuple[Any, ...]] = {
     "update_policy": (1,),
     **dict.fromkeys(("remove_consumer", "discard_callback", "remove_engine", "revoke_token"), ("x",)),
 }
-"""The calls that are sent once, with arguments."""
+"""The client's calls that are sent once, with arguments."""
 MADE_OF_OTHERS = {"groups", "wait", "follow", "events", "external_session"}
 
 
@@ -225,7 +225,8 @@ def test_every_method_of_the_client_is_repeated_or_not() -> None:
 
 @asynccontextmanager
 async def failing_after_contact(**options: Any) -> AsyncIterator[tuple[AsyncClient, Counter[str]]]:
-    """A client that has had a reply from a service that is gone since, and the requests since then by path."""
+    """Yield a client that has had one reply and since then gets only errors, and the number of requests since then by
+    method and path."""
     asked: Counter[str] = Counter()
     reached = False
 
@@ -243,7 +244,7 @@ async def failing_after_contact(**options: Any) -> AsyncIterator[tuple[AsyncClie
 
 
 def begin(client: AsyncClient, calls: dict[str, tuple[Any, ...]], patience: float) -> list[asyncio.Task[Any]]:
-    own = {"patience": patience}  # for the calls that have an argument of their own
+    own = {"patience": patience}  # for the calls that take it as an argument
     return [
         asyncio.create_task(
             getattr(client, name)(*args, **(own if name in ("submit", "regrade", "open_session") else {}))
@@ -255,8 +256,8 @@ def begin(client: AsyncClient, calls: dict[str, tuple[Any, ...]], patience: floa
 async def test_safe_calls_are_repeated() -> None:
     async with failing_after_contact(patience=60.0) as (client, asked):
         tasks = begin(client, REPEATED, 60.0)
-        async with asyncio.timeout(50):  # no shorter patience would do on every machine
-            while len(asked) < len(REPEATED) or min(asked.values()) < 2:  # noqa: ASYNC110  # the counts of a server
+        async with asyncio.timeout(50):  # a slow machine needs most of this time
+            while len(asked) < len(REPEATED) or min(asked.values()) < 2:  # noqa: ASYNC110  # no event for it
                 await asyncio.sleep(0.01)
         assert not any(task.done() for task in tasks)
         for task in tasks:

@@ -1,4 +1,4 @@
-"""Images as a model reads them: the grid, the patches, and the process that decodes them."""
+"""Images in the form that a model takes: the grid, the patches, and the process that decodes images."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def as_file(image: Pillow.Image, kind: str = "PNG") -> bytes:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few hundred bytes that claims to have so many pixels."""
+    """Return a PNG of a few hundred bytes whose head has this width and height."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -203,7 +203,7 @@ async def test_a_killed_process_is_the_services_fault_and_the_next_image_gets_an
             if error is not None:
                 with pytest.raises(error, match="decodes images failed"):
                     await preparer.prepare(other)
-            else:  # as if the image had made the decoder crash
+            else:  # SIGSEGV, as if the image had made the decoder crash
                 assert isinstance(await preparer.prepare(other), UnreadImage)
             assert isinstance(await preparer.prepare(other), PreparedImage)
 

@@ -1,4 +1,4 @@
-"""Names of built-ins and entry points, and what they resolve to."""
+"""The classes to which the names of built-ins and entry points resolve."""
 
 from __future__ import annotations
 

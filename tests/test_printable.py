@@ -1,4 +1,4 @@
-"""Foreign text on a terminal and in the log: it neither controls the one nor forges lines of the other."""
+"""Foreign text on a terminal and in the log. It does not control the terminal, and forges no lines of the log."""
 
 from __future__ import annotations
 

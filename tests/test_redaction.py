@@ -1,4 +1,4 @@
-"""Secrets in text: which are found, and what is left alone."""
+"""Secrets in text: which ones are found, and which text is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Release pairs without the network: what they tell when pip cannot do its part."""
+"""Release pairs without the network: the texts about a pip that hangs or fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Samples as an Arrow stream: the same samples come back, and readers of Arrow see what docs/api.md states."""
+"""Samples as an Arrow stream: decoded samples equal the encoded ones, and readers of Arrow see the columns of
+docs/api.md."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ def test_readers_of_arrow_see_the_columns() -> None:
 
 
 def test_batches_are_arrow_for_other_readers() -> None:
-    """Large buffers are not copied, nulls are counted, and every buffer begins at a multiple of 8 bytes."""
+    """Large buffers are not copied, nulls are counted, and pyarrow validates the table and reads the same values."""
     long = changed_sample(ROW, **{name: [1] * 30_001 for name in ("ids", "loss_mask", "logprobs", "versions")})
     samples = [drawn(seed) for seed in range(20)] + [long, EMPTY, long]
     assert any(piece is long.packed_ids for piece in sample_columns.batch(samples))
@@ -148,7 +149,7 @@ def test_no_beginning_of_a_stream_is_a_stream() -> None:
     for size in range(0, len(whole), 4):
         with pytest.raises(ServiceError, match="cannot be read") as caught:
             decode(whole[:size])
-        assert caught.value.retryable, size  # the next reply may be whole
+        assert caught.value.retryable, size  # the next reply may be complete
 
 
 def stream_of(table: pa.Table) -> bytes:

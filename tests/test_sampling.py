@@ -1,4 +1,4 @@
-"""The sampler on simulated rollouts and a clock that does not wait: which prompts it keeps, replaces and resumes."""
+"""The sampler on simulated rollouts and virtual time: which prompts it keeps, replaces and resumes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_static_batch_is_what_was_submitted() -> None:
 @pytest.mark.parametrize("surplus", ["carry", "cancel"])
 @pytest.mark.parametrize("refill", ["asynchronous", "synchronous"])
 def test_no_informative_prompt_is_lost_or_given_out_twice(refill: Refill, surplus: Surplus) -> None:
-    """Whatever takes long, or is stopped: the filter alone decides which prompts are trained on."""
+    """The filter alone decides which prompts are trained on, also if groups are slow or stopped."""
 
     async def main() -> None:
         prompts = 120
@@ -130,7 +130,7 @@ BOUNDS: list[dict[str, Any]] = [
     {"max_age": 1, "overdue": "train"},
     {"max_age": 1, "target": 1, "groups_per_version": 8},
 ]
-"""Settings under which the sampler must not prefer any prompts."""
+"""Settings with which the sampler must not prefer any prompts."""
 
 
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
@@ -174,7 +174,7 @@ def test_the_filter_alone_decides_which_groups_are_kept(bounds: dict[str, Any], 
                 await sampler.set_version(version)
             state = sampler.state()
         assert len(delivered) == len(set(delivered)) == 15 * groups
-        if settings.get("surplus") != "cancel":  # a group that was stopped is sampled anew, with the same draws here
+        if settings.get("surplus") != "cancel":  # a stopped group is sampled again, here with the same draws
             assert len(service.submitted) <= state.next
         open_prompts = {prompt.number for prompt in state.pending}
         for number in range(state.next):
@@ -314,17 +314,17 @@ def test_a_restart_loses_nothing_and_repeats_nothing(surplus: Surplus) -> None:
                     break
                 given += batch.prompts
                 await asyncio.sleep(restart % 7)
-                # Through JSON, as a checkpoint would keep it.
+                # JSON, as in a checkpoint.
                 state = msgspec.json.decode(msgspec.json.encode(sampler.state()), type=SamplerState)
                 if restart % 3 == 0:
-                    await sampler.batch()  # the trainer dies while it trains on this one: it is given out again
+                    await sampler.batch()  # the trainer dies while it trains on this batch; it is given out again
         assert sorted(given) == [number for number in range(prompts) if informative(number)]
 
     run(main)
 
 
 def test_a_trainer_that_gives_up_waiting_loses_no_prompt() -> None:
-    """It is cancelled when its batch is full, and groups that are not needed are being stopped."""
+    """The trainer is cancelled when its batch is full and surplus groups are being stopped."""
 
     async def main() -> None:
         service = Holding(heavy_tailed, slots=64, holds=["cancel"])
@@ -342,7 +342,7 @@ def test_a_trainer_that_gives_up_waiting_loses_no_prompt() -> None:
 
 
 def test_a_sampler_that_is_stopped_submits_nothing_more() -> None:
-    """Each cancellation takes a while, as does a submission that is under way: meanwhile groups end."""
+    """Each cancellation takes a while, and so does a submission that is under way. Groups end in the meantime."""
 
     class Slow(SimulatedService):
         async def submit(self, group: Task) -> GroupView:
@@ -387,7 +387,8 @@ def test_a_sampler_that_is_closed_while_it_submits_keeps_the_prompt() -> None:
 
 
 def test_groups_that_somebody_else_cancels_are_submitted_again() -> None:
-    """As an update of the policy does with groups that are too old: no prompt is lost, and nothing has failed."""
+    """An update of the policy cancels groups that are too old in the same way. No prompt is lost, and no group counts
+    as failed."""
 
     async def main() -> None:
         service = SimulatedService(lambda task, index, version: Played(1.0, float(index % 2)), slots=1000)
@@ -463,7 +464,7 @@ def test_failures_are_replaced_until_everything_fails() -> None:
 
 
 class Flaky:
-    """These `sessions` of every third prompt fail, in the first `failures` groups of the prompt."""
+    """The sessions with the indices `sessions` fail, in the first `failures` groups of every third prompt."""
 
     def __init__(self, failures: int, *, sessions: Collection[int] = range(4)) -> None:
         self.failures = failures
@@ -479,7 +480,7 @@ class Flaky:
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
 def test_prompts_that_fail_more_often_are_trained_on_as_often(failures: int) -> None:
-    """Up to the bound: then they are given up, and all of it is counted."""
+    """Above the bound of failures, a prompt is given up. All retries and given-up prompts are counted."""
 
     async def main() -> None:
         play = Flaky(failures)
@@ -489,7 +490,7 @@ def test_prompts_that_fail_more_often_are_trained_on_as_often(failures: int) -> 
             async for batch in sampler:
                 given += batch.prompts
                 counts.update(batch.counts.flat())
-            counts.update(sampler._counts.flat())  # what became of groups behind the last batch
+            counts.update(sampler._counts.flat())  # the groups after the last batch
         flaky = [number for number in range(30) if number % 3 == 0]
         kept = [number for number in range(30) if failures <= 2 or number % 3]
         assert sorted(given) == kept
@@ -502,7 +503,7 @@ def test_prompts_that_fail_more_often_are_trained_on_as_often(failures: int) -> 
 
 
 def test_a_few_broken_tasks_in_a_row_do_not_end_the_training() -> None:
-    """Each fails as often as it is tried; only many broken tasks mean that everything is broken."""
+    """Each broken task fails in all its tries. Only FAILED_IN_A_ROW broken tasks in a row end the training."""
 
     async def main() -> None:
         broken = FAILED_IN_A_ROW - 1
@@ -525,7 +526,7 @@ def test_a_trainer_may_give_failed_prompts_up_at_once_or_want_all_graded() -> No
 
         def complete(group: GroupView) -> Choice:
             whole = len(rewards_of(group)) == group.n
-            return np.bool_(rewards_differ(group)) if whole else "again"  # type: ignore[return-value]  # people do so
+            return np.bool_(rewards_differ(group)) if whole else "again"  # type: ignore[return-value]  # users do this
 
         service = SimulatedService(Flaky(1, sessions={3}), slots=64)
         async with DynamicSampler(service, first(3), n=4, target=3, informative=complete) as sampler:
@@ -555,7 +556,7 @@ def test_a_checkpoint_around_a_failure_loses_nothing_and_counts_it_once(moment: 
             assert state.pending == (PendingPrompt(0, failures, failures, version=0),)
             waiting.cancel()
         service.go.set()
-        await asyncio.sleep(10)  # what runs goes on meanwhile
+        await asyncio.sleep(10)  # running groups end in the meantime
         async with DynamicSampler(service, first(1), n=4, target=1, state=state) as sampler:
             batches = [batch async for batch in sampler]
         assert [batch.prompts for batch in batches] == [(0,)]

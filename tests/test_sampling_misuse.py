@@ -1,5 +1,5 @@
-"""The sampler under its worst users: calls that overlap, stop, fail or come too late, versions raised at any moment,
-and a service that loses replies, groups or all of its data. No wait is endless, and no prompt is lost or repeated."""
+"""The sampler under misuse: calls that overlap, stop, fail or come too late, versions raised at any moment, and a
+service that loses replies, groups or all of its data. Every wait ends, and no prompt is lost or repeated."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def differing(task: Task, index: int, version: int) -> Played:
 
 
 def slow(task: Task, index: int, version: int) -> Played:
-    """Every prompt is informative, and half of the sessions take long."""
+    """Every prompt is informative. A session takes 1 to 60 s, with a heavy-tailed distribution."""
     draw = random.Random(f"{task['number']}/{index}")
     return Played(min(draw.paretovariate(0.7), 60.0), float(index % 2))
 
 
 class Slow(SimulatedService):
-    """A submission takes a while."""
+    """A submission takes 0.4 s."""
 
     def __init__(self, play: Callable[[Task, int, int], Played]) -> None:
         super().__init__(play, slots=1000)
@@ -58,7 +58,7 @@ def failing(task: Task, index: int, version: int) -> Played:
 
 
 def kept(state: SamplerState) -> SamplerState:
-    """Return the state as a checkpoint keeps it."""
+    """Return the state as it is after it was written to a checkpoint and read."""
     return msgspec.json.decode(msgspec.json.encode(state), type=SamplerState)
 
 
@@ -101,7 +101,7 @@ def test_a_closed_sampler_gives_no_batch_even_if_one_is_full() -> None:
         sampler = DynamicSampler(SimulatedService(even, slots=24), first(30), n=4, target=2)
         async with sampler:
             assert await sampler.batch() is not None
-            await asyncio.sleep(1000.0)  # of virtual time: the groups of the next batch are done
+            await asyncio.sleep(1000.0)  # virtual time, in which the groups of the next batch end
             full = sampler.state()
         with pytest.raises(ServiceError, match="was closed"):
             await sampler.batch()
@@ -325,7 +325,7 @@ ROOMY: list[dict[str, Any]] = [
     {"target": 4, "max_age": 2, "inflight": 6},
     {"target": 8, "groups_per_version": 4, "max_age": 3, "inflight": 32},
 ]
-"""Settings, also with several batches to a version and several versions to a batch."""
+"""Settings, among them several batches per version and several versions per batch."""
 
 
 @pytest.mark.parametrize("resume_every", [None, 1, 3])
@@ -333,7 +333,8 @@ ROOMY: list[dict[str, Any]] = [
 def test_no_group_grows_too_old_if_the_version_rises_as_announced(
     settings: dict[str, Any], resume_every: int | None
 ) -> None:
-    """Also over checkpoints in the middle of a version: all groups of the old versions fit into the batches."""
+    """The sampler may also be resumed in the middle of a version. All groups of the old versions fit into the
+    batches."""
 
     async def main() -> None:
         service = SimulatedService(slow, slots=64)
@@ -342,7 +343,7 @@ def test_no_group_grows_too_old_if_the_version_rises_as_announced(
         given: list[int] = []
         while service.version < 20:
             async with DynamicSampler(service, task, n=4, state=state, **settings) as sampler:
-                for _ in range(resume_every or 200):  # 200 batches are 20 versions or more of all settings
+                for _ in range(resume_every or 200):  # 200 batches are at least 20 versions with all settings
                     batch = await sampler.batch()
                     assert batch is not None
                     given += batch.prompts
@@ -356,7 +357,7 @@ def test_no_group_grows_too_old_if_the_version_rises_as_announced(
 
 
 def test_a_resumed_sampler_begins_with_the_oldest_groups() -> None:
-    """Otherwise a batch would be full of newer groups before the oldest group is awaited."""
+    """Otherwise newer groups would fill the batch before the oldest group is awaited."""
 
     async def main() -> None:
         service = Slow(lambda task, index, version: Played(200.0 if task["number"] == 0 else 1.0, float(index % 2)))
@@ -479,15 +480,15 @@ class Unreliable(SimulatedService):
         return await super().results(after=after, wait=wait, limit=limit, samples=samples)
 
     async def cancel_any(self) -> None:
-        """Cancel a group that runs, as another user may do."""
+        """Cancel a running group, as another user may do."""
         running = [group.id for group in self._groups.values() if group.cursor is None]
         if running:
             await patiently(lambda: self.cancel(self._draw.choice(running)))
 
 
 class Trainer:
-    """A trainer that cancels and stops at random moments, raises the version by 1 to 3, keeps a checkpoint at any
-    moment, and is killed again and again. `delivered` has the prompts that it has trained on."""
+    """A trainer that is killed again and again. At random moments it cancels a call, stops the sampler, raises the
+    version by 1 to 3, and stores a checkpoint. `delivered` has the prompts on which it has trained."""
 
     def __init__(self, seed: int, prompts: int) -> None:
         self.draw = random.Random(seed)

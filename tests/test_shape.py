@@ -15,7 +15,7 @@ MAIN = runpy.run_path(str(SCRIPT))["main"]
 
 @pytest.fixture
 def shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The numbers of a package with these modules, given by their paths in it."""
+    """A function that returns the numbers of a package with the given modules. The modules are given by their paths."""
 
     def measured(**sources: str) -> Any:
         written(tmp_path, sources)

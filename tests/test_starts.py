@@ -1,5 +1,5 @@
-"""What the processes of Outrider import at their start. Each library that a process need not import would cost every
-start of it 20 to 300 ms of processor time."""
+"""The modules that Outrider's processes import at their start. Each needless library would cost every start 20 to 300
+ms of processor time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from cli.world import program
 PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 
 NEVER = {"asyncpg", "prometheus_client", "httpx", "openai", "torch", "transformers", "datasets", "ray", "pytest", "mcp"}
-"""Libraries that no process imports at its start: they belong to a store, an engine or a trainer that few use."""
+"""Libraries that no process imports at its start. They belong to a store, an engine or a trainer that few users
+have."""
 SERVER = {"fastapi", "starlette", "uvicorn", "websockets", "renderers", "tokenizers", "jinja2", "cryptography"}
 COMMAND_LINE = {"click", "rich"}
 DATA = {"numpy", "pydantic", "msgspec", "aiohttp"}
@@ -34,7 +35,7 @@ CLIENT = (
         *("outrider.service", "outrider.sandbox", "outrider.tasks.adapters", "outrider.lab", "outrider.engines"),
     }
 )
-"""Modules that a command which only calls a service does not import. The import of each, with the modules that it
+"""Modules that are not imported by a command that only calls a service. Importing one of them, with the modules that it
 imports, takes a tenth of a second."""
 SESSION = "s-0019a4e2b6c1f3d2-0"
 CLIENT_COMMANDS = {
@@ -55,20 +56,22 @@ CLIENT_COMMANDS = {
     "token": ("token", "create", "--role", "read", "--name", "me"),
     "run": ("run", str(PACKAGE.parent.parent / "examples" / "count_words.toml"), "-n", "2"),
 }
-"""Commands that call a service. None runs at the address of the tests."""
+"""Commands that call a service. No service runs at the address that the tests give them."""
 MODULES = {"--version": 200, "--help": 260, "status": 330}
-"""The most modules that a command imports, with those of Python itself: its own libraries may import some more."""
+"""A command imports fewer modules than this, including Python's own. There is room for some more modules of Python's
+libraries."""
 
 
 def imported_late(file: str, function: str) -> list[str]:
-    """The modules of ours that a function imports."""
+    """Return the modules that a function imports by `from MODULE import ...`."""
     tree = ast.parse((PACKAGE / file).read_text())
     found = next(node for node in ast.walk(tree) if getattr(node, "name", "") == function)
     return [node.module for node in ast.walk(found) if isinstance(node, ast.ImportFrom) and node.module]
 
 
 def modules_after(code: str) -> set[str]:
-    """Every module that is imported when a new Python has run the code, and the packages that these are in."""
+    """Return every module that a new Python process has imported after it ran the code, and the packages of these
+    modules."""
     code = f"import sys\n{code}\nprint(*sys.modules, sep='\\n')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     names = ran.stdout.split()
@@ -76,7 +79,8 @@ def modules_after(code: str) -> set[str]:
 
 
 def loading(command: str | None) -> str:
-    """The import of all modules of a command or a group of commands, or of all commands."""
+    """Return code that imports all modules of a command or a group of commands; of all commands if `command` is
+    None."""
     return f"""
 from outrider.cli.commands import commands
 groups = [commands()]
@@ -120,7 +124,7 @@ STARTS = {
 
 
 FAST = {"a node", "the help", "a trainer's client", "status", "run"}
-"""Processes whose tests run with the fast ones: each starts a Python."""
+"""Processes whose tests are among the fast ones. The other tests are deep, because each test starts a Python."""
 
 
 def each(names: Iterable[str]) -> list[Any]:
@@ -149,7 +153,7 @@ def test_a_command_of_the_first_hour_starts_at_once(words: str) -> None:
 
 @pytest.mark.deep
 async def test_a_service_and_its_nodes_import_nothing_that_they_do_not_need(tmp_path: Path) -> None:
-    """All are real processes, which have threads, and with these `outrider.tokens.rendering` imports more."""
+    """All processes are real. They have threads, and with threads `outrider.tokens.rendering` imports more."""
     process = await program(
         "serve", *flags(tmp_path), "--processes", "2", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     )

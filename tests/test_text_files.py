@@ -1,4 +1,4 @@
-"""Files of others end in a value or in one error that names them, whatever is in them and however they are read."""
+"""Every file of a user becomes a value or one error that names the file, for any content and every reader."""
 
 from __future__ import annotations
 

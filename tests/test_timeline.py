@@ -39,7 +39,7 @@ def test_each_change_is_taken_once() -> None:
     assert entries(first) == [Entry(number, EntryKind.SANDBOX, "process", 101.0, None, {"sandbox": "agent"})]
     assert timeline.take() is None
     timeline.end(number, warm=True)
-    timeline.end(number, warm=False)  # has ended already
+    timeline.end(number, warm=False)  # no effect: the entry has ended
     timeline.rename(number, "another")
     second = timeline.take()
     assert second is not None
@@ -89,7 +89,7 @@ def test_times_of_stored_turns() -> None:
 
 
 class Store:
-    """Stores timelines, as a node's store does; other methods are not called."""
+    """The part of a node's store that stores timelines."""
 
     def __init__(self) -> None:
         self.batches: list[list[TimelinePart]] = []

@@ -1,4 +1,4 @@
-"""Owners take turns: whoever has much to do keeps nobody waiting for all of it."""
+"""Owners take turns: an owner with many requests does not delay the other owners."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_cancelled_request_costs_its_owner_no_turn() -> None:
 
 
 async def test_slots_are_neither_lost_nor_given_twice() -> None:
-    """Whoever is cancelled, and when: before its turn, in it, or at the moment when it comes."""
+    """Requests are cancelled before their turn, in their turn, and at the moment when it comes."""
     draw = random.Random(0)
     turns, inside = Turns(3), 0
 

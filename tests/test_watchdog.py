@@ -1,4 +1,4 @@
-"""The watchdog counts how often the event loop stands still, and says where."""
+"""The watchdog counts how often the event loop stands still, and logs where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.concurrency.watchdog import LOG_SECONDS, STALL, StallEvidence, Sta
 
 
 def hold(seconds: float) -> None:
-    """Keep the event loop at work."""
+    """Block the event loop for `seconds` of processor time."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
@@ -34,7 +34,7 @@ async def test_work_that_holds_the_loop_is_counted_and_named(caplog: pytest.LogC
     assert watchdog.stalls.total >= watchdog.stalls.longest
     assert seen.longest >= 3 * STALL
     told = caplog.records[0].getMessage()
-    # On a busy machine nobody may have looked, and most of the time may have gone to others.
+    # On a busy machine, the watchdog may have sampled no stack, or other processes may have had most of the time.
     assert "hold (" in told or "in one call" in told or "got no processor" in told
 
 
@@ -76,7 +76,7 @@ print("ended")
 
 @pytest.mark.deep
 def test_the_process_goes_on_if_a_thread_starts_while_the_stack_is_read() -> None:
-    """Python 3.11 by itself stops for ever within a fraction of a second."""
+    """Without the watchdog's precaution, Python 3.11 hangs within a fraction of a second."""
     done = subprocess.run(
         [sys.executable, "-c", FRAMES_WHILE_THREADS_START], timeout=60, capture_output=True, text=True, check=False
     )
@@ -106,7 +106,7 @@ async def test_what_a_witness_has_not_seen_is_not_counted_for_it() -> None:
         (
             StallEvidence(stalled=1.0, waited=0.9, worked=0.9, looks=30),
             StallKind.BLOCKED,
-        ),  # its own other threads had it
+        ),  # other threads of the process had the processor
         (
             StallEvidence(stalled=1.0, waited=0.0, worked=1.0, looks=0),
             StallKind.BLOCKED,
@@ -123,7 +123,7 @@ async def test_what_a_witness_has_not_seen_is_not_counted_for_it() -> None:
         (
             StallEvidence(stalled=1.0, waited=None, worked=0.02, looks=1),
             StallKind.STARVED,
-        ),  # a kernel that does not tell
+        ),  # a kernel that does not report `waited`
         (StallEvidence(stalled=1.0, waited=None, worked=0.9, looks=1), StallKind.BLOCKED),
     ],
 )
@@ -153,7 +153,7 @@ async def test_a_stopped_process_was_starved() -> None:
     assert process.stderr is not None
     await process.stdout.readline()
     process.send_signal(signal.SIGSTOP)
-    await asyncio.sleep(2)  # for so long it is stopped
+    await asyncio.sleep(2)  # the process is stopped for this time
     process.send_signal(signal.SIGCONT)
     count, starved = json.loads(await process.stdout.readline())
     assert 1 <= starved <= count
@@ -163,7 +163,7 @@ async def test_a_stopped_process_was_starved() -> None:
 
 async def test_a_loop_that_waits_for_a_system_call_was_blocked() -> None:
     async with Watchdog() as watchdog:
-        while watchdog.stalls.count == watchdog.stalls.starved:  # on a busy machine some are that, too
+        while watchdog.stalls.count == watchdog.stalls.starved:  # on a busy machine, some stalls are starvation
             time.sleep(6 * STALL)  # noqa: ASYNC251  # the loop stands still, and other threads run
             await asyncio.sleep(0.05)
 

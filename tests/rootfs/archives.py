@@ -1,4 +1,4 @@
-"""Image archives as other programs write them, made without those programs."""
+"""Image archives in the formats of other programs, made without these programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def digest(data: bytes) -> str:
 
 
 def oci_files(*, machines: tuple[str, ...] = (MACHINE,), nested: bool = False) -> dict[str, bytes]:
-    """An OCI layout, an image for each machine. `nested` puts them into an index of their own."""
+    """Return the files of an OCI layout with an image for each machine. `nested` puts the images into an index of their
+    own."""
     blobs = [json.dumps(CONFIG).encode(), LOWER, UPPER]
     manifest = {"config": {"digest": digest(blobs[0])}, "layers": [{"digest": digest(blob)} for blob in blobs[1:]]}
     entries = []
@@ -44,7 +45,7 @@ def oci_files(*, machines: tuple[str, ...] = (MACHINE,), nested: bool = False) -
 
 
 def saved_files() -> dict[str, bytes]:
-    """What `docker save` writes."""
+    """Return the files that `docker save` writes."""
     manifest = [{"Config": "config.json", "RepoTags": ["x:1"], "Layers": ["a/layer.tar", "b/layer.tar"]}]
     return {
         "manifest.json": json.dumps(manifest).encode(),
@@ -71,7 +72,7 @@ def as_tar(files: Mapping[str, bytes], path: Path) -> Path:
 
 
 def sif(path: Path, partition: bytes, *, format_: int = 1, kind: int = 2, offset: int | None = None) -> Path:
-    """A SIF of one partition, which other descriptors stand before."""
+    """Write a SIF with one partition, whose descriptor comes after other descriptors."""
     at = 32 + 10 + 22 + 64
     start = at + 3 * 585 if offset is None else offset
     header = b"#!/usr/bin/env run-singularity\n".ljust(32, b"\0") + b"SIF_MAGIC\0" + b"01\0" + b"02\0" + bytes(16)

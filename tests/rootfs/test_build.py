@@ -1,4 +1,4 @@
-"""Recipes, the definitions made of them, and what is used again of earlier builds."""
+"""Recipes, the definitions made from them, and the reuse of earlier builds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ From: {folder}/base.tar
 
 
 class Workshop:
-    """A folder with a recipe, and a builder that only writes down what it was asked for."""
+    """A folder with a recipe, and a builder that only records its calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,7 +84,7 @@ class Workshop:
         self.says('cp "$3" $(mktemp {asked}/XXXXXX) && cp "$3" "$2"')
 
     def says(self, script: str) -> None:
-        """What the builder does with `$2`, the SIF to make, and `$3`, the definition."""
+        """Set the builder's script, in which `$2` is the SIF to make and `$3` the definition."""
         begin = '#!/bin/sh\n[ "$2" = --fakeroot ] && shift\n'
         self.program.write_text(begin + script.format(asked=self.asked) + "\n")
         self.program.chmod(0o755)
@@ -255,7 +255,7 @@ def test_without_apptainer(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.real
 @pytest.mark.timeout(300)
 def test_a_real_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """From an image of ours, twice; the second time nothing is built."""
+    """A recipe with an imported image as its base is built twice. The second time, nothing is built."""
     for program in ("apptainer", "unsquashfs", "mksquashfs"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed")
@@ -264,7 +264,7 @@ def test_a_real_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     subprocess.run(["tar", "-C", str(root), "-cf", str(tmp_path / "root.tar"), "."], check=True)
     assert main(["image", "import", str(tmp_path / "root.tar"), "small"]) == 0
     (tmp_path / "tool").write_text("a tool")
-    # as root, Apptainer runs commands only with all the capabilities there are
+    # As root, Apptainer runs commands only with all existing capabilities.
     commands = 'commands = ["cp /opt/tool /opt/made"]\n' if os.geteuid() else ""
     (tmp_path / "recipe.toml").write_text(
         'base = {kind = "image", source = "small"}\nfiles = [{source = "tool", target = "/opt/tool"}]\n'

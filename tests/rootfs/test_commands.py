@@ -126,7 +126,7 @@ def test_images_that_a_command_does_not_understand(
 async def test_skopeo_gets_no_tag_beside_a_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, asked: str
 ) -> None:
-    """It refuses both together. The image is still called as it was named."""
+    """skopeo refuses a tag and a digest together. The image still gets the name that was asked for."""
     pulls = fake_skopeo(tmp_path, monkeypatch)
     store, digest = ImageStore(tmp_path / "images"), f"sha256:{'1' * 64}"
     name = f"{reference}@{digest}".replace(":5000", "")
@@ -146,7 +146,7 @@ async def test_pulls_of_one_reference_at_once_download_it_once(tmp_path: Path, m
     assert pulls() == ["docker://registry/x"]
     assert all(image == images[0] for image in images)
     assert store.names() == {f"tools/{number}" for number in range(4)}
-    await pull("registry/x", "tools/0", store)  # later: the registry may have another image by now
+    await pull("registry/x", "tools/0", store)  # a later pull: the registry may have another image by now
     assert len(pulls()) == 2
 
 
@@ -156,10 +156,10 @@ async def test_a_pull_whose_forerunner_was_cancelled_downloads_the_image(
     pulls = fake_skopeo(tmp_path, monkeypatch, seconds=0.5)
     store = ImageStore(tmp_path / "images")
     first = asyncio.create_task(pull("registry/x", "one", store))
-    while not pulls():  # noqa: ASYNC110  # another process writes it
+    while not pulls():  # noqa: ASYNC110  # another process writes the list
         await asyncio.sleep(0.01)
     second = asyncio.create_task(pull("registry/x", "two", store))
-    await asyncio.sleep(0)  # the second has found the first
+    await asyncio.sleep(0)  # the second pull has found the first
     first.cancel()
     assert (await second).workdir == "/srv"
     assert (first.cancelled(), len(pulls())) == (True, 2)
@@ -206,7 +206,7 @@ async def test_a_full_disk_is_filled_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_a_cancelled_pull_ends_after_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread cannot be cancelled. It must not read a folder that is gone, or run beside the next pull."""
+    """A thread cannot be cancelled. The import must not read a folder that is gone, or run beside the next pull."""
     fake_skopeo(tmp_path, monkeypatch, seconds=0.0)
     importing, go_on = threading.Event(), threading.Event()
     import_ = ImageStore.import_

@@ -1,4 +1,4 @@
-"""Dockerfiles: what is read of them, which key they have, and what is refused, with its line."""
+"""Dockerfiles: how they are read, which key they have, and refusals that name the line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .archives import as_tar, oci_files
 
 @pytest.fixture
 def store(tmp_path: Path) -> ImageStore:
-    """Has one image, `base`, which sets PATH=/opt/bin:/bin and the working directory /srv."""
+    """A store with one image, `base`, which sets PATH=/opt/bin:/bin and the working directory /srv."""
     store = ImageStore(tmp_path / "images")
     store.import_(as_tar(oci_files(), tmp_path / "x.tar"), "base")
     return store
@@ -114,7 +114,8 @@ def test_the_key_is_that_of_what_the_image_is_made_of(context: Path, store: Imag
 
 
 def test_the_key_of_a_dockerfile_never_changes(context: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images that are already built are found by it. If the same Dockerfile makes another image, increase FORMAT."""
+    """Images that are already built are found by their key. If the same Dockerfile makes another image, increase
+    FORMAT."""
     base = RootImage(digest="sha256:0", source="", created=0.0, bytes=0, entries=0)
     monkeypatch.setattr(ImageStore, "image", lambda self, name: base)
     (context / "a.txt").chmod(0o644)
@@ -225,7 +226,7 @@ def test_a_dockerfile_that_is_none(context: Path, store: ImageStore) -> None:
 
 
 def left_out(context: Path, store: ImageStore, patterns: str) -> list[str]:
-    """The files of the context that COPY leaves out."""
+    """Return the files of the context that COPY leaves out."""
     (context / ".dockerignore").write_text(patterns)
     [step] = planned(context, store, "FROM base\nCOPY . /\n").steps
     assert isinstance(step, Copy)
@@ -267,7 +268,7 @@ def test_a_file_that_is_left_out_changes_no_key(context: Path, store: ImageStore
     (context / "sub" / "noise.log").write_text("3")
     assert planned(context, store, text).name == less != whole
     (context / ".dockerignore").write_text("# nothing")
-    assert planned(context, store, text).name != whole  # its noise is another
+    assert planned(context, store, text).name != whole  # noise.log has other content
     (context / "Dockerfile.dockerignore").write_text("**/*.log")
     assert planned(context, store, text).name == less
 
@@ -382,7 +383,7 @@ def test_a_pinned_digest_is_that_of_the_image_or_refused(context: Path, store: I
     with pytest.raises(InvalidField, match=f"the archive has {own}, and the name says {other}"):
         store.import_(archive, f"base@{other}")
     store.import_(archive, f"base@{own}")
-    store.import_(archive, f"base@{other}", pulled=True)  # the digest of an index, which no archive has
+    store.import_(archive, f"base@{other}", pulled=True)  # the digest of an index, which is in no archive
     assert planned(context, store, f"FROM docker.io/library/base:latest@{other}\n").base.name == f"base@{other}"
 
 

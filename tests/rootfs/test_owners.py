@@ -1,4 +1,4 @@
-"""The owners of an image's files: what the store writes down, and for which images a sandbox needs several users."""
+"""The owners of an image's files: what the store records, and for which images a sandbox needs several users."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ PASSWD = (
 
 
 def layer(*entries: tuple[str, bytes | str | None, int, int]) -> io.BytesIO:
-    """Each entry is a path, a file's bytes, None for a folder, or the target of a link, a user id and a group id."""
+    """Return a layer. Each entry is a path, a content (bytes for a file, None for a folder, or the target of a link), a
+    user id and a group id."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, content, uid, gid in entries:
@@ -98,7 +99,7 @@ def test_a_home_that_a_build_made_is_used(tmp_path: Path) -> None:
 
 
 def test_who_packed_a_root_stands_for_root(tmp_path: Path) -> None:
-    """Such is the tar of a folder that an ordinary user made."""
+    """A tar of a folder that an ordinary user made is such a root."""
     kept, found = owned(
         tmp_path,
         layer(("usr", None, 1000, 1000), ("app", b"", 1000, 1000), ("etc/mine", b"", 1000, 5), ("db", b"", 7, 7)),
@@ -143,4 +144,4 @@ def test_a_store_keeps_them_beside_the_image(tmp_path: Path) -> None:
     assert unpacked(listed.read_bytes()) == {"data": (101, 0)}
     assert theirs.owners.foreign == "/data of postgres (id 101)"
     before = RootImage(digest="sha256:0", source="", created=0.0, bytes=0, entries=0)
-    assert before.owners == Ownership()  # an image of an earlier version
+    assert before.owners == Ownership()  # the record of an image from an earlier version

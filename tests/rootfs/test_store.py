@@ -1,4 +1,4 @@
-"""Images from what other programs write, kept once, under names."""
+"""Images imported from the files of other programs, stored once, under names."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_many_at_once_unpack_it_once(store: ImageStore, tmp_path: Path) -> None:
 
 
 def test_an_image_that_is_named_during_its_removal_is_kept_or_made_again(store: ImageStore, tmp_path: Path) -> None:
-    """The removal stands between its look for other names and the removal of the folder, which is locked here."""
+    """The test locks the image's folder, so the removal waits after it has looked for other names and before it removes
+    the folder."""
     source = as_tar(oci_files(), tmp_path / "x.tar")
     first = store.import_(source, "one")
     with ThreadPoolExecutor(2) as pool:
@@ -133,12 +134,12 @@ def test_a_name_is_given_without_reading_other_images(store: ImageStore, tmp_pat
         store.give("y", "sha256:00")
     description.unlink()
     assert store.images() == {"x": image}
-    with pytest.raises(OSError, match="not empty"):  # somebody has spoiled the folder: an error, and no endless loop
+    with pytest.raises(OSError, match="not empty"):  # a damaged folder is an error, and no endless loop
         store.import_(tmp_path / "root.tar", "other")
 
 
 def changed(files: dict[str, bytes], suffix: bytes) -> dict[str, bytes]:
-    """One blob has other content than its name says."""
+    """Return the files with one blob whose content does not match its name."""
     blob = next(name for name, data in files.items() if data == LOWER)
     return files | {blob: LOWER + suffix}
 

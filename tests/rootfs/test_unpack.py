@@ -1,4 +1,4 @@
-"""Layers become a root: links stay inside it, whiteouts take away, nothing is owned by anybody else."""
+"""Layers become a root: links stay inside it, whiteouts remove files, and no file has another owner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from outrider.sandbox.rootfs.unpack import NEWEST, OLDEST, BadImage, Contents, R
 
 
 def layer(*entries: tuple[str, Any], compression: str = "", owner: int = 0) -> io.BytesIO:
-    """Each entry is a name and bytes, None for a folder, "-> x" for a link, "= x" for a hard link, or a tar type."""
+    """Return a layer. Each entry is a name, and bytes, None for a folder, "-> x" for a link, "= x" for a hard link, or
+    a tar type."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode=f"w:{compression}") as archive:  # type: ignore[call-overload]  # one of its modes
         for name, content in entries:
@@ -214,7 +215,7 @@ ABSURD = {
 
 
 def header_of_headers(number: int) -> bytes:
-    """PAX headers of which each is for the next."""
+    """Return PAX headers, each of which describes the next one."""
     one = tarfile.TarInfo("x")
     one.type, one.size = tarfile.XHDTYPE, 0
     return one.tobuf(tarfile.USTAR_FORMAT) * number
@@ -260,13 +261,14 @@ def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path) -> None:
 
 
 def sparse(size: int) -> io.BytesIO:
-    """A file of that many zeros, of which the archive has none."""
+    """Return a layer with a file of `size` zeros, none of which are in the archive."""
     headers = {"GNU.sparse.size": str(size), "GNU.sparse.map": f"{size},0", "GNU.sparse.name": "big"}
     return packed(odd(pax_headers=headers))
 
 
 def zeros(size: int) -> bytes:
-    """A layer with a file of so many zeros. Behind a full flush a piece is packed as any other of the same content."""
+    """Return a layer with a file of `size` zeros. After a full flush, pieces with the same content are compressed to
+    the same bytes."""
     header = tarfile.TarInfo("big")
     header.size = size
     packer = zlib.compressobj(wbits=31)
@@ -297,7 +299,7 @@ def test_zeros_beyond_the_size_of_an_image_are_not_written(tmp_path: Path) -> No
 
 
 def test_entries_that_are_left_out_count_too(tmp_path: Path) -> None:
-    """A device with data: nothing of it is written, but all of it is read."""
+    """The data of a device is not written, but read and counted."""
     header = tarfile.TarInfo("device")
     header.type, header.size = tarfile.CHRTYPE, 1 << 40
     with pytest.raises(BadImage):
@@ -332,7 +334,7 @@ def test_of_any_archive_comes_an_image_or_one_error(
     data = bytearray(seed)
     for at, text in changes:
         data[at : at + len(text)] = text
-    for at in range(0, len(data) - 512, 512):  # else a changed header is no header any more
+    for at in range(0, len(data) - 512, 512):  # sets the checksum: otherwise a changed header is no header
         block = data[at : at + 512]
         if block[257:262] == b"ustar":
             block[148:156] = b" " * 8

@@ -1,11 +1,11 @@
-"""Runs a command on a machine that has something mounted below /usr: in a mount namespace, as root.
+"""Runs a command as root, in a mount namespace, on a machine that has file systems mounted below /usr.
 
     unshare --mount --propagation slave python below_usr.py FORM SCRATCH COMMAND...
 
-`plain` is a container's: /usr on an overlay, and mounts in it. `stacked` has an overlay over that, which is as many as
-the kernel stacks. `locked` has the mounts of `plain`, made by somebody with more privileges: in a user namespace of a
-user who cannot undo them. The folder `/usr/below` and what is in it exists only there. SCRATCH is an empty folder.
-The environment of the command says which form it is.
+FORM is `plain`, `stacked` or `locked`. `plain` is the form of a container: /usr is an overlay, and file systems are
+mounted in it. `stacked` has a second overlay on top, which is as many as the kernel stacks. `locked` has the mounts of
+`plain`, but the command runs in a user namespace and has no privileges to undo them. The folder `/usr/below` exists
+only there. SCRATCH is an empty folder. The command's environment contains the form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 LIBC = ctypes.CDLL(None, use_errno=True)
 BELOW = Path("/usr/below")
 FORM = "BELOW_USR"
-"""The environment variable that has the form, for the command."""
+"""The environment variable with the form."""
 BIND, REC, SHARED, UNBINDABLE = 1 << 12, 1 << 14, 1 << 20, 1 << 17
 
 
@@ -44,13 +44,13 @@ def folder(name: str) -> Path:
 
 
 def hide(name: str) -> Path:
-    """A folder with a file over which something is about to be mounted."""
+    """Make a folder with a file, over which the caller then mounts something. Returns the folder."""
     (folder(name) / "hidden").write_text("hidden")
     return BELOW / name
 
 
 def mount_all(scratch: Path) -> None:
-    """One of each kind that a machine may have there."""
+    """Mount one file system of each kind that a machine may have below /usr."""
     driver = hide("driver")
     mount("none", driver, "tmpfs")
     (driver / "lib").write_text("driver")
@@ -80,10 +80,10 @@ def mount_all(scratch: Path) -> None:
     mount("proc", hide("proc"), "proc")
     mount("sysfs", hide("sys"), "sysfs")
 
-    reader, writer = os.pipe()  # of an automounter that never answers
+    reader, writer = os.pipe()  # the pipe of an automounter that never answers
     mount("auto", hide("auto"), "autofs", 0, f"fd={writer},pgrp={os.getpgrp()},minproto=5,maxproto=5,direct")
     os.mknod(scratch / "fuse", 0o600 | stat.S_IFCHR, os.makedev(10, 229))
-    answers = os.open(scratch / "fuse", os.O_RDWR)  # of a file system whose server never answers
+    answers = os.open(scratch / "fuse", os.O_RDWR)  # the connection of a file system whose server never answers
     mount("fuse", hide("silent"), "fuse", 0, f"fd={answers},rootmode=40000,user_id=1000,group_id=1000")
     for fd in (reader, writer, answers):
         os.set_inheritable(fd, True)

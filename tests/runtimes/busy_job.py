@@ -1,8 +1,8 @@
-"""Sandboxes whose programs do not end by themselves, in a process that waits for its own end.
+"""Runs sandboxes whose programs do not end by themselves, in a process that runs until it is killed.
 
     python -m runtimes.busy_job MARK KIND...
 
-`sleep MARK` runs in each of them, in a session of its own. It prints a line when they all do.
+`sleep MARK` runs in a sandbox of each KIND, in a session of its own. When all of them have started, a line is printed.
 """
 
 from __future__ import annotations

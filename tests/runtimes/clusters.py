@@ -1,4 +1,4 @@
-"""A test cluster in a thread of its own, with an image of this machine's files. One for the whole test run."""
+"""The fake cluster of a test run, in a thread of its own, with images made of this machine's files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from . import engines
 
 IMAGE = "registry.test/python:3"
 TOOLS_IMAGE = "registry.test/outrider:1"
-"""In place of Outrider's own image: this machine's interpreter, environment and sources."""
+"""The image in place of Outrider's own: this machine's interpreter, environment and sources."""
 HELD = ExitStack()
 
 
 @functools.cache
 def machine_runs() -> bool:
-    """Whether this process may make the namespaces of the machine."""
+    """Return whether this process may make the namespaces of the cluster's machine."""
     done = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
     return os.geteuid() == 0 and done.returncode == 0
 
@@ -43,7 +43,7 @@ def needs_machine() -> None:
 
 @functools.cache
 def python_image() -> FakeImage:
-    """The image of the container engines' tests, as a folder."""
+    """Return the image of the container engines' tests, as a folder."""
     root = Path(HELD.enter_context(tempfile.TemporaryDirectory(prefix="or-image-")))
     with tarfile.open(fileobj=io.BytesIO(engines.archive("python"))) as archive:
         archive.extractall(root, filter="fully_trusted")
@@ -56,7 +56,7 @@ def tools_image() -> FakeImage:
     prefix = Path(sys.prefix).resolve()
     env = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "PYTHONPATH": str(source), "OUTRIDER_HOME": str(cache_home())}
     folders = {source, prefix, Path(sys.base_prefix), cache_home(), Path(tempfile.gettempdir())}
-    if shared := os.environ.get(engines.CACHE):  # where the tests of tools have IPython
+    if shared := os.environ.get(engines.CACHE):  # the tests of tools have IPython there
         folders.add(Path(shared))
     folders |= {path for path in map(Path, ("/usr", "/lib", "/lib64")) if path.exists()}
     return FakeImage(python_image().root, env, tuple(sorted(folders)))
@@ -71,7 +71,7 @@ def cluster() -> FakeApiServer:
 
 
 def kubeconfig(folder: Path) -> Path:
-    """A kubeconfig for the cluster, in a folder of the test."""
+    """Write a kubeconfig for the cluster into a folder of the test. Returns its path."""
     needs_machine()
     path = folder / "kubeconfig"
     path.write_text(cluster().kubeconfig())

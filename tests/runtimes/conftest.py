@@ -18,16 +18,16 @@ from .world import E2B, World
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A short path: a Unix socket's is at most 107 bytes long. It has this process's number, by which `Traces` knows
-    the mounts of its own tests."""
+    """A folder with a short path, because the path of a Unix socket is at most 107 bytes long. Its name has this
+    process's number, by which `Traces` finds the mounts of its own tests."""
     with tempfile.TemporaryDirectory(prefix=f"or-{os.getpid()}-") as name:
         yield Path(name)
 
 
 @pytest.fixture(scope="session")
 def skeleton(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the roots of all namespace sandboxes of these tests: a node takes half a second to make its own on a slow
-    disk, and nothing can write to it."""
+    """The skeleton of the roots of all namespace sandboxes of these tests. On a slow disk, a node takes half a second
+    to make one. Sandboxes cannot write to it."""
     made = tmp_path_factory.mktemp("skeleton") / "root"
     make_skeleton(made)
     return made
@@ -46,7 +46,7 @@ async def world(folder: Path, skeleton: Path) -> AsyncIterator[World]:
 
 @pytest.fixture(scope="session", autouse=True)
 def images() -> Iterator[None]:
-    """Those that were made for container engines are removed at the end, and the E2B server ends."""
+    """At the end, remove the images that were made for container engines, and stop the E2B server and the cluster."""
     yield
     engines.remove_images()
     E2B.stop()

@@ -29,7 +29,7 @@ PROGRAMS = (
     *("sleep", "sort", "stat", "tail", "touch", "true", "unshare", "wc", "yes"),
 )
 CACHE = "SANDBOX_CACHE"
-"""A folder that every user of this machine may read."""
+"""The environment variable with a folder that every user of this machine may read."""
 
 
 HERE = replace(DOCKER_ENGINE, variable="SANDBOX_DOCKER")
@@ -42,7 +42,7 @@ MADE: set[tuple[Path, str]] = set()
 
 
 def engine(kind: str) -> Path:
-    """The socket; without an engine the test is skipped."""
+    """Return the engine's socket. Skips the test if there is no engine."""
     variable = RUNTIMES[kind].engine.variable
     if variable not in os.environ:
         pytest.skip(f"{kind}: {variable} is not set: .ci/sandboxes FILE starts an engine and writes it to FILE")
@@ -57,12 +57,13 @@ def needs_limits(kind: str) -> None:
 
 
 def image(kind: str, content: str = "python") -> str:
-    """The name of an image with Python, bash and the usual tools (`python`), or with nothing but a static busybox."""
+    """Return the name of an image with Python, bash and the usual tools (`python`), or with a static busybox only."""
     return imported(engine(kind), content)
 
 
 def prepared(kind: str, environment: pytest.MonkeyPatch) -> str:
-    """The image for most tests; from now on, the interpreter for containers is where every engine may read it."""
+    """Return the image for most tests. From then on, the interpreter for containers is in a folder that every engine
+    may read."""
     if CACHE in os.environ:
         environment.setenv("OUTRIDER_HOME", os.environ[CACHE])
     return image(kind)
@@ -96,7 +97,7 @@ def request(path: Path, method: str, target: str, body: bytes) -> bytes:
 
 
 def exchange(path: Path, method: str, target: str, body: bytes) -> tuple[int, bytes]:
-    """Send a request to an engine's socket. Returns the status and the body of the answer."""
+    """Send a request to an engine's socket. Returns the status and the body of the reply."""
     connection = HTTPConnection("localhost", timeout=120)
     connection.sock = socket.socket(socket.AF_UNIX)
     connection.sock.connect(str(path))
@@ -109,12 +110,12 @@ def exchange(path: Path, method: str, target: str, body: bytes) -> tuple[int, by
 
 @functools.cache
 def archive(content: str) -> bytes:
-    """Of an image; to collect the libraries that programs want takes seconds."""
+    """Return an image as an archive, cached because collecting the libraries of its programs takes seconds."""
     return tar({"python": python_root, "busybox": busybox_root}[content]())
 
 
 def tar(members: Iterable[tuple[str, Path | None]]) -> bytes:
-    """A root of (path inside, file of the host or None for a folder)."""
+    """Return the archive of a root. Each member is a path inside, and a file of the host or None for a folder."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for name, source in dict(members).items():
@@ -137,7 +138,7 @@ FOLDERS = ("/dev", "/proc", "/sys", "/tmp", "/var/tmp", "/root", "/etc", "/run")
 
 
 def busybox_root() -> Iterator[tuple[str, Path | None]]:
-    """Not even a shell by the usual name."""
+    """Yield a root with nothing but busybox, without a shell under its usual name."""
     if "SANDBOX_BUSYBOX" not in os.environ:
         pytest.skip("SANDBOX_BUSYBOX is not set: .ci/sandboxes installs a static busybox and writes it to its FILE")
     yield from ((name, None) for name in FOLDERS)

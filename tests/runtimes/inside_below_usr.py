@@ -1,6 +1,6 @@
-"""What a namespace sandbox is on a machine with file systems mounted below /usr.
+"""Namespace sandboxes on a machine with file systems mounted below /usr.
 
-test_below_usr.py runs these tests in mount namespaces of their own, which below_usr.py makes.
+test_below_usr.py runs these tests in mount namespaces that below_usr.py makes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def test_kernel_file_systems_and_sockets_are_covered(sandbox: Runtime) -> 
     for place in ("proc", "sys", "auto", "driver/proc"):
         assert await out(sandbox, f"ls {BELOW}/{place}") == "", place
     assert await out(sandbox, f"test -S {BELOW}/socket || echo covered") == "covered\n"
-    await out(sandbox, f"ls {BELOW}/silent")  # its server never answers; root is not asked to wait for it
+    await out(sandbox, f"ls {BELOW}/silent")  # its server never answers; the kernel refuses root by itself
 
 
 async def test_usr_is_writable_where_it_can_be(sandbox: Runtime) -> None:

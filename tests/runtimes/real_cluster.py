@@ -50,7 +50,7 @@ def programs() -> tuple[str, str]:
 
 
 def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """A key and a certificate for 127.0.0.1."""
+    """Write a key and a certificate for 127.0.0.1. Returns their paths."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -72,7 +72,7 @@ def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
 
 @dataclass
 class RealCluster:
-    """`call` sends a request as the cluster's admin."""
+    """A running cluster. `call` sends a request as the cluster's admin."""
 
     url: str
     certificate: Path
@@ -85,7 +85,7 @@ class RealCluster:
             method, self.url + path, json=body, headers={"Content-Type": kind} if body is not None else None
         ) as answer:
             found: Json = await answer.json()
-            # A server that has just become ready refuses some objects for a moment.
+            # For a moment after it has become ready, the server refuses some objects.
             if "not yet ready" in found.get("message", ""):
                 await asyncio.sleep(0.2)
                 return await self.call(method, path, body, kind=kind)
@@ -113,7 +113,7 @@ class RealCluster:
 
 @asynccontextmanager
 async def real_cluster(folder: Path, rules: list[Json]) -> AsyncIterator[RealCluster]:
-    """Run the cluster. `rules` are those of the Role of the user whose token `kubeconfig` has."""
+    """Run the cluster. `rules` are the rules of the user whose token is in `kubeconfig`."""
     api_server, etcd = programs()
     api_port, etcd_port, peer_port = free_port(), free_port(), free_port()
     key, certificate = make_pair(folder, "server")
@@ -171,7 +171,7 @@ async def ready(cluster: RealCluster) -> None:
 
 
 async def set_up(cluster: RealCluster, rules: list[Json]) -> None:
-    """A namespace, its default service account, and the rights of the node's user."""
+    """Create a namespace, its default service account, and the rights of the node's user."""
     rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{NAMESPACE}"
     await cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
     accounts = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"

@@ -1,4 +1,4 @@
-"""Images for Apptainer, made of this machine's own files by the real program. Nothing is fetched."""
+"""Images for Apptainer, made from this machine's own files by the real program. Nothing is fetched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENV = ["PATH=/opt/tool:/usr/bin:/bin", "COLOUR=dark blue", "SHAPE=round"]
 
 @functools.cache
 def folder() -> Path:
-    """Gone at the end of the process."""
+    """Return a folder that is removed at the end of the process."""
     made = Path(tempfile.mkdtemp(prefix="outrider-images-"))
     made.chmod(0o755)
     atexit.register(shutil.rmtree, made, ignore_errors=True)
@@ -31,13 +31,13 @@ def folder() -> Path:
 
 @functools.cache
 def root() -> Path:
-    """A root folder without Python."""
+    """Return a root folder without Python."""
     return small_root(folder() / "root")
 
 
 @functools.cache
 def python_root() -> Path:
-    """A root folder with Python, bash and the usual tools."""
+    """Return a root folder with Python, bash and the usual tools."""
     place = folder() / "python"
     with tarfile.open(fileobj=io.BytesIO(engines.archive("python"))) as archive:
         archive.extractall(place, filter="fully_trusted")
@@ -46,7 +46,7 @@ def python_root() -> Path:
 
 @functools.cache
 def docker_archive() -> Path:
-    """What `docker save` would write of `root` as an image that sets ENV."""
+    """Write the archive that `docker save` would write of an image with the files of `root` and the variables ENV."""
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as archive:
         archive.add(root(), ".", filter=engines.of_root)
@@ -75,7 +75,8 @@ def docker_archive() -> Path:
 
 @functools.cache
 def sif(source: str) -> Path:
-    """A SIF file that Apptainer builds of a root folder (`root`) or of what `docker save` writes (`archive`)."""
+    """Return a SIF file that Apptainer builds from a root folder (`root`) or from an archive of `docker save`
+    (`archive`)."""
     path = folder() / f"{source}.sif"
     of = {"root": lambda: str(root()), "archive": lambda: f"docker-archive:{docker_archive()}"}[source]()
     done = subprocess.run(["apptainer", "build", str(path), of], capture_output=True, text=True, check=False)

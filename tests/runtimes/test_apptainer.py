@@ -1,4 +1,4 @@
-"""Sandboxes by a real Apptainer, of images that a real Apptainer built: `.ci/apptainer` installs one."""
+"""Sandboxes of a real Apptainer, from images that a real Apptainer has built. `.ci/apptainer` installs one."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ for pid in pids:
     os.kill(pid, 9)
 """
 LONG = f"7{os.getpid():09}"
-"""So many seconds: no other's `sleep` has that number."""
+"""The number of seconds for `sleep` in sandboxes. No other process uses this number."""
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter for sandboxes is made once for all of these tests."""
+    """All of these tests have the same OUTRIDER_HOME, so that the interpreter for sandboxes is made once."""
     monkeypatch.setenv("OUTRIDER_HOME", str(sif_images.folder() / "home"))
 
 
@@ -83,7 +83,8 @@ async def run_python(sandbox: Runtime, program: str) -> str:
 
 
 class Traces:
-    """Apptainer's processes of this user and its mounts, and what runs in its sandboxes; this process's descriptors."""
+    """The processes and mounts of this user's Apptainer, its sandboxes' `sleep LONG`, and the number of this process's
+    descriptors."""
 
     def __init__(self) -> None:
         self.processes = {int(name) for name in os.listdir("/proc") if name.isdigit() and of_ours(name)}
@@ -96,7 +97,8 @@ class Traces:
 
 
 def of_ours(pid: str) -> bool:
-    """Of this user, that is: others may run these tests too."""
+    """Return whether the process is this user's, and is Apptainer or a sandbox's `sleep`. Other users may run these
+    tests at the same time."""
     with contextlib.suppress(OSError):
         if f"\nUid:\t{os.getuid()}\t" not in Path(f"/proc/{pid}/status").read_text():
             return False
@@ -106,7 +108,7 @@ def of_ours(pid: str) -> bool:
 
 
 def below(pid: int) -> set[int]:
-    """All processes below one."""
+    """Return all descendants of a process."""
     found: set[int] = set()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -275,7 +277,7 @@ async def test_cancelled_starts(world: World, image: str) -> None:
 
 
 async def test_processes_killed_from_outside(world: World, image: str) -> None:
-    """Each of those that make up a sandbox: calls fail, and stop leaves nothing of the others."""
+    """Each process that makes up a sandbox is killed in turn. `stop` then leaves nothing of the others."""
     first = await world.start("apptainer", image=image)
     await first.stop()
     before = Traces()
@@ -321,8 +323,8 @@ asyncio.run(main())
 
 
 async def test_a_node_that_is_killed(world: World, image: str, folder: Path) -> None:
-    """However far its last start has come, nothing of it is left soon after."""
-    world.create("apptainer", image=image)  # skips where there is none
+    """The node is killed at several moments of its last start. Soon after, nothing of the node is left."""
+    world.create("apptainer", image=image)  # skips the test without Apptainer
     before = Traces()
     for moment in (0, 0.03, 0.1, 0.2):
         command = [sys.executable, "-c", KILLED, str(folder), image, str(moment), LONG]
@@ -330,9 +332,9 @@ async def test_a_node_that_is_killed(world: World, image: str, folder: Path) -> 
         assert await killed.wait() == -signal.SIGKILL
         async with asyncio.timeout(20):
             while await asyncio.to_thread(anything, folder, before):
-                """What has lost its connection ends by itself, but not in that moment."""
+                """Programs that have lost their connection end by themselves, a moment later."""
     async with cgroups.Cgroups(world.host):
-        """Its control groups are removed by the next node."""
+        """The next node removes the control groups."""
 
 
 def anything(folder: Path, before: Traces) -> bool:
@@ -357,7 +359,7 @@ def test_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(560)
 def test_all_of_it_as_an_ordinary_user(image: str) -> None:
-    """These tests again, and a build."""
+    """An ordinary user runs these tests again, and the tests of builds."""
     if image.endswith(".sif"):
         pytest.skip("with a folder and a SIF file in one run")
     tests = ("runtimes/test_apptainer.py", "rootfs/test_build.py")

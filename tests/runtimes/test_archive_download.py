@@ -1,4 +1,4 @@
-"""Archives written to the host's disk: slow, full, and cut off."""
+"""Archives that are written to the host's disk: slowly, to a full disk, and with an early end."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ PIECE = bytes(range(256)) * 1024
 
 
 async def flood(peer: Peer, pieces: int) -> None:
-    """Parts, then the answer."""
+    """Send parts, and then the reply."""
     call, _, _ = await peer.request()
-    with contextlib.suppress(OSError):  # a client may have had enough
+    with contextlib.suppress(OSError):  # the client may have closed the connection
         for _ in range(pieces):
             await peer.send(frame(call, "part", {"data": PIECE}))
         await peer.send(frame(call, "ok", {}))
@@ -52,7 +52,7 @@ async def test_all_that_came_is_in_the_file(pair: tuple[ToolClient, Peer], tmp_p
 
 
 class Paused(ToolClient):
-    """Tells when it was made to wait."""
+    """A client that reports when it is paused."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end, lambda: "")
@@ -89,7 +89,7 @@ async def test_a_slow_disk_makes_the_server_wait() -> None:
 
 
 async def test_a_full_disk_is_told_and_leaves_nothing(pair: tuple[ToolClient, Peer], tmp_path: Path) -> None:
-    """By a limit on the size of files, which cuts a write short and then refuses."""
+    """A limit on the size of files stands for the full disk. It cuts one write short and then refuses."""
     client, peer = pair
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(PIECE) + 1000, before[1]))

@@ -1,6 +1,6 @@
 """Namespace sandboxes on a machine that has file systems mounted below /usr, as machines with GPUs have.
 
-below_usr.py makes mount namespaces for them, in which other tests and programs run.
+below_usr.py makes the mount namespaces in which other tests and programs run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BEGIN = Path(__file__).with_name("below_usr.py")
 
 
 async def run_in(form: str, scratch: Path, command: Sequence[str], seconds: float) -> bytes:
-    """What a command prints in a mount namespace of that form."""
+    """Run a command in a mount namespace of this form. Returns its output."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount something below /usr")
     probe = await asyncio.create_subprocess_exec("unshare", "--mount", "true", stderr=asyncio.subprocess.PIPE)
@@ -66,7 +66,7 @@ async def test_doctor_says_what_a_session_would_find(tmp_path: Path, form: str) 
 @pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_doctor_sees_that_no_sandbox_starts(tmp_path: Path) -> None:
-    """Namespaces can be made, but not a root: TMPDIR is on as many overlays as the kernel stacks."""
+    """Namespaces can be made, but not a root, because TMPDIR is on as many overlays as the kernel stacks."""
     program = "import sys; from outrider.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "doctor", "--json"]
     told = await run_in(
@@ -124,7 +124,7 @@ def test_the_mounts_of_a_machine() -> None:
         ("/usr2/x", ("8:1", "/usr2/x")),
         ("/usr", ("8:2", "/os")),
         ("/usr/lib/x", ("8:2", "/os/lib/x")),
-        ("/usr/net/y", None),  # NFS shows the root / whatever is mounted
+        ("/usr/net/y", None),  # NFS reports the root / for every mounted folder
         ("/usr/local/with blank", ("0:3", "/")),
     ],
 )

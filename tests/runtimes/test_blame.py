@@ -1,4 +1,4 @@
-"""Who broke a sandbox, as its runtime can tell: what runs in it, or not."""
+"""Whether a sandbox was broken by the programs in it, as far as its runtime can find out (`broken_inside`)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ EVERY = [*HOSTED, "namespace"]
 
 
 async def ends(sandbox: Runtime, command: str) -> RuntimeFailure:
-    """The failure of a command that the sandbox does not outlive. What was sent a signal dies a moment later: a command
-    that is to find it dead must not be a short one."""
+    """Run a command during which the sandbox ends. Returns the failure. A process dies a moment after it got a signal,
+    so a command that is meant to find the sandbox dead must not be short."""
     with pytest.raises(RuntimeFailure, match="tool server is gone") as caught:
         await sandbox.exec(command, seconds=20)
     return caught.value
@@ -41,7 +41,7 @@ async def blamed(sandbox: Runtime) -> bool:
 
 
 async def hangs(sandbox: Runtime) -> None:
-    """A call that is not answered, and waited for no longer than is needed."""
+    """Make a call that gets no reply, with the shortest possible wait."""
     assert isinstance(sandbox, ToolServerSandbox)
     args = {"path": "/dev/null", "offset": 0, "size": 1}
     with pytest.raises(RuntimeFailure, match="stuck"):
@@ -87,7 +87,8 @@ async def test_a_tool_server_that_is_stopped_inside(world: World, kind: str) -> 
 
 @pytest.mark.parametrize("pids", [64, 16])
 async def test_a_tool_server_that_a_fork_bomb_leaves_no_time(world: World, pids: int) -> None:
-    """A tool server that does not respond is the programs' doing where they have reached the limit of processes."""
+    """A tool server that does not respond is the fault of the sandbox's programs if they have reached the limit of
+    processes."""
     if "pids" not in find().folders:
         pytest.skip("this process can set no limits of processes by control groups")
     before = children()
@@ -163,7 +164,8 @@ async def starve(entrances: tuple[str, ...]) -> None:
 
 
 async def test_whose_memory_ran_out(tmp_path: Path) -> None:
-    """A group that goes over its own limit, and one below a group that has no more, as on a host that has no more."""
+    """One group exceeds its own limit. The other is below a group without free memory, as on a host without free
+    memory."""
     found = find()
     if "memory" not in found.folders:
         pytest.skip("this process can set no memory limits by control groups")
@@ -234,7 +236,7 @@ async def test_a_neighbour_that_runs_out_of_its_memory_excuses_nobody(world: Wor
     sandbox = await world.start(kind)
     neighbour = await world.start(kind, resources=Resources(memory_mb=64))
     assert isinstance(neighbour, ToolServerSandbox)
-    # Rarely the kernel kills the tool server too: it looks for another before the memory of the first is free.
+    # Rarely, the kernel kills the tool server, too: it chooses another process before the memory of the first is free.
     with contextlib.suppress(RuntimeFailure):
         assert (await neighbour.exec("tail /dev/zero", seconds=20)).exit_code == 137
     assert neighbour.server.group is not None

@@ -1,4 +1,4 @@
-"""The program that is put together for the inside of a sandbox, and its wire format."""
+"""The program that is bundled for the inside of a sandbox, and its wire format."""
 
 from __future__ import annotations
 

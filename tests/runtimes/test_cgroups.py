@@ -1,4 +1,4 @@
-"""Control groups: found, made, removed, and swept when their node has died."""
+"""Control groups: how they are found, made and removed, and swept if their node has died."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_buffers_of_sockets_are_bounded_in_version_1() -> None:
 
 
 async def test_what_a_kernel_does_not_account_for_is_left_out(real: Hierarchies, tmp_path: Path) -> None:
-    """Such as swap, on many machines."""
+    """An optional limit without a file is left out, such as swap on many machines. For any other limit, a missing file
+    is an error."""
     async with Cgroups(Host(tmp_path)) as made:
         (folder, *_) = made.make("s1", ALL).folders
         for name in cgroups.OPTIONAL:
@@ -85,7 +86,7 @@ def test_version_2_is_used_where_it_is_ours(tmp_path: Path) -> None:
 
 
 async def test_version_2_moves_its_process_into_a_leaf(tmp_path: Path) -> None:
-    """On a folder that stands for the file system, which this kernel may not have."""
+    """A plain folder stands for the file system of version 2, which this kernel may not have."""
     (tmp_path / "cgroup.procs").write_text("12\n")
     (tmp_path / "cgroup.subtree_control").touch()
     made = Cgroups(Host(tmp_path), hierarchies=Hierarchies(2, {"cpu": tmp_path, "memory": tmp_path, "pids": tmp_path}))
@@ -163,7 +164,8 @@ async def test_what_a_dead_node_left_is_swept_and_a_living_ones_is_not(real: Hie
 
 
 async def test_a_group_that_cannot_be_removed_is_a_failure_of_the_runtime(tmp_path: Path) -> None:
-    """And no reason to leave others. On folders that stand for control groups: these go only when they are empty."""
+    """The other groups are still removed. Plain folders stand for the groups: they can only be removed when they are
+    empty."""
     parents = {name: tmp_path / name for name in ("memory", "pids")}
     for parent in parents.values():
         parent.mkdir()

@@ -1,4 +1,4 @@
-"""A process that was begun is waited for, and killed where it does not end."""
+"""A child process is waited for, and killed if it does not end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_the_end_comes_in_any_case(script: str, by_itself: bool) -> None:
 
 
 async def test_every_concurrent_waiter_sees_the_exit() -> None:
-    """A sandbox whose zygote is killed must not blame its agent, however many sandboxes the zygote had."""
+    """A zygote may have many sandboxes. If the zygote is killed, none of them may blame its agent."""
     before = Traces()
     ours, theirs = socket.socketpair()
     with theirs:
@@ -53,7 +53,7 @@ def test_a_programs_name_is_no_line_of_its_status() -> None:
 
 
 def test_a_programs_name_may_have_any_bytes() -> None:
-    """Every process of the host is looked at when a sandbox's processes are killed."""
+    """To kill a sandbox's processes, a node reads the names of all processes of the host."""
     name = Path(f"/proc/self/task/{os.getpid()}/comm")
     own, begun = name.read_bytes(), started(os.getpid())
     try:

@@ -1,4 +1,4 @@
-"""What a node makes of a daemon's answers, on a daemon of ours: none of a real one's need be installed."""
+"""A node and the replies of a container daemon. The daemon is a fake, so no real one need be installed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ IMAGE = "sha256:feed"
 
 
 class FakeDaemon:
-    """Containers by name. `loses` are replies that never come, `refuses` the sizes it cannot bound, `slow` what waits
-    for `go`, `starved` whose memory has run out."""
+    """A daemon with containers by name. `loses`: calls whose replies are lost. `refuses`: containers with a bound on
+    their disk are refused. `slow`: calls that wait for `go`. `starved`: containers whose memory has run out."""
 
     def __init__(self) -> None:
         self.containers: dict[str, dict[str, Any]] = {}
@@ -202,7 +202,7 @@ async def test_a_cancellation_waits_for_what_was_asked(world: World, fake: FakeD
         assert not task.done()
         fake.go.set()
     assert task.cancelled()
-    assert "name" in fake.containers  # and known to be there
+    assert "name" in fake.containers  # the call has waited for the daemon
 
 
 async def test_what_was_lost_sight_of_is_swept(fake: FakeDaemon, folder: Path) -> None:
@@ -240,7 +240,8 @@ async def test_a_daemon_that_goes_away(world: World, fake: FakeDaemon, monkeypat
 
 
 async def test_a_daemon_that_is_not_there(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket that was named, and went away after the task had been checked: a failure of the sandbox, worth a try."""
+    """The socket was named, and went away after the task had been checked. This is a failure of the sandbox, and worth
+    another attempt."""
     monkeypatch.setenv("DOCKER_HOST", f"unix://{folder}/gone.sock")
     sandbox = world.create_with(DOCKER, image="good")
     with pytest.raises(RuntimeFailure, match="no docker daemon at") as raised:
@@ -250,7 +251,7 @@ async def test_a_daemon_that_is_not_there(world: World, folder: Path, monkeypatc
 
 
 class Closed(PosixPath):
-    """In a folder that this user may not look into."""
+    """A path in a folder that this user may not search."""
 
     def is_socket(self) -> bool:
         raise PermissionError(13, "Permission denied", str(self))

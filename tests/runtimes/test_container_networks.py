@@ -1,4 +1,4 @@
-"""The network of a task in real containers: the same door, and no other way out."""
+"""The network of a task in real containers: the same door as in a namespace sandbox, and no other way out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ print(json.dumps([reached, devices, names]))
 
 @asynccontextmanager
 async def a_sandbox(world: World, kind: str, network: NetworkRules, asked: dict[str, Any]) -> AsyncIterator[Sandbox]:
-    """A started sandbox with a network, in no phase. The gateway's socket has no server."""
+    """Run a sandbox with a network, in no phase. The gateway's socket has no server."""
     fields: dict[str, Any] = {}
     if kind in engines.RUNTIMES:
         engines.engine(kind)
@@ -72,7 +72,7 @@ async def a_sandbox(world: World, kind: str, network: NetworkRules, asked: dict[
             host=world.host, background=background, paths=paths, gateway_socket=world.socket, network=network
         )
         made = await sandboxes.make(spec, "one", 1)
-        mask = os.umask(0) if kind == "podman-rootless" else None  # here its user is not that of the tests
+        mask = os.umask(0) if kind == "podman-rootless" else None  # the engine's user is not the tests' user
         try:
             if mask is not None:
                 made.directory.chmod(0o711)
@@ -127,7 +127,7 @@ async def test_the_door_of_a_container(world: World, kind: str) -> None:
             assert reply.startswith(("HTTP/1.1 403", "HTTP/1.1 400", "HTTP/1.1 502")), (request, reply)
         assert other.heard == []
         assert len(allowed.heard) == 1
-        # A datagram to the sandbox's own loopback has no server, and leads nowhere.
+        # A datagram to the sandbox's own loopback is sent, but has no receiver.
         assert [one for one in reached if not (one[2] == socket.SOCK_DGRAM and is_loopback(one[0]))] == []
         assert set(devices) <= {"lo", "tunl0", "sit0", "ip6tnl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0"}
         assert names == "none"

@@ -1,4 +1,4 @@
-"""Containers by real engines: what they are held to, what they cannot reach, and that none is left."""
+"""Containers of real engines: their limits, what they cannot reach, and that none of them is left."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_of_the_host_there_is_what_was_named_read_only(world: World, kind:
 
 async def test_sockets_of_others_are_not_there(world: World, kind: str) -> None:
     one, other = await world.start(kind), await world.start(kind)
-    # A rootless engine's root may not list the folder.
+    # The paths are tested one by one, because the root of a rootless engine may not list their folder.
     listing = "import os; print(os.listdir('/run/outrider'), *map(os.path.exists, %r))"
     shown = ["/run/outrider/tools/gateway", "/run/outrider/tools/sock"]
     for sandbox in (one, other):
@@ -260,7 +260,7 @@ async def test_a_container_that_is_killed_from_outside(world: World, kind: str) 
 
 
 async def test_a_node_that_is_killed_leaves_no_container(world: World, kind: str, folder: Path) -> None:
-    world.create(kind)  # which prepares what the other node needs, too
+    world.create(kind)  # also prepares what the other node needs
     program = NODE.format(path=TESTS, folder=str(folder), kind=kind, image=engines.image(kind))
     node = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
     assert node.stdout is not None
@@ -269,7 +269,7 @@ async def test_a_node_that_is_killed_leaves_no_container(world: World, kind: str
     node.kill()
     await node.wait()
     async with asyncio.timeout(30):
-        while await names(kind, name):  # noqa: ASYNC110  # the engine does it, and tells nobody
+        while await names(kind, name):  # noqa: ASYNC110  # the engine removes it, and sends no event
             await asyncio.sleep(0.05)
 
 
@@ -277,7 +277,7 @@ async def test_sweep(world: World, kind: str, folder: Path) -> None:
     daemon = await daemon_of(world, kind)
     image = (await daemon.image(engines.image(kind))).id
     namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    dead = f"outrider-{namespace}-{os.getpid()}-1-00000000"  # our number, and another time of birth
+    dead = f"outrider-{namespace}-{os.getpid()}-1-00000000"  # this process's number, and another start time
     other = Host(folder / "other")
     kept = await world.start(kind)
     client = DockerApi(engines.engine(kind))

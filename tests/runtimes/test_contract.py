@@ -1,4 +1,5 @@
-"""What every runtime does, on all of them. `real` tests need real processes, so the fake is not asked."""
+"""The contract of `Runtime`, on all runtimes. Tests with the fixture `real` need real processes, which the memory
+runtime does not have."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ async def text(sandbox: Runtime, command: str, **options: object) -> str:
 
 
 async def alive(sandbox: Runtime, needle: str) -> bool:
-    """Whether a process `sleep NEEDLE` of this sandbox lives, as seen from inside. A sandbox without process ids of its
-    own also sees those of other sandboxes, which other workers may run: they have other working directories."""
+    """Return whether a process `sleep NEEDLE` of this sandbox lives, as seen from inside. A sandbox without process ids
+    of its own also sees processes of other sandboxes, including those of other workers, but they have other working
+    directories."""
     probe = (
         "import glob,os,sys\n"
         "for p in glob.glob('/proc/[0-9]*'):\n"
@@ -140,7 +142,7 @@ os.wait()
 async def test_a_process_that_starts_its_program_late_has_the_programs_command_line(
     world: World, program: list[str]
 ) -> None:
-    """On an overloaded machine, a fork is seen often before it has started its program. Both may have one name."""
+    """On an overloaded machine, a fork is often seen before it has started its program. Both may have the same name."""
     sandbox = await world.start("namespace")
     assert isinstance(sandbox, ListsProcesses)
     await sandbox.processes()
@@ -255,7 +257,7 @@ async def test_write_makes_folders_and_replaces(sandbox: Runtime) -> None:
     assert await sandbox.read("new/folder/file") == data
     await sandbox.write("empty", b"")
     assert await sandbox.read("empty") == b""
-    await sandbox.write("..notes", b"here")  # which is no way up
+    await sandbox.write("..notes", b"here")  # this path does not lead upwards
     assert (await sandbox.exec("cat ..notes", seconds=10)).stdout == b"here"
 
 
@@ -402,7 +404,7 @@ async def test_stop_while_it_starts(world: World, kind: str) -> None:
 
 
 async def outcome(work: Awaitable[None]) -> str:
-    """How it ended, as the name of its error."""
+    """Return how the work ended: the name of its error, or `done`."""
     try:
         await work
     except RuntimeFailure as error:
@@ -410,7 +412,7 @@ async def outcome(work: Awaitable[None]) -> str:
     return "done"
 
 
-# Real processes only.
+# Tests that need real processes.
 
 
 async def test_signals(real: Runtime) -> None:
@@ -481,7 +483,7 @@ async def test_links_lead_writes_to_the_sandboxs_own_files_only(real: Runtime) -
 
 
 async def test_links_lead_to_the_sandboxs_own_files_only(real: Runtime, tmp_path: Path) -> None:
-    """`/proc/self` is the tool server's, when that looks at it."""
+    """The tool server resolves these links, and for the tool server `/proc/self` is its own process."""
     await real.write("out/log", b"mine")
     links = {"me": "/proc/self", "fds": "/proc/self/fd", "sys": "/sys", "alias": "out", "out/l": "log"}
     make = "; ".join(f"ln -s {aim} {name}" for name, aim in links.items())

@@ -1,4 +1,4 @@
-"""The tools that every runtime has, on all of them: live IPython, rich results, glob, patch, merged output."""
+"""The tools that every runtime has: live IPython, rich results, glob, patch, merged output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ chart = Chart()
 
 @pytest.fixture(scope="module")
 def mounts(ipython_home: Path) -> Iterator[tuple[Path, ...]]:
-    """The service's own IPython, in a cache of the tests' own."""
+    """The mounts with the service's own IPython, in a cache of the tests."""
     pytest.importorskip("IPython")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_HOME", os.environ.get("SANDBOX_CACHE") or str(ipython_home))

@@ -1,4 +1,4 @@
-"""Rich results that are none: an input may write anything to the descriptor of its interpreter."""
+"""Invalid rich results. An input may write anything to its interpreter's descriptor for results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind `e2b` against a server of the E2B API: lost replies, faults, orphans, the way to the model."""
+"""The runtime `e2b` against a server of the E2B API: lost replies, faults, orphans, and the way to the model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def refused(
 
 
 async def lost(request: web.Request, reply: Reply) -> web.StreamResponse:
-    """The call is carried out, and its reply never arrives."""
+    """Carry out the call, and lose its reply."""
     await reply()
     assert request.transport is not None
     request.transport.abort()
@@ -111,7 +111,7 @@ async def test_a_sandbox_is_labelled_without_internet_and_deleted_once(server: F
     await sandbox.stop()
     await sandbox.stop()
     assert server.sandboxes == {}
-    assert server.requests.count("DELETE /sandboxes/ID") == 2  # the second finds that there is none
+    assert server.requests.count("DELETE /sandboxes/ID") == 2  # the second reply is that there is none
 
 
 async def test_a_lost_reply_leaves_no_second_sandbox(server: FakeE2B, world: World) -> None:
@@ -261,7 +261,7 @@ async def test_all_pages_of_the_list_are_read(server: FakeE2B, world: World) -> 
     server.requests.clear()
     assert {one.id for one in await api.labelled(NODE_LABEL)} == made
     assert server.requests == ["GET /v2/sandboxes"] * 3
-    assert await service.sweep() == 5  # no sandbox of ours is in use
+    assert await service.sweep() == 5  # no sandbox of this host uses them
     assert server.sandboxes == {}
 
 
@@ -289,7 +289,7 @@ async def test_a_sandbox_that_cannot_be_removed_keeps_no_other(server: FakeE2B, 
 
 @pytest.mark.parametrize("path", ["POST /process.Process/Start", "POST /process.Process/SendInput"])
 async def test_a_busy_envd_is_asked_again(server: FakeE2B, world: World, path: str) -> None:
-    """The status 429 says that the call was not carried out, so no byte is missing or doubled."""
+    """The status 429 means that the call was not carried out, so no byte is missing or written twice."""
     server.faults[path].extend([refused(429, **{"Retry-After": "0"})] * 3)
     sandbox = await begun(world)
     assert server.faults[path] == deque()
@@ -379,7 +379,7 @@ async def test_the_model_gateway_is_reached_without_a_network(server: FakeE2B, w
         sandbox = await begun(world)
         assert sandbox.endpoint == "http://127.0.0.1:61080"
         assert await said(sandbox, ECHO.replace("2048", "16")) == "same\n"
-        # The connection serves other calls meanwhile.
+        # The connection serves other calls at the same time.
         both = await asyncio.gather(said(sandbox, ECHO), sandbox.exec("echo hi", seconds=20))
         assert both[0] == "same\n"
         assert both[1].stdout == b"hi\n"
@@ -427,7 +427,7 @@ async def test_clients_beyond_the_bound_are_closed_and_the_rest_is_served(server
 
 
 async def test_a_sandbox_that_opens_clients_without_end_is_dropped(world: World) -> None:
-    """A tool server of the agent's own sends the openings of clients, and reads none of the replies."""
+    """The agent's own tool server announces clients without end, and does not read the replies."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     tools = ToolClient(ours, lambda: "")
@@ -444,7 +444,7 @@ async def test_a_sandbox_that_opens_clients_without_end_is_dropped(world: World)
 
     ready = msgspec.msgpack.encode([1, "part", {"data": bytes(5)}])
     await loop.sock_sendall(theirs, len(ready).to_bytes(4, "big") + ready)
-    world.socket.unlink()  # no client reaches a gateway, so each is dropped again
+    world.socket.unlink()  # no client reaches a gateway, so each client is dropped again
     with theirs:
         async with Chores(Failures()) as chores, gateway_tunnel(tools, world.socket, chores, seconds=60):
             with pytest.raises(ConnectionError):
@@ -529,7 +529,7 @@ async def test_sandboxes_of_a_killed_node_are_removed_by_the_next(server: FakeE2
     assert node.stdout is not None
     assert await node.stdout.readline() == b"runs\n"
     service = await world.host.part(E2BService)
-    assert await service.sweep() == 0  # it lives
+    assert await service.sweep() == 0  # the other node lives
     assert len(server.sandboxes) == 2
     node.send_signal(signal.SIGKILL)
     await node.wait()
@@ -546,8 +546,8 @@ async def test_only_what_is_certainly_dead_is_an_orphan(world: World) -> None:
     dead = f"{prefix}-{namespace}-4194305-{since}-{end}"
     assert not is_orphan(label)
     assert is_orphan(f"{machine}-{dead}")
-    assert not is_orphan(f"00000000-{dead}")  # of another machine
-    assert not is_orphan(f"{machine}-{prefix}-1-4194305-{since}-{end}")  # of another pid namespace
+    assert not is_orphan(f"00000000-{dead}")  # a node of another machine
+    assert not is_orphan(f"{machine}-{prefix}-1-4194305-{since}-{end}")  # a node in another pid namespace
     assert not is_orphan("a word")
 
 
@@ -559,7 +559,7 @@ async def test_a_sandbox_ends_by_itself_without_its_node(server: FakeE2B) -> Non
     await api.extend(made.sandbox_id, 1)
     assert await api.exists(made.sandbox_id)
     async with asyncio.timeout(20):
-        while await api.exists(made.sandbox_id):  # noqa: ASYNC110  # the server's clock
+        while await api.exists(made.sandbox_id):  # noqa: ASYNC110  # the server's clock decides
             await asyncio.sleep(0.1)
     await api.close()
 
@@ -590,7 +590,7 @@ async def test_a_host_takes_its_pace_from_the_settings(folder: Path, server: Fak
 
 
 def sdk_python() -> str:
-    """An interpreter with E2B's own SDK."""
+    """Return an interpreter that has E2B's own SDK."""
     named = os.environ.get("E2B_SDK_PYTHON")
     if named is None and importlib.util.find_spec("e2b") is None:
         pytest.skip("the package e2b is not installed, and E2B_SDK_PYTHON names no interpreter that has it")
@@ -598,7 +598,7 @@ def sdk_python() -> str:
 
 
 async def test_the_real_sdk_works_against_the_server(server: FakeE2B) -> None:
-    """So the server speaks the wire, and not only what this runtime speaks."""
+    """E2B's SDK shows that the server's protocol is E2B's own, and not only what this runtime expects."""
     script = Path(__file__).with_name("e2b_sdk_session.py")
     env = {"PATH": os.environ["PATH"], "E2B_HTTP_VERSION": "1.1", **variables(server.url)}
     process = await asyncio.create_subprocess_exec(

@@ -1,6 +1,6 @@
-"""Ways out of a sandbox, tried. None leads anywhere.
+"""Attempts to break out of a sandbox. None of them succeeds.
 
-Each program runs inside with all that an agent has there; it exits with 0 when it got what it wanted.
+Each program runs in the sandbox with all that an agent has there, and exits with 0 if its attempt succeeds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .test_isolation import tiny_root
 from .world import ISOLATING, World
 
 DAC_OVERRIDE = 1 << 1
-"""Containers keep it: their images have files of other users."""
+"""A capability that containers keep, because their images have files of other users."""
 
 
 @pytest.fixture(params=ISOLATING)
@@ -34,13 +34,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 LOOK_SECONDS = 120
-"""Some programs look at every file that they can see, which takes long when none of them is in the page cache."""
+"""A time limit for programs. Some of them look at every file that they can see, which takes long if no file is in the
+page cache."""
 
 REFUSALS = (
     *("AssertionError", "BlockingIOError", "ConnectionRefusedError", "FileNotFoundError", "IsADirectoryError"),
     *("NotADirectoryError", "OSError", "PermissionError", "ValueError", "ZeroDivisionError", "socket.gaierror"),
 )
-"""How a program ends that was kept from what it wanted: any other end is that of a mistake in it."""
+"""Errors with which a program ends if its attempt is refused. Any other error is a mistake in the program."""
 
 
 async def succeeds(sandbox: Runtime, program: str) -> bool:
@@ -92,7 +93,7 @@ async def test_the_hosts_environment_and_the_tool_servers(
             except OSError: pass
         assert 's3cret'[:] in seen.replace("'s3cret'[:]", '') or %r[::-1] in seen
     """
-    folder = world.folder if kind == "namespace" else "no-such-folder"  # elsewhere the mounts tell where they are from
+    folder = world.folder if kind == "namespace" else "no-such-folder"  # elsewhere the mounts show their sources
     assert not await succeeds(sandbox, program % str(folder)[::-1])
     assert (await sandbox.exec("cat /proc/1/environ", seconds=10)).stdout == b""
 
@@ -134,7 +135,7 @@ async def test_the_hosts_network_and_abstract_sockets(world: World, kind: str) -
 
 @pytest.mark.deep
 async def test_the_control_api(world: World, kind: str) -> None:
-    """The way to the model is the only one, and what is behind it is the gateway, not the control API."""
+    """The sandbox has one listening port, the way to the model gateway, and no Unix socket among its files."""
     sandbox = await world.start(kind)
     listening = "import glob; n = sum(l.split()[3] == '0A' for l in open('/proc/net/tcp')); assert n != 1"
     assert not await succeeds(sandbox, listening)
@@ -208,7 +209,7 @@ async def test_the_kernels_switches(world: World, kind: str) -> None:
 
 
 async def test_links_on_the_way_to_a_mount(world: World, folder: Path) -> None:
-    """An image's links lead nowhere outside of it, through whatever its first process holds of the host."""
+    """An image's links lead nowhere outside of the image, whatever descriptors of the host its first process has."""
     outside, root, named = folder / "outside", tiny_root(folder), []
     outside.mkdir()
     for number in range(3, 40):
@@ -237,7 +238,7 @@ async def test_what_a_link_in_a_layer_does_to_a_mount(world: World, folder: Path
 
 
 async def test_a_plan_too_large_for_a_message(world: World) -> None:
-    """It fails by itself, if it does, and takes no other sandbox with it."""
+    """The sandbox may fail, but no other sandbox fails with it."""
     beside = await world.start("namespace")
     named = [Mount(source="/usr/lib", target=f"/{'x' * 200}" * 18 + f"/{number}") for number in range(64)]
     sandbox = world.create("namespace", named=named)
@@ -275,7 +276,7 @@ async def test_the_other_numbering_of_the_same_machine(world: World) -> None:
 
 
 def test_confine_holds_in_this_thread() -> None:
-    """Filters bind the thread that asks for them: so this one ends with the thread, and the next test is free."""
+    """A filter confines the thread that installs it. It ends with the thread, so the next test is free."""
     refused: list[bool] = []
 
     def confined() -> None:

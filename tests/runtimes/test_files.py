@@ -1,4 +1,4 @@
-"""Files of the host that a sandbox is given or gives, where the caller is cancelled at the worst moment."""
+"""Files that are carried between the host and a sandbox while the caller is cancelled at the worst moment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""GPUs in sandboxes: which the machine has, and that a sandbox has those that it was given and no other.
+"""GPUs in sandboxes: which GPUs the machine has, and that a sandbox has the GPUs that it was given and no others.
 
-No test here needs a GPU. A fake driver's device files are the host's /dev/null and /dev/zero; container engines are
-told of devices of a maker of the test's own, by the Container Device Interface, and give them for real.
+No test here needs a GPU. The device files of a fake driver are the host's /dev/null and /dev/zero. Container engines
+get descriptions of devices of an invented vendor (Container Device Interface), and attach them for real.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ LISTING = """2 libs found in cache `/etc/ld.so.cache'
 
 
 def driver_with(folder: Path, *minors: int, uuids: str = "abcdefgh") -> NvidiaDriver:
-    """A driver with a GPU for each, in the order of the bus. Their device files are /dev/null, the others /dev/zero."""
+    """Return a driver with one GPU for each minor number, in the order of the bus. The GPUs' device files are
+    /dev/null, the others /dev/zero."""
     proc, dev = folder / "proc", folder / "dev"
     dev.mkdir()
     for at, minor in enumerate(minors):
@@ -74,7 +75,7 @@ def driver_with(folder: Path, *minors: int, uuids: str = "abcdefgh") -> NvidiaDr
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever GPUs these tests themselves may use."""
+    """Unset the variable that limits the GPUs of this process, so that it does not change the results."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -139,7 +140,7 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(
 
 def test_in_a_batch_job_cuda_counts_the_gpus_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = driver_with(tmp_path, 0, 1, 2, 3)
-    for name in ("nvidia0", "nvidia1"):  # another job's
+    for name in ("nvidia0", "nvidia1"):  # GPUs of another job
         (tmp_path / "dev" / name).unlink()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert [gpu.name for gpu in driver.visible()] == ["2", "3"]
@@ -168,7 +169,7 @@ async def output(sandbox: Runtime, command: str) -> str:
 
 
 async def has_its_gpus_and_no_other(sandbox: Runtime) -> None:
-    """A sandbox that was given the second GPU, whose file is nvidia0, and the third, of three."""
+    """Check a sandbox that was given the second of three GPUs, whose file is nvidia0, and the third."""
     assert await output(sandbox, "ls /dev | grep nvidia") == "nvidia-uvm\nnvidia0\nnvidia2\nnvidiactl"
     assert await output(sandbox, "echo x > /dev/nvidia0 && cat /dev/nvidia0 | wc -c") == "0"
     assert await output(sandbox, "head -c 4 /dev/nvidiactl | od -An -tx1") == "00 00 00 00"
@@ -176,7 +177,7 @@ async def has_its_gpus_and_no_other(sandbox: Runtime) -> None:
     assert await output(sandbox, "cat ${LD_LIBRARY_PATH%%:*}/libcuda.so.1") == "a library"
     assert await output(sandbox, "echo $LD_LIBRARY_PATH") == "/run/outrider-nvidia:/opt/lib"
     assert "Read-only" in await output(sandbox, "echo x > /run/outrider-nvidia/libcuda.so.1")
-    # The number of /dev/null: a GPU's own file could be made as little.
+    # These are the numbers of /dev/null. The device file of a real GPU could not be made either.
     assert (await sandbox.exec("mknod /dev/nvidia1 c 1 3 || mknod /tmp/nvidia1 c 1 3", seconds=30)).exit_code != 0
 
 
@@ -220,7 +221,7 @@ mount --move "$1" /dev
 shift
 exec "$@"
 """
-"""Apptainer shows files of /dev under their own names only."""
+"""Runs a command with a /dev that has files of GPUs. Apptainer shows files of /dev under their own names only."""
 
 
 @pytest.mark.real
@@ -248,7 +249,7 @@ async def test_an_apptainer_sandbox_is_shown_its_gpus_alone(world: World, tmp_pa
 
 
 def request(**fields: Any) -> dict[str, Any]:
-    """The body of a request of Docker's."""
+    """Return the body of a request to Docker's API."""
     made: dict[str, Any] = {
         "image": "sha256:1",
         "command": ["/p", "-c", "x"],
@@ -310,11 +311,12 @@ def test_what_has_no_translation_into_podmans_request_is_an_error(changed: dict[
 
 
 DESCRIBED = Path("/etc/cdi")
-"""Where container engines look for the devices of the machine, as the Container Device Interface describes them."""
+"""The folder in which container engines look for descriptions of devices (Container Device Interface)."""
 
 
 def device(name: str, kind: str) -> dict[str, Any]:
-    """One that brings a file, and a device unless Podman is an ordinary user's: there its file would have to exist."""
+    """Return the description of a device that brings a file and a device file. With an ordinary user's Podman there is
+    no device file, because it would have to exist."""
     file = {"hostPath": "/etc/passwd", "containerPath": f"/opt/outrider-test-{name}", "options": ["ro", "bind"]}
     node = {"path": f"/dev/outrider-test-{name}", "hostPath": "/dev/null"}
     return {"name": name, "containerEdits": {"mounts": [file], "deviceNodes": [node] * (kind != "podman-rootless")}}
@@ -322,7 +324,7 @@ def device(name: str, kind: str) -> dict[str, Any]:
 
 @pytest.fixture
 def maker(kind: str) -> Iterator[str]:
-    """What comes before the names of three devices that the engine knows."""
+    """The prefix of the names of three devices that are described to the engine."""
     if kind == "docker" and not msgspec.json.decode(get(engines.engine(kind), "/info").body).get("CDISpecDirs"):
         pytest.skip("this docker does not know the Container Device Interface: 25 or newer does, with its feature cdi")
     if os.geteuid():
@@ -335,7 +337,7 @@ def maker(kind: str) -> Iterator[str]:
     yield f"{of}="
     file.unlink()
     if made:
-        with contextlib.suppress(OSError):  # another's file is there by now
+        with contextlib.suppress(OSError):  # the folder has a file of another process
             DESCRIBED.rmdir()
 
 
@@ -390,16 +392,16 @@ async def test_a_container_by_podmans_own_api_is_confined_as_one_by_dockers(
         found.append(json.loads(told))
     plain, given = map(confinement, found)
     assert given.pop("Devices") != plain.pop("Devices") or kind == "podman-rootless"
-    if not plain["Ulimits"]:  # an ordinary user's Podman 4 overlooks them in a request of Docker's
+    if not plain["Ulimits"]:  # the Podman 4 of an ordinary user ignores them in a request of Docker's API
         plain["Ulimits"] = given["Ulimits"]
     assert given == plain
 
 
 def confinement(told: dict[str, Any]) -> dict[str, Any]:
-    """What podman says of a container, without the names of this one."""
+    """Return podman's description of a container, without the container's own names."""
     host, config = told["HostConfig"], told["Config"]
     host["Binds"] = sorted(re.sub(r"/s\d/", "/", bind).partition(":r")[0] for bind in host["Binds"])
-    host["SecurityOpt"] = sorted(set(host["SecurityOpt"]) - {"label=disable"})  # which podman does not repeat to itself
+    host["SecurityOpt"] = sorted(set(host["SecurityOpt"]) - {"label=disable"})  # podman shows it for one API only
     mounts = sorted((one["Destination"], one["Type"], one["RW"], one["Propagation"]) for one in told["Mounts"])
     same = ("User", "Hostname", "WorkingDir", "Entrypoint", "Cmd", "Umask", "StopSignal")
     return {

@@ -1,4 +1,4 @@
-"""What the namespace sandbox must not let through, and the one thing it must: the gateway."""
+"""What a namespace sandbox blocks, and the one thing that it lets through: the gateway."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_writes_go_nowhere(sandbox: Runtime) -> None:
 
 
 async def test_the_hosts_devices_are_used_and_not_changed(sandbox: Runtime) -> None:
-    """A sandbox's root is the owner of the host's /dev/null where the node runs as the host's root."""
+    """If the node runs as the host's root, the sandbox's root is the owner of the host's /dev/null."""
     shared = "/dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty /proc/keys /proc/timer_list"
     for way in ("chmod 666", "touch -c", "chown 0:0"):
         result = await sandbox.exec(f"for f in {shared}; do test ! -e $f || ! {way} $f || echo $f; done", seconds=10)
@@ -229,7 +229,7 @@ def tiny_root(folder: Path) -> Path:
 
 
 def busybox_like(root: Path, names: tuple[str, ...]) -> None:
-    """A root file system of a few of the host's programs and the libraries they need, without a Python."""
+    """Copy a few of the host's programs, and the libraries that they need, into a root without Python."""
     for name in names:
         program = Path(shutil.which(name) or "").resolve()
         shutil.copy(program, root / "bin" / program.name)

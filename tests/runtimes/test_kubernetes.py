@@ -1,4 +1,4 @@
-"""The runtime `kubernetes` on a test cluster: what the cluster refuses, delays and loses, and what a node leaves."""
+"""The runtime `kubernetes` on a fake cluster: refusals, delays and losses of the cluster, and the remains of a node."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OFFICIAL_CLIENT = ["kubernetes==37.0.2"]
 
 @pytest.fixture
 async def cluster(world: World) -> AsyncIterator[FakeApiServer]:
-    """A cluster of the test's own, on this event loop."""
+    """A fake cluster for one test, on the test's event loop."""
     needs_machine()
     async with fake_cluster({IMAGE: python_image()}) as server:
         server.rules.role = RULES
@@ -114,7 +114,7 @@ async def test_a_pod_has_no_rights_and_is_removed_once(world: World, cluster: Fa
     assert not {"volumes", "hostNetwork", "hostPID", "serviceAccountName"} & {key for key in spec if spec[key]}
     await asyncio.gather(sandbox.stop(), sandbox.stop())
     assert cluster.pods == {}
-    assert cluster.deletions == [(pod["metadata"]["name"], 0)]  # its programs are dead already
+    assert cluster.deletions == [(pod["metadata"]["name"], 0)]  # without a grace period: its programs are dead already
 
 
 async def test_a_user_other_than_root(world: World, cluster: FakeApiServer) -> None:
@@ -225,7 +225,7 @@ async def test_each_right_is_needed_and_named(
         await sandbox.stop()
         assert len(cluster.pods) == 1
         assert "cannot delete" in caplog.text
-    elif denied == "watch pods":  # the states of pods are asked for every few seconds
+    elif denied == "watch pods":  # the states of pods are requested every few seconds instead
         await sandbox.start()
         [failing] = world.host.failures.failing()
         assert failing.name == "watch pods"
@@ -244,7 +244,8 @@ async def test_each_right_is_needed_and_named(
 
 
 async def test_what_the_role_does_not_grant_is_forbidden(cluster: FakeApiServer) -> None:
-    """So the tests of this file show that the rights of the chart suffice."""
+    """The fake cluster enforces the rights of the chart, so the other tests of this file show that these rights
+    suffice."""
     pods = "/api/v1/namespaces/rl/pods"
     forbidden = [
         ("GET", "/api/v1/namespaces/rl/secrets"),
@@ -300,7 +301,7 @@ async def test_a_wrong_token(world: World, cluster: FakeApiServer) -> None:
 
 
 def once(status: int, method: str, path: str, times: int = 1, **headers: str) -> Callable[[web.Request], None]:
-    """A fault: the first `times` requests that match fail."""
+    """Return a fault: the first `times` requests that match fail."""
     left = [times]
 
     def fault(request: web.Request) -> None:
@@ -318,7 +319,7 @@ def once(status: int, method: str, path: str, times: int = 1, **headers: str) ->
 async def test_a_busy_server_is_asked_again(
     world: World, cluster: FakeApiServer, status: int, method: str, path: str
 ) -> None:
-    await world.host.part(PodCluster)  # its first sweep is not repeated
+    await world.host.part(PodCluster)  # before the faults, because a first sweep that fails is not repeated
     cluster.rules.faults = [once(status, method, path, times=2, Retry_After="0")]
     sandbox = await start(world)
     assert await echo(sandbox) == "hello"
@@ -328,7 +329,7 @@ async def test_a_busy_server_is_asked_again(
 
 
 async def test_a_lost_reply_makes_no_second_pod(world: World, cluster: FakeApiServer) -> None:
-    """The server has made the pod, and the connection breaks before its reply."""
+    """The server makes the pod, and the connection breaks before the reply."""
     lost = [True]
 
     async def lose(request: web.Request) -> web.Response | None:
@@ -347,7 +348,7 @@ async def test_a_lost_reply_makes_no_second_pod(world: World, cluster: FakeApiSe
 
 
 async def test_a_server_that_hangs_and_drips(world: World, cluster: FakeApiServer) -> None:
-    """A request that is never answered, and one whose reply comes byte by byte for ever, are given up in time."""
+    """A request without a reply, and a reply that comes byte by byte for ever, are given up in time."""
     how = ["hang", "drip"]
 
     async def fault(request: web.Request) -> web.StreamResponse | None:
@@ -417,7 +418,7 @@ async def test_a_connection_that_breaks_in_a_command_is_the_clusters_fault(
     with pytest.raises(RuntimeFailure, match="gone") as failed:
         await running
     assert failed.value.retryable
-    if how == "dropped a minute ago":  # by then the pod's first program has ended by itself
+    if how == "dropped a minute ago":  # the pod's first program has ended by itself by then
         [pod] = cluster.pods.values()
         ended = {"exitCode": 0, "reason": "Completed", "finishedAt": "2026-01-01T00:00:00Z"}
         status = {"name": "sandbox", "state": {"terminated": ended}}
@@ -431,7 +432,7 @@ async def test_a_silent_connection_is_broken_and_a_quiet_one_is_not(world: World
     assert done.stdout == b"here\n"
     [request] = cluster.machine.sockets.values()
     assert request.transport is not None
-    request.transport.pause_reading()  # as of a server that has stopped, or behind a network that drops all packets
+    request.transport.pause_reading()  # like a server that has stopped, or a network that drops all packets
     with pytest.raises(RuntimeFailure, match="gone") as failed:
         await sandbox.exec("sleep 60", seconds=60)
     assert "silent for 1 s" in (failed.value.log_tail or "")
@@ -474,7 +475,7 @@ def test_only_what_programs_of_the_pod_did_is_blamed_on_them(pod: Pod | None, ex
 
 
 async def test_an_eviction_that_is_reported_late_is_the_clusters_fault(world: World, cluster: FakeApiServer) -> None:
-    """The tool server's exit is seen before the reason."""
+    """The exit of the tool server is seen before its reason."""
     sandbox = await start(world)
     [pod] = cluster.pods.values()
     with pytest.raises(RuntimeFailure, match="gone"):
@@ -587,7 +588,8 @@ async def test_orphans_are_found_by_label(world: World, cluster: FakeApiServer, 
 
 @pytest.mark.parametrize("end", ["abcdefgh", "abcdefg_", "_______-"])
 def test_the_label_of_a_node_is_a_label_of_kubernetes(tmp_path: Path, end: str) -> None:
-    """The name of a node ends as `mkdtemp` likes. A label that the pods have in another form finds no pod."""
+    """`mkdtemp` chooses the end of a node's name. If the pods had the label in another form, a search would find no
+    pods."""
     label = node_label(Host(tmp_path / f"outrider-{end}"))
     assert label_value(label) == label
     assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", label)
@@ -634,7 +636,7 @@ async def test_a_killed_node_leaves_nothing(world: World, cluster: FakeApiServer
 
     await until(lambda: inside() == [str(container.pid)])  # only the first program is left, for a minute
     async with Host(world.folder / "next") as host:
-        await host.part(PodCluster)  # sweeps
+        await host.part(PodCluster)  # this sweeps
         assert cluster.pods == {}
 
 

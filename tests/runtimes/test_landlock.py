@@ -1,4 +1,4 @@
-"""What a fence of Landlock keeps in, on a kernel that has it."""
+"""What a sandbox fenced in by Landlock cannot reach, on a kernel that has Landlock."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def turn_of(pid: int) -> tuple[object, ...]:
 
 
 async def test_nothing_is_left_in_the_kernel(sandbox: Runtime) -> None:
-    """Of what is not a process's own, and would be there after `stop`."""
+    """The sandbox can make no kernel objects that belong to no process and would outlive `stop`."""
     for call, undo in (
         ("shmget(0x0DDB0DE, 4096, 0o1600)", "shmctl(found, 0, None)"),
         ("semget(0x0DDB0DE, 1, 0o1600)", "semctl(found, 0, 0)"),

@@ -1,4 +1,4 @@
-"""The writable layer of a namespace sandbox, carried whole into another one."""
+"""The writable layer of a namespace sandbox, carried as a whole into another sandbox."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_nothing_runs_while_it_is_saved(world: World, folder: Path) -> Non
 
 
 async def test_an_archive_reaches_nothing_but_its_layer(world: World, folder: Path) -> None:
-    """Whoever wrote it: links and names that lead out end below the sandbox's own root."""
+    """The author of an archive is not trusted: links and names that lead out end below the sandbox's own root."""
     outside = folder / "outside"
     outside.mkdir()
     with tarfile.open(folder / "layer.tar", "w") as archive:
@@ -93,7 +93,7 @@ async def test_an_archive_reaches_nothing_but_its_layer(world: World, folder: Pa
     try:
         await sandbox.start()
     except RuntimeFailure as error:
-        assert "cannot be restored" in (error.log_tail or "")  # noqa: PT017  # it may do either
+        assert "cannot be restored" in (error.log_tail or "")  # noqa: PT017  # the start may also succeed
     assert os.listdir(outside) == []
     assert "evil" not in os.listdir("/")
 

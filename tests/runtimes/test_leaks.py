@@ -1,4 +1,4 @@
-"""Nothing is left: no process, mount, descriptor, socket or folder, whatever the fate of the sandbox."""
+"""No process, mount, descriptor, socket or folder is left, however the sandbox ends."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .world import World
 
 
 class Traces:
-    """What this process has on the host: processes below it, mounts, descriptors."""
+    """The processes below this process, the mounts of its tests, and its descriptors."""
 
     def __init__(self) -> None:
         self.processes = children()
         lines = Path("/proc/mounts").read_text().splitlines()
-        # Others of this machine mount things meanwhile.
+        # Other programs of this machine mount file systems at the same time.
         self.mounts = [line for line in lines if f"/or-{os.getpid()}-" in line]
         self.descriptors = descriptors()
 
@@ -38,17 +38,17 @@ class Traces:
         return now.processes - self.processes, now.mounts != self.mounts, now.descriptors - self.descriptors
 
     async def are_all(self) -> None:
-        """Wait until there is nothing else."""
+        """Wait until nothing is left beside these processes, mounts and descriptors."""
         async with asyncio.timeout(30):
-            while self.left() != (set(), False, set()):  # noqa: ASYNC110  # what ends by itself has no event
+            while self.left() != (set(), False, set()):  # noqa: ASYNC110  # no event for exits
                 await asyncio.sleep(0.01)
 
 
 def descriptors() -> set[str]:
-    """The descriptors of this process, each with what it is open on."""
+    """Return the descriptors of this process, each with the file that it is open on."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.add(f"{name}: {os.readlink(f'/proc/self/fd/{name}')}")
     return found
 
@@ -62,7 +62,8 @@ def children() -> set[int]:
 
 
 def lives(marker: str) -> bool:
-    """Whether any process of this host, in any namespace, has `marker` in its command line and is no zombie."""
+    """Return whether another process of this host, in any namespace, has `marker` in its command line. A zombie has
+    none."""
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
@@ -80,7 +81,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.deep
 async def test_twenty_at_once(world: World, kind: str) -> None:
-    await (await world.start(kind)).stop()  # what is opened once and kept
+    await (await world.start(kind)).stop()  # makes what is opened once and kept
     before = Traces()
 
     async def live(number: int) -> None:
@@ -113,7 +114,7 @@ async def broken(sandbox: Runtime) -> bool:
 
 
 async def test_cancelled_starts(world: World, kind: str) -> None:
-    """However far the start has come when it is cancelled."""
+    """The start is cancelled at several moments."""
     await (await world.start(kind)).stop()
     before = Traces()
     for milliseconds in (0, 1, 3, 8, 15, 25):
@@ -125,13 +126,13 @@ async def test_cancelled_starts(world: World, kind: str) -> None:
             with pytest.raises(RuntimeFailure):
                 await sandbox.exec("true", seconds=1)
         await sandbox.stop()
-    # Of a start that was cancelled before the zygote had answered, one descriptor waits for the answer.
+    # If a start was cancelled before the zygote's reply, one descriptor stays open until the reply.
     await before.are_all()
 
 
 async def test_a_start_that_is_cancelled_before_it_is_answered(world: World) -> None:
-    """The process that comes of it all the same is killed, and the descriptors for it are closed."""
-    others = children()  # of earlier tests
+    """The process that is started nevertheless is killed, and its descriptors are closed."""
+    others = children()  # children of earlier tests
     await (await world.start("namespace")).stop()
     before = Traces()
     [zygote] = before.processes - others
@@ -156,7 +157,7 @@ async def test_server_killed_from_outside(world: World, kind: str) -> None:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(broken(sandbox))
         await sandbox.exec("true", seconds=10)
-        (victim,) = children() - before.processes  # of the namespace runtime: the zygote
+        (victim,) = children() - before.processes  # in the namespace runtime, this is the zygote
         os.kill(victim, signal.SIGKILL)
     assert running.result()
     with pytest.raises(RuntimeFailure, match="gone"):
@@ -169,7 +170,7 @@ async def test_server_killed_from_outside(world: World, kind: str) -> None:
 
 
 def first_process() -> int:
-    """That of this process's only sandbox, a child of its zygote."""
+    """Return the first process of this process's only sandbox, a child of the zygote."""
     (zygote,) = (pid for pid in children() if "outrider-sandbox" in Path(f"/proc/{pid}/cmdline").read_text())
     (first,) = Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()
     return int(first)
@@ -179,7 +180,7 @@ async def test_first_process_of_a_namespace_killed_from_outside(world: World) ->
     sandbox = await world.start("namespace")
     await sandbox.exec("setsid sleep 4004 & true", seconds=10)
     os.kill(first_process(), signal.SIGKILL)
-    with pytest.raises(RuntimeFailure, match="gone"):  # it dies a moment after the signal
+    with pytest.raises(RuntimeFailure, match="gone"):  # the process dies a moment after the signal
         await sandbox.exec("sleep 60", seconds=10)
     await sandbox.stop()
     assert not lives("sleep\x004004")
@@ -202,7 +203,8 @@ async def test_setsid_escapees_of_the_process_runtime_die(world: World) -> None:
 
 
 async def test_starts_that_run_out_of_descriptors(world: World, kind: str) -> None:
-    """However far the start has come: a failure of the sandbox, which leaves nothing; with enough of them it works."""
+    """Descriptors run out at each moment of the start in turn. This is a failure of the sandbox that leaves nothing.
+    With enough descriptors, the start succeeds."""
     await (await world.start(kind)).stop()
     before = Traces()
     for available in range(20):
@@ -251,25 +253,26 @@ asyncio.run(main())
 
 @pytest.mark.deep
 async def test_a_service_killed_while_a_sandbox_starts(world: World, folder: Path) -> None:
-    """However far the start has come: neither it, nor an older sandbox, nor the zygote outlives the service."""
-    world.create("namespace")  # skips where there are none
+    """The service is killed at several moments of the start. Neither the new sandbox, nor an older one, nor the zygote
+    outlives the service."""
+    world.create("namespace")  # skips the test where there are no namespaces
     for moment in (0, 0.001, 0.003, 0.006, 0.01):
         command = [sys.executable, "-c", KILLED_WHILE_STARTING, str(folder), str(moment)]
         killed = await asyncio.create_subprocess_exec(*command)
         assert await killed.wait() == -signal.SIGKILL
     async with asyncio.timeout(20):
         while await asyncio.to_thread(any_of, folder, f"sleep\x004005.{os.getpid()}"):
-            """What has lost its connection ends by itself, but not in that moment."""
+            """Programs that have lost their connection end by themselves, a moment later."""
 
 
 def any_of(folder: Path, command: str) -> bool:
-    """Whether a zygote of this folder, or a process with this command line, lives."""
+    """Return whether a process lives that has the mark of this folder or this command line."""
     return bool(marked(f"{folder.name}/")) or lives(command)
 
 
 @contextlib.contextmanager
 def at_most(available: int) -> Iterator[None]:
-    """Let this process open only so many more descriptors."""
+    """Let this process open only `available` more descriptors."""
     used = {int(name) for name in os.listdir("/proc/self/fd")}
     free = itertools.filterfalse(used.__contains__, itertools.count())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -281,7 +284,7 @@ def at_most(available: int) -> Iterator[None]:
 
 
 async def test_program_that_is_not_a_server(folder: Path) -> None:
-    """Whatever is started instead: the failure carries what it printed, and it is dead."""
+    """The failure contains the output of the program that was started instead, and the program is dead."""
     before = Traces()
     command = ["/bin/sh", "-c", "echo went wrong >&2; exit 1"]
     with pytest.raises(RuntimeFailure) as raised:
@@ -290,7 +293,7 @@ async def test_program_that_is_not_a_server(folder: Path) -> None:
     assert raised.value.log_tail == "went wrong"
     with pytest.raises(RuntimeFailure, match="cannot start"):
         await started([str(folder / "none")])
-    # Its first bytes read as a length above any message's.
+    # Its first bytes are a length above any message's.
     noise = ["/bin/sh", "-c", "head -c 100000 /dev/zero | tr '\\0' '\\377'; cat >/dev/null"]
     with pytest.raises(RuntimeFailure):
         await started(noise)

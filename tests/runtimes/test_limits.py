@@ -1,4 +1,4 @@
-"""What a sandbox may use, and that the kernel keeps it to that. Every runtime that isolates passes them."""
+"""The limits of a sandbox, which the kernel enforces. Most of the tests run on every runtime that isolates."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_files_take_a_part_of_the_memory(world: World) -> None:
 
 
 async def test_processes(world: World, kind: str) -> None:
-    if os.geteuid() == 0 or kind in CONTAINERS:  # else the kernel counts the user's processes
+    if os.geteuid() == 0 or kind in CONTAINERS:  # otherwise the kernel counts the user's processes
         needs(kind, "pids")
     sandbox = await world.start(kind, resources=Resources(pids=32))
     program = "import os, time\nn = 0\ntry:\n  while os.fork(): n += 1\n  time.sleep(9)\nexcept OSError: print(n)"
@@ -75,7 +75,7 @@ async def test_processes(world: World, kind: str) -> None:
 
 @pytest.mark.deep
 async def test_a_fork_bomb_ends_with_its_time(world: World, kind: str) -> None:
-    if os.geteuid() == 0 or kind in CONTAINERS:  # else the kernel counts the user's processes
+    if os.geteuid() == 0 or kind in CONTAINERS:  # otherwise the kernel counts the user's processes
         needs(kind, "pids")
     sandbox = await world.start(kind, resources=Resources(pids=64))
     result = await sandbox.exec(BOMB, seconds=1)
@@ -89,7 +89,7 @@ async def test_a_fork_bomb_ends_with_its_time(world: World, kind: str) -> None:
 
 @pytest.mark.deep
 async def test_a_fork_bomb_that_fills_its_own_gaps_is_killed_at_once(world: World) -> None:
-    """Each process that is killed makes room for another: killing one by one took 8 s."""
+    """Each killed process makes room for another one: killing one by one took 8 s."""
     needs("namespace", "pids")
     sandbox = await world.start("namespace", resources=Resources(pids=200))
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"

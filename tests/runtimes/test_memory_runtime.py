@@ -1,4 +1,4 @@
-"""The fake: its small shell, its ledger, its failures on demand."""
+"""The memory runtime: its small shell, its ledger, and its failures on demand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .world import World
         ("echo >", 2, "bash: syntax error near unexpected token `newline'\n"),
         ("frobnicate x", 127, "bash: frobnicate: command not found\n"),
         ("echo x > no/such", 1, "bash: /no/such: No such file or directory\n"),
-        # What it has not of bash is refused before anything runs.
+        # Features of bash that the small shell does not have.
         ("echo x | cat", 2, "bash: syntax error near unexpected token `|'\n"),
         ("echo $(pwd)", 2, "bash: syntax error near unexpected token `('\n"),
         ("sleep; test a -nt b", 2, "sleep: bad arguments\nbash: test: not known here: a -nt b\n"),
@@ -91,7 +91,7 @@ async def test_ledger_counts_every_start_and_stop_once(world: World) -> None:
         made.append(cls.create(RuntimeSpec(kind="memory"), context))
     for runtime in made:
         await runtime.start()
-    assert [ledger.balanced] == [False]  # in a list, for mypy takes it to stay so
+    assert [ledger.balanced] == [False]  # in a list, because mypy would expect the value to stay the same
     for runtime in [*made, *made]:
         await runtime.stop()
     assert ledger.balanced

@@ -1,4 +1,4 @@
-"""`memory_mb` where no control group keeps it: every way to come to memory, in a sandbox of 128 MiB."""
+"""`memory_mb` without a control group: every way to get memory, in a sandbox of 128 MiB."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_files_of_shared_memory_have_the_bound_of_all_files(world: World) 
 @pytest.mark.parametrize("mapping", ["mmap.MAP_SHARED", "mmap.MAP_PRIVATE"])
 @pytest.mark.parametrize("kind", ["namespace", LANDLOCK])
 async def test_many_processes_have_no_more_together(world: World, kind: str, mapping: str) -> None:
-    """Of twelve, each of half the bound, ten are killed: and nothing else is."""
+    """Of twelve processes with 60 MiB each, ten are killed. The sandbox still works."""
     sandbox = await a_sandbox(world, kind)
     result = await python(sandbox, PROCESSES.replace("KIND", mapping))
     assert result.stdout == b"{-9}\n", (result, result.stderr)
@@ -161,7 +161,7 @@ block.unlink()
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node here")
 async def test_node_has_its_workers_and_webassembly(world: World) -> None:
-    """V8 reserves address space by the GiB, and `fetch` is WebAssembly in it."""
+    """V8 reserves address space by the gigabyte, and Node's `fetch` runs WebAssembly."""
     sandbox = await world.start("namespace", resources=Resources(memory_mb=1024))
     program = """
 const {Worker} = require('worker_threads');
@@ -225,7 +225,7 @@ async def test_memory_that_a_process_does_not_show_counts_too(world: World, way:
 
 
 async def test_address_space_that_is_only_reserved_costs_nothing(world: World) -> None:
-    """And one look more than it takes to be killed goes by."""
+    """The program lasts longer than the scans after which it would be killed."""
     program = """
 import time
 libc.mmap.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""What is shown of the host is read-only, with all that is mounted in it."""
+"""Folders of the host are shown read-only, with all file systems that are mounted in them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_what_is_mounted_below_a_folder(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tree(folder: Path) -> Iterator[Path]:
-    """A folder that anybody may write to, with file systems mounted in it, which end with the test."""
+    """A folder to which every user may write, with file systems mounted in it. They are unmounted after the test."""
     top = folder / "tree"
     libc = ctypes.CDLL(None, use_errno=True)
     mounted: list[bytes] = []
     try:
-        for name in PLACES:  # also below those that hide them: an engine may have begun before anything was mounted
+        for name in PLACES:  # also below the mounts that hide them: an engine may have started before the mounts
             (top / name).mkdir(parents=True)
         for name in ("", *PLACES):
             place = top / name
@@ -70,7 +70,7 @@ async def test_what_is_mounted_in_what_is_shown_is_read_only(world: World, kind:
     for top in (str(tree), "/data"):
         for name in ("", *PLACES):
             place = os.path.join(top, name)
-            if kind != "podman-rootless":  # which may see no more than was mounted when it was started
+            if kind != "podman-rootless":  # this engine may see only the mounts of its start
                 assert await sandbox.read(f"{place}/file") == f"{name}\n".encode()
             written = await sandbox.exec(["touch", f"{place}/new"], seconds=30)
             assert b"Read-only file system" in written.stderr, place

@@ -1,4 +1,4 @@
-"""What the kernel holds for a sandbox's netlink sockets: no control group counts it, and the tool server bounds it."""
+"""The kernel's memory for a sandbox's netlink sockets. No control group counts it, so the tool server limits it."""
 
 from __future__ import annotations
 

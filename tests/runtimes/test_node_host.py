@@ -1,4 +1,5 @@
-"""What sandboxes of a node share: opened once, each by itself, and closed in reverse."""
+"""The parts that a node's sandboxes share. Each is opened once, independently of the others, and they are closed in
+reverse order."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from outrider.sandbox.runtimes.node_host import Host
 
 
 class Parts:
-    """Two kinds of parts, and what became of them. The first opens when it may."""
+    """Two kinds of parts, and a record of what is opened and closed. `slow` opens after `may` is set."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -1,4 +1,5 @@
-"""One OCI image, made of this machine's own files: no registry has ever seen it, and every kind of sandbox runs it."""
+"""One OCI image runs in namespace sandboxes, in Apptainer and in every container engine. It is made of this machine's
+own files and is in no registry."""
 
 from __future__ import annotations
 
@@ -28,20 +29,20 @@ OCI = "application/vnd.oci.image"
 
 
 class Layout:
-    """The members of an archive: an OCI image layout, with the list that `docker load` goes by beside it."""
+    """The members of an archive: an OCI image layout, and beside it the list that `docker load` reads."""
 
     def __init__(self) -> None:
         self.members: dict[str, bytes] = {"oci-layout": b'{"imageLayoutVersion": "1.0.0"}'}
 
     def blob(self, kind: str, data: bytes) -> dict[str, str | int]:
-        """Its descriptor."""
+        """Add a blob. Returns its descriptor."""
         digest = hashlib.sha256(data).hexdigest()
         self.members[f"blobs/sha256/{digest}"] = data
         return {"mediaType": f"{OCI}.{kind}", "digest": f"sha256:{digest}", "size": len(data)}
 
     def archive(self, path: Path) -> None:
         with tarfile.open(path, "w") as archive:
-            for name in ("blobs", "blobs/sha256"):  # Apptainer makes no folder that is not named
+            for name in ("blobs", "blobs/sha256"):  # Apptainer makes no folder that is not in the archive
                 folder = tarfile.TarInfo(name)
                 folder.type, folder.mode = tarfile.DIRTYPE, 0o755
                 archive.addfile(folder)
@@ -52,7 +53,7 @@ class Layout:
 
 
 def layer() -> bytes:
-    """A few programs, and in /opt/tool one that the image's PATH leads to."""
+    """Return a layer with a few programs, and another one in /opt/tool, a folder of the image's PATH."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         archive.add(sif_images.root(), ".", filter=engines.of_root)

@@ -47,7 +47,7 @@ IdFiles = Mapping[str, Path]
 
 @pytest.fixture
 def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
-    """Imports a small root with these entries as the image `theirs`."""
+    """A function that imports a small root with the given entries as the image `theirs`, and returns this name."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
 
     def make(*entries: tuple[str, Any, int, int, int]) -> str:
@@ -75,7 +75,8 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
 
 @pytest.fixture
 def ranges(tmp_path: Path, world: World) -> IdFiles:
-    """The ids that are set aside for this user. Root may use any; others have those of the machine, or none."""
+    """The files with the id ranges of this user. Root gets a range from the test. Other users have the machine's
+    ranges; without these, the test is skipped."""
     if os.geteuid() == 0:
         file = tmp_path / "ranges"
         file.write_text("0:700000:65536\n")
@@ -102,11 +103,11 @@ async def test_files_have_their_owners(world: World, imported: Import, ranges: I
     image = imported(*ENTRIES)
     sandbox = await world.start("namespace", image=image, workdir="/")
     assert await said(sandbox, LIST) == THEIRS
-    # Root may change all of them, as in a container.
+    # Root may change all of these files, as in a container.
     assert (
         await said(sandbox, "echo more >> /srv/db/file && chown 7:8 /srv/db/file && cat /srv/db/file") == "secretmore\n"
     )
-    # In the store, the files belong to the user of the store, so that the store can remove them.
+    # In the store, the files belong to the user of the store, who can then remove them.
     root = ImageStore().root(ImageStore().image(image))
     status = (root / "srv/tool").stat()
     assert (status.st_uid, status.st_mode & 0o7777) == (os.geteuid(), 0o755)
@@ -124,7 +125,7 @@ async def test_one_user_by_the_tasks_own_word(world: World, imported: Import, no
 async def test_an_image_of_another_machine_where_ids_are_missing(
     world: World, imported: Import, no_ranges: IdFiles
 ) -> None:
-    """The session fails, and the task is refused: nothing is graded."""
+    """The start of the session's sandbox fails, and the check of the task refuses the task."""
     spec: dict[str, Any] = {"image": imported(*ENTRIES), "workdir": "/"}
     because = (
         r"'theirs' has /srv/db of a user \(id 101\), so its sandboxes need several users, and .* sets no 65535 ids"
@@ -148,7 +149,7 @@ def test_apptainer_has_one_user(imported: Import) -> None:
 
 
 async def test_a_base_image_needs_no_other_ids(world: World, imported: Import, no_ranges: IdFiles) -> None:
-    """Caches of apt, groups of system files and an unused account are in most base images."""
+    """Most base images have caches of apt, groups of system files and an account that is not used."""
     image = imported(
         ("etc/passwd", b"root:x:0:0::/:/bin/sh\n_apt:x:42:65534::/:/bin/sh\n", 0o644, 0, 0),
         ("var/cache/apt/partial", None, 0o700, 42, 0),
@@ -179,7 +180,7 @@ async def test_owners_that_a_sandbox_cannot_have(
 
 
 async def test_their_room_is_not_the_tasks(world: World, imported: Import, ranges: IdFiles) -> None:
-    """A task may write as much as it names, however much the image gives to others."""
+    """A task may write up to its limit, however much the files of other owners take."""
     image = imported(("data", bytes(8 << 20), 0o600, 101, 0))
     sandbox = await world.start("namespace", image=image, workdir="/", resources={"disk_mb": 4})
     assert "2097152 bytes" in await said(sandbox, "dd if=/dev/zero of=/mine bs=1M count=2")
@@ -189,7 +190,8 @@ async def test_their_room_is_not_the_tasks(world: World, imported: Import, range
 async def test_a_saved_layer_keeps_owners_and_links(world: World, imported: Import, ranges: IdFiles) -> None:
     image = imported(*ENTRIES)
     sandbox = await world.start("namespace", image=image, workdir="/")
-    # A folder of the agent's becomes a link to another folder: nothing of the image's owners may reach through it.
+    # The agent replaces a folder by a link to another folder. The owners from the image must not reach the other
+    # folder.
     change = (
         "rm -rf /srv/db && mkdir /etc/db && echo mine > /etc/db/file && ln -s /etc/db /srv/db && chown -h 9:9 /srv/db"
     )
@@ -228,7 +230,7 @@ def postgresql(root: Path) -> str:
 async def test_postgresql_runs_in_an_image_where_a_step_made_its_database(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: IdFiles
 ) -> None:
-    """PostgreSQL refuses to run as root, and over a folder of another user."""
+    """PostgreSQL refuses to run as root, and refuses a database folder of another user."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     root = small_root(tmp_path / "small")
     programs = postgresql(root)
@@ -243,7 +245,7 @@ async def test_postgresql_runs_in_an_image_where_a_step_made_its_database(
     (tmp_path / "Dockerfile").write_text(
         f"FROM small\nRUN mkdir /db && chown -R postgres /db && {by} {programs}/initdb --no-locale -A trust -D /db\n"
     )
-    for kind, file in ranges.items():  # of the host that the build makes
+    for kind, file in ranges.items():  # the build makes a host with these
         monkeypatch.setitem(ID_FILES, kind, file)
     await asyncio.to_thread(build_image, tmp_path, store, name="task")
     sandbox = await world.start("namespace", image="task", workdir="/")
@@ -252,6 +254,6 @@ async def test_postgresql_runs_in_an_image_where_a_step_made_its_database(
     assert "server started" in await said(sandbox, start)
     ask = f"{programs}/psql -h /db -U postgres -tAc 'select 6 * 7'"
     assert await said(sandbox, ask) == "42\n"
-    # With one user, as in any image before: a failure that an agent cannot mend.
+    # With one user, PostgreSQL does not start, a failure that an agent cannot repair.
     alone = await world.start("namespace", image="task", workdir="/", users=1)
     assert "server started" not in await said(alone, start)

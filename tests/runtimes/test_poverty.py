@@ -1,4 +1,5 @@
-"""A sandbox whose programs take away what its tool server needs: that is told, and changes nothing silently."""
+"""A sandbox whose programs use up what its tool server needs. The failure is reported, and no result is silently
+wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from .test_leaks import at_most, first_process
 from .world import World, snapshot
 
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))"
-"""Else a program has its tool server's."""
+"""Without this, a program has its tool server's limit."""
 CALL = """
 import socket, time
 def connect():
@@ -72,17 +73,17 @@ RESTART = {
     "python": "import os; os.write(4, b'\\xff' * 100)",
     "bash": "trap '' INT; while :; do sleep 0.1; done",
 }
-"""Inputs whose shell is killed and started again."""
+"""Inputs after which the shell is killed and started again."""
 
 
 def impoverish(number: int) -> None:
-    """Let the tool server of the only sandbox have no more descriptors than that."""
+    """Set the limit of open files of the only sandbox's tool server."""
     hard = resource.prlimit(first_process(), resource.RLIMIT_NOFILE)[1]
     resource.prlimit(first_process(), resource.RLIMIT_NOFILE, (number, hard))
 
 
 async def until_closed(sandbox: Runtime) -> None:
-    """Until the connections that a program has left are ended by the tool server too, when its loop comes to them."""
+    """Wait until the tool server has ended the connections that a program has left, too."""
     impoverish(1000)
     for _ in range(1000):
         told = (await sandbox.exec("cat /proc/net/tcp", seconds=10)).stdout.decode()
@@ -98,7 +99,7 @@ async def python(sandbox: Runtime, program: str) -> ExecResult:
 
 
 async def test_a_snapshot_for_want_of_descriptors_fails(world: World) -> None:
-    """However many are missing: it has all, or it is none."""
+    """The snapshot is complete or fails, however many descriptors are missing."""
     sandbox = await world.start("namespace")
     await sandbox.exec("mkdir -p t/a/b; echo x | tee t/1 t/a/2 > t/a/b/3", seconds=20)
     failed = 0
@@ -116,21 +117,21 @@ async def test_a_snapshot_for_want_of_descriptors_fails(world: World) -> None:
 
 
 def descriptors() -> set[int]:
-    """The descriptors that the tool server of the only sandbox has open."""
+    """Return the open descriptors of the only sandbox's tool server."""
     if os.geteuid():
         pytest.skip("only root can list the descriptors of a process that is not dumpable")
     return set(map(int, os.listdir(f"/proc/{first_process()}/fd")))
 
 
 def leave(number: int) -> None:
-    """Let the tool server of the only sandbox open only so many more descriptors."""
+    """Let the tool server of the only sandbox open only `number` more descriptors."""
     free = itertools.filterfalse(descriptors().__contains__, itertools.count())
     impoverish(next(itertools.islice(free, number, None)))
 
 
 async def failed_restart(sandbox: Runtime, shell: Shell, kind: str) -> bool:
-    """Make the shell's restart fail, if it fails: then the shell is dead, its result says so, nothing of it is left
-    open, and the sandbox goes on. Returns whether it failed."""
+    """Run an input after which the shell is started again. If the new start fails, the shell is dead and its result
+    says so. The sandbox works in any case. Returns whether the new start failed."""
     output = (await shell.run(RESTART[kind], seconds=0.1 if kind == "bash" else 30)).output
     impoverish(1000)
     failed = "could not be started anew: " in output
@@ -183,10 +184,10 @@ async def test_a_shell_that_cannot_be_started_anew_for_want_of_processes(world: 
 
 @pytest.mark.deep
 async def test_a_command_without_descriptors_ends_at_its_time_limit(world: World) -> None:
-    """The tool server looks for the command's processes in /proc, which takes a descriptor."""
+    """The tool server looks for the command's processes in /proc, which needs a descriptor."""
     sandbox = await world.start("namespace")
     running = asyncio.create_task(sandbox.exec("touch begun; sleep 4106", seconds=3))
-    while not await sandbox.glob("begun"):  # noqa: ASYNC110  # nothing tells of it
+    while not await sandbox.glob("begun"):  # noqa: ASYNC110  # there is no event for it
         await asyncio.sleep(0.01)
     leave(0)
     assert (await running).timed_out
@@ -200,7 +201,7 @@ def test_what_cannot_be_opened_for_want_of_descriptors_is_not_left_out(tmp_path:
     (tmp_path / "file").touch()
     folder = os.open(tmp_path, os.O_RDONLY)
     with tarfile.open(fileobj=io.BytesIO(), mode="w|") as archive, at_most(0):
-        last = os.dup(folder)  # to count them took one
+        last = os.dup(folder)  # takes the descriptor that was in use while `at_most` counted
         with pytest.raises(OSError, match="Too many open files"):
             Packer(archive, lambda *_: None).add_tree(folder, name, "t")
     os.close(last)
@@ -215,7 +216,7 @@ async def test_a_bridge_without_descriptors_ends_nothing_but_the_connection(worl
     async with world.gateway(idle):
         sandbox = await world.start("namespace")
         program = CALL.format(port=urlsplit(sandbox.endpoint).port, number=150)
-        for most in (101, 102, 500):  # a pair is two: for one of them, or for the whole, there is none left
+        for most in (101, 102, 500):  # a pair is two sockets: none is left for one of them, or for both
             await until_closed(sandbox)
             impoverish(most)
             result = await python(
@@ -232,7 +233,7 @@ async def test_only_so_many_connections_are_bridged_at_once(world: World) -> Non
         port = urlsplit(sandbox.endpoint).port
         program = CALL.format(port=port, number=MAX_PAIRS + 20)
         assert (await python(sandbox, f"{program}\nprint(ended)")).stdout == b"20\n"
-        for _ in range(3):  # those that have ended do not count
+        for _ in range(3):  # connections that have ended do not count
             program = CALL.format(port=port, number=MAX_PAIRS)
             assert (await python(sandbox, f"{program}\nprint(ended)")).stdout == b"0\n"
 
@@ -263,7 +264,7 @@ def test_how_many_descriptors_a_program_has(soft: int, hard: int, most: int) -> 
 
 @pytest.fixture
 def plenty() -> Iterator[None]:
-    """As `outrider serve`, this process takes what it may have."""
+    """Raise this process's limit of open files, as `outrider serve` does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 16), hard))
     yield
@@ -272,7 +273,7 @@ def plenty() -> Iterator[None]:
 
 @pytest.mark.usefixtures("plenty")
 async def test_descriptors_on_their_way_in_a_sandbox_keep_none_from_the_node(world: World) -> None:
-    """The kernel counts them for the user; root may have any number."""
+    """The kernel counts descriptors in transit for each user. Root may have any number."""
     sandbox = await world.start("namespace")
     shell = await sandbox.open_shell()
     await sandbox.write("flood.py", FLOOD.encode())

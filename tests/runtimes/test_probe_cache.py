@@ -1,4 +1,4 @@
-"""What a machine has is probed once, and what it lacks again after a while."""
+"""A feature of the machine is probed once. A missing feature is probed again after a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.sandbox.runtimes.probe_cache import ProbeCache
 
 
 class Probe:
-    """Fails as long as `broken`."""
+    """A probe that fails as long as `broken` is True."""
 
     def __init__(self, *, broken: bool) -> None:
         self.broken = broken

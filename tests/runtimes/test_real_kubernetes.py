@@ -1,4 +1,4 @@
-"""The runtime `kubernetes` with a real API server: its checks of our pods, its rights, its quotas, its watches."""
+"""The runtime `kubernetes` with a real API server: its checks of pods, its rights, its quotas, its watches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def echo(sandbox: Runtime) -> str:
 
 
 async def test_a_session_of_a_sandbox(world: World, cluster: RealCluster) -> None:
-    """Create, watch, enter, files, large output, stop; with the least rights."""
+    """Create, watch, exec, files, large output and stop work with the least rights."""
     sandbox = await start(world, resources={"memory_mb": 512, "cpus": 0.5}, env={"A": "b"})
     assert await echo(sandbox) == "hello"
     [pod] = await cluster.pods()
@@ -86,7 +86,7 @@ async def test_its_own_form_of_a_user(world: World, cluster: RealCluster) -> Non
 async def test_a_quota(world: World, cluster: RealCluster) -> None:
     path = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
     await cluster.call("POST", path, {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}})
-    # In a cluster a controller copies the limits into the status.
+    # In a real cluster, a controller copies the limits into the status.
     status = {"status": {"hard": {"pods": "1"}, "used": {"pods": "0"}}}
     await cluster.call("PATCH", f"{path}/few/status", status, kind="application/merge-patch+json")
     world.host.pods = PodsConfig(queue_seconds=3)

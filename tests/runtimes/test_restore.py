@@ -1,4 +1,4 @@
-"""Files of one sandbox put back in another, by archives that are honest and by some that are not."""
+"""Files of one sandbox are restored in another one, from honest and from malicious archives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .world import World, snapshot
 
 
 def traces(pid: int) -> tuple[int, str]:
-    """The number of a process's descriptors, and its children."""
+    """Return the number of a process's descriptors, and its children."""
     return len(os.listdir(f"/proc/{pid}/fd")), Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
@@ -31,7 +31,7 @@ SHOW = "find . -mindepth 1 -printf '%P %y %l\\n' | sort"
 
 
 async def carried(world: World, kind: str, archive: bytes, *paths: str, before: str = "true") -> Runtime:
-    """A new sandbox in which `before` was run, then the archive put back."""
+    """Return a new sandbox in which `before` was run and the archive was then restored."""
     sandbox = await world.start(kind)
     assert (await sandbox.exec(before, seconds=10)).exit_code == 0
     await put_back(world, sandbox, archive, *paths)
@@ -45,7 +45,8 @@ async def put_back(world: World, sandbox: Runtime, archive: bytes, *paths: str) 
 
 
 def tar(*members: tuple[str, Any]) -> bytes:
-    """Members by name: bytes of a file, None for a folder, a TarInfo's fields for anything else."""
+    """Return an archive. Each member has a name, and bytes for a file, None for a folder, or fields of a TarInfo for
+    anything else."""
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, what in members:
@@ -183,7 +184,7 @@ async def test_a_broken_archive_is_a_failure_of_the_sandbox(world: World, kind: 
 
 
 class HeldExecutor(ThreadPoolExecutor):
-    """Threads of an event loop. Job number `last` and those after it wait until they may `go`."""
+    """The threads of an event loop. Job number `last` and all jobs after it wait for `go`."""
 
     def __init__(self, last: int) -> None:
         super().__init__(4)
@@ -200,7 +201,7 @@ class HeldExecutor(ThreadPoolExecutor):
 
 @pytest.mark.parametrize("job", [3, 4])
 async def test_a_restore_that_is_cancelled_between_two_calls_leaves_nothing(world: World, job: int) -> None:
-    """Jobs: to open the archive, to read a piece, to read another piece, and so on."""
+    """The jobs open the archive, read a piece, read another piece, and so on."""
     sandbox = await world.start("namespace")
     file = world.folder / "archive"
     file.write_bytes(tar(("work/t/a", b"x" * 9_000_000)))
@@ -214,7 +215,7 @@ async def test_a_restore_that_is_cancelled_between_two_calls_leaves_nothing(worl
     with pytest.raises(asyncio.CancelledError):
         await restoring
     async with asyncio.timeout(30):
-        while traces(first_process()) != left:  # noqa: ASYNC110  # nothing tells of it
+        while traces(first_process()) != left:  # noqa: ASYNC110  # there is no event for it
             await asyncio.sleep(0.01)
     await sandbox.restore(file, ["t"])
     assert len(await sandbox.read("t/a")) == 9_000_000

@@ -1,4 +1,4 @@
-"""The namespace runtime as it is meant to be run: by an ordinary user. Its tests again, in that user's name."""
+"""An ordinary user runs the tests of the namespace runtime again, because the runtime is meant for ordinary users."""
 
 from __future__ import annotations
 

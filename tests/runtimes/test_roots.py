@@ -1,4 +1,5 @@
-"""What images, tasks and agents put where a sandbox's own things are mounted: none of it leads to the host."""
+"""Links and files that images, tasks and agents put where a sandbox's own files are mounted. None of them leads to the
+host."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ async def reaches_nothing(sandbox: Runtime, folder: Path) -> None:
 
 
 def host_files(folder: Path) -> set[str]:
-    """All below a folder of the host that sandboxes have no business in."""
+    """Return all paths below a folder of the host that no sandbox may use."""
     return {str(Path(above, name)) for above, folders, files in os.walk(folder) for name in (*folders, *files)}
 
 
@@ -49,7 +50,7 @@ async def test_an_image_with_links_in_the_place_of_folders(world: World, folder:
         place.rename(root / "moved")
     place.symlink_to(aim)
     sandbox = world.create("namespace", rootfs=str(root))
-    with contextlib.suppress(RuntimeFailure):  # it may refuse to start
+    with contextlib.suppress(RuntimeFailure):  # the sandbox may refuse to start
         await sandbox.start()
         await reaches_nothing(sandbox, folder)
 

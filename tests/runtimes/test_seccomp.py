@@ -1,4 +1,4 @@
-"""The system-call filter, carried out by a machine of our own for every kind of call that it tells apart."""
+"""The system-call filter, run by an interpreter of the tests for every kind of call that the filter distinguishes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def number_of(name: str, machine: str) -> int:
 
 
 def verdict(code: bytes, machine: str, number: int, *words: int) -> int:
-    """What the filter says to a call with these arguments, of 64 bits each; fails when a jump leaves the program."""
+    """Return the filter's verdict on a call with these arguments of 64 bits each. Fails if a jump leaves the
+    program."""
     steps = list(struct.iter_unpack("HBBI", code))
     data = {
         seccomp.AT_NUMBER: number,
@@ -189,16 +190,17 @@ def test_no_connection_is_made_by_sending(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_who_else_can_be_slowed_or_limited(machine: str) -> None:
-    """Not the first process of a sandbox, nor the tool server's; and where the host's processes have numbers, none."""
+    """A program can change the scheduling and limits neither of its sandbox's first process nor of the tool server.
+    Where it sees the host's processes, it can change only its own."""
     codes = (seccomp.program(machine, server=7), seccomp.program(machine, True))
     for name in ("sched_setscheduler", "sched_setparam", "sched_setattr", "sched_setaffinity"):
         for pid, expected in ((0, [ALLOW, ALLOW]), (1, [EPERM, EPERM]), (7, [EPERM, EPERM]), (8, [ALLOW, EPERM])):
-            for word in (pid, pid | 5 << 32):  # the kernel looks at 32 bits
+            for word in (pid, pid | 5 << 32):  # the kernel reads only 32 bits
                 assert [verdict(code, machine, number_of(name, machine), word) for code in codes] == expected, name
     for name, kinds in (("setpriority", (0, 1, 2)), ("ioprio_set", (1, 2, 3))):
         for kind, who in itertools.product(kinds, (0, 1, 7, 8)):
             expected = [ALLOW if who in (0, 8) else EPERM, ALLOW if who == 0 else EPERM]
-            expected = [EPERM, EPERM] if kind == kinds[-1] else expected  # of a user: whoever that reaches
+            expected = [EPERM, EPERM] if kind == kinds[-1] else expected  # by user id: any number of processes
             assert [verdict(code, machine, number_of(name, machine), kind, who) for code in codes] == expected
     for pid, new in itertools.product((0, 1, 7, 8), (0, 0x7FFF12345678, 0x7FFF00000000, 0x1000)):
         expected = [ALLOW if pid in (0, 8) or not new else EPERM, ALLOW if pid == 0 or not new else EPERM]

@@ -1,4 +1,4 @@
-"""A sandbox without bash: commands and the live shell go to its sh, whichever that is."""
+"""A sandbox without bash: commands and the live shell use its sh, whichever program that is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAMS = ("cat", "echo", "env", "grep", "head", "ls", "mkdir", "setsid", "slee
 # .ci/run installs busybox before the deep tests.
 @pytest.fixture(params=["dash", pytest.param("busybox", marks=pytest.mark.deep)])
 async def bare(request: pytest.FixtureRequest, world: World, folder: Path) -> Runtime:
-    """A PATH with a plain sh and a few programs."""
+    """A sandbox whose PATH has a plain sh and a few programs."""
     shell = shutil.which(request.param)
     if shell is None:
         pytest.skip(f"no {request.param} on this machine")
@@ -71,8 +71,9 @@ async def test_a_time_limit_kills_the_foreground_job_only(bare: Runtime) -> None
 
 @pytest.mark.deep
 async def test_a_time_limit_ends_what_the_shell_itself_does(bare: Runtime, request: pytest.FixtureRequest) -> None:
-    """The state is kept. The sh of busybox, one time in 150, leaves its memory allocator by a jump out of its signal
-    handler, and then waits for the allocator's lock for ever: it is started anew, and the input's result says so."""
+    """The shell keeps its state. One time in 150, busybox's sh leaves its memory allocator by a jump out of its signal
+    handler, and then waits for the allocator's lock for ever. The shell is then started again, and the input's result
+    says so."""
     shell = await bare.open_shell()
     for _ in range(3):
         await shell.run("X=kept", seconds=10)

@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 VARIABLE = "SANDBOX_SLURM"
 KINDS = ("namespace", "apptainer")
 MARK = "4003"
-"""So many seconds the programs of a job's sandboxes sleep."""
+"""The number of seconds for `sleep` in the sandboxes of a job."""
 
 
 @pytest.fixture(scope="module")
 def user() -> Iterator[str]:
-    """Whose jobs they are."""
+    """The name of the ordinary user who runs the jobs."""
     if VARIABLE not in os.environ:
         pytest.skip(f"{VARIABLE} is not set: .ci/sandboxes FILE starts a Slurm and writes it to FILE")
     with ordinary_user(os.environ[VARIABLE]) as name:
@@ -51,12 +51,12 @@ def cancel(user: str, *options: str) -> None:
 
 
 def wait_for_none(user: str) -> None:
-    """Until nothing runs on this machine in this user's name, in whatever namespaces."""
+    """Wait until no process of this user runs on this machine, in any namespace."""
     wait_until(lambda left: not left, user)
 
 
 def wait_until(seen: Callable[[list[str]], bool], user: str) -> None:
-    """Until this user's processes are as wanted."""
+    """Wait until `seen` returns True for the user's processes."""
     end = time.monotonic() + 15
     while not seen(found := processes_of(user)):
         assert time.monotonic() < end, found
@@ -64,18 +64,18 @@ def wait_until(seen: Callable[[list[str]], bool], user: str) -> None:
 
 
 def processes_of(user: str) -> list[str]:
-    """Their command lines."""
+    """Return the command lines of the user's processes."""
     line = f"\nUid:\t{pwd.getpwnam(user).pw_uid}\t"
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # of one that has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             if line in (process / "status").read_text():
                 found.append((process / "cmdline").read_text(errors="replace").replace("\0", " "))
     return found
 
 
 def test_sandboxes_in_a_job(job: list[str]) -> None:
-    """They keep their contract there, as everywhere."""
+    """Sandboxes in a job pass the tests of the contract, of limits and of leaks."""
     wanted = " or ".join(f"[{kind}" for kind in kinds())
     files = ["runtimes/test_contract.py", "runtimes/test_limits.py", "runtimes/test_leaks.py"]
     told = run_tests(job, files, "-m", "real or not real", "-k", wanted, seconds=280)
@@ -84,13 +84,13 @@ def test_sandboxes_in_a_job(job: list[str]) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--signal=KILL",)], ids=["asked", "killed"])
 def test_a_job_that_is_cancelled(user: str, job: list[str], options: Sequence[str]) -> None:
-    """By a word that its program may heed, or by force: nothing of its sandboxes is left."""
+    """A signal that the program may handle, or SIGKILL, ends the job. Nothing of its sandboxes is left."""
     command = [*job, "-m", "runtimes.busy_job", MARK, *kinds()]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         try:
             assert running.stdout.readline() == "busy\n", running.communicate()[1]
-            # They begin in the background: each is `setsid` before it is `sleep`.
+            # The programs start in the background: each is `setsid` before it is `sleep`.
             wait_until(lambda found: found.count(f"sleep {MARK} ") == len(kinds()), user)
             cancel(user, *options)
             running.communicate(timeout=30)

@@ -1,4 +1,4 @@
-"""A sandbox's start and stop, where its launch is slow, is cut off, or cannot be undone."""
+"""The start and the stop of a sandbox whose launch is slow, is cut off, or cannot be undone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .world import KindOf, World
 
 
 class SlowLaunch:
-    """It waits in its middle; `undo` is waited for too when it is undone."""
+    """A launch that waits in its middle. Undoing it waits for `undo`."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -41,7 +41,7 @@ class SlowLaunch:
 
 
 async def test_a_stop_never_raises(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Though one part is not undone, for a reason that nobody has thought of; the others are."""
+    """One part cannot be undone, for a reason that nobody expected. The other parts are undone."""
     steps: list[str] = []
 
     async def odd() -> None:

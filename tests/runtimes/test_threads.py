@@ -1,4 +1,5 @@
-"""Programs whose first thread has ended while others run: for the kernel's tables a zombie, and yet alive."""
+"""Programs whose first thread has ended while others run. The kernel lists such a process as a zombie, but it is
+alive."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ async def sandbox(request: pytest.FixtureRequest, world: World) -> Runtime:
 
 
 def alive(pid: int) -> bool:
-    """Whether any thread of it is."""
+    """Return whether a thread of the process still runs. The first thread, which has ended, does not count."""
     try:
         return len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
@@ -97,7 +98,7 @@ async def test_it_is_found_by_its_mark(tmp_path: Path) -> None:
     try:
         async with asyncio.timeout(20):
             while await asyncio.to_thread(state, program.pid) != "Z":
-                """It goes on without its first thread."""
+                """The first thread has not ended yet."""
         assert marked(mark) == {program.pid}
         assert await asyncio.to_thread(kill_marked, mark, seconds=20) == 0
         assert not alive(program.pid)

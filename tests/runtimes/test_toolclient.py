@@ -1,4 +1,4 @@
-"""The host's end against servers that misbehave."""
+"""The host's end of the connection to a tool server, against servers that misbehave."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def raw(body: bytes) -> bytes:
 
 
 class Peer:
-    """The far end of a client's connection, played by the test."""
+    """The server's end of a client's connection, played by the test."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
@@ -133,7 +133,7 @@ async def test_cancellation_waits_for_the_end_inside(pair: tuple[ToolClient, Pee
 
 async def test_a_cancellation_that_comes_with_the_reply_waits_for_nothing(pair: tuple[ToolClient, Peer]) -> None:
     client, peer = pair
-    stop_time()  # a wait for a second reply would stand still
+    stop_time()  # with stopped time, a wait for a second reply would not end
     task = asyncio.create_task(client.call("exec", {}, Done))
     call, _, _ = await peer.request()
     client.data_received(frame(call, "ok", {}))
@@ -147,7 +147,7 @@ async def test_a_cancellation_that_comes_with_the_reply_waits_for_nothing(pair: 
 async def test_a_server_that_sends_more_parts_than_asked_for_is_dropped(
     pair: tuple[ToolClient, Peer], size: int
 ) -> None:
-    """Also of empty ones, each of which costs something."""
+    """Empty parts count, too, because each of them costs something."""
     client, peer = pair
     parts: list[bytes] = []
     flood = frame(1, "part", {"data": b"x" * size}) * 30
@@ -189,7 +189,7 @@ async def test_what_a_server_says_of_an_error_is_cut(pair: tuple[ToolClient, Pee
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
 async def test_a_client_closed_while_it_opens_leaves_nothing(turns: int) -> None:
-    """Not a transport, nor a callback for a descriptor that is another's by then."""
+    """No transport is left, and no callback for a descriptor that has another owner by then."""
     faults: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     ours, theirs = socket.socketpair()
@@ -222,7 +222,7 @@ async def test_arguments_that_cannot_be_sent_are_a_failure_of_their_call(pair: t
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_a_client_whose_opening_is_cancelled_is_lost(turns: int) -> None:
-    """On a service's loop, whose transports take longer to close."""
+    """The test runs on the event loop of a service (uvloop), whose transports take longer to close."""
     uvloop = pytest.importorskip("uvloop")
 
     async def cancelled() -> None:
@@ -246,7 +246,7 @@ def test_a_client_whose_opening_is_cancelled_is_lost(turns: int) -> None:
 async def test_a_server_that_does_not_answer_is_stuck_and_one_whose_answer_lies_there_is_not(
     pair: tuple[ToolClient, Peer],
 ) -> None:
-    """Also after the whole loop has been held up for longer than the call might take."""
+    """The event loop may also be blocked for longer than the call may take."""
     stop_time()
     client, peer = pair
     async with asyncio.TaskGroup() as group:

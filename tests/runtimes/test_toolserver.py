@@ -1,4 +1,4 @@
-"""The tool server itself: its memory, its end, and the program that it is put together from."""
+"""The tool server itself: its memory, its end, and its live shells."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(180)
 
 FLOOD = "echo first; head -c {} /dev/zero; echo last"
 ROOM = 7 * MAX_OUTPUT
-"""What is kept, while it is put together and sent."""
+"""Bytes of memory for the kept output, including its copies while it is put together and sent."""
 
 
 @pytest.fixture(params=["process", "namespace"])
@@ -40,7 +40,8 @@ async def sandbox(request: pytest.FixtureRequest, world: World) -> Runtime:
 
 
 async def peak(sandbox: Runtime) -> int:
-    """The most memory that the tool server has had, in bytes: it is the parent of what it starts."""
+    """Return the peak memory of the tool server in bytes. The tool server is the parent of the programs that it
+    starts."""
     status = (await sandbox.exec("cat /proc/$PPID/status", seconds=30)).stdout.decode()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return int(fields["VmHWM"].split()[0]) << 10
@@ -103,7 +104,7 @@ async def test_a_server_ends_itself_and_all_it_started_after_its_lifetime(tmp_pa
         with pytest.raises(RuntimeFailure, match="end of its lifetime"):
             await server.tools.call("exec", args, ExecDone)
         async with asyncio.timeout(30):
-            while server.tools.loss is None:  # noqa: ASYNC110  # the end of the connection is the server's death
+            while server.tools.loss is None:  # noqa: ASYNC110  # the connection ends when the server dies
                 await asyncio.sleep(0.01)
         assert all(dead((tmp_path / name).read_text().strip()) for name in ("pid", "child"))
 
@@ -135,7 +136,7 @@ async def test_a_program_that_is_being_compiled_holds_up_nothing_else(world: Wor
 
 async def test_without_a_python_there_is_no_live_one(world: World) -> None:
     sandbox = await world.start("process", env={"PATH": "/nowhere"})
-    shell = await sandbox.open_shell("python")  # by the interpreter that runs the server
+    shell = await sandbox.open_shell("python")  # the interpreter that runs the server
     assert (await shell.run("1 + 1", seconds=30)).output == "2\n"
 
 
@@ -143,7 +144,7 @@ TRACED = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.ge
 
 
 async def test_a_program_that_is_stopped_for_its_parent_has_not_ended(sandbox: Runtime) -> None:
-    """PTRACE_TRACEME: each signal stops it until its parent, the tool server, says more."""
+    """After PTRACE_TRACEME, each signal stops the program until its parent, the tool server, continues it."""
     result = await sandbox.exec(
         ["python3", "-c", f"open('pid', 'w').write(str(__import__('os').getpid())); {TRACED}"], seconds=20
     )
@@ -152,7 +153,7 @@ async def test_a_program_that_is_stopped_for_its_parent_has_not_ended(sandbox: R
 
 
 class StillLoop:
-    """A loop in which nothing happens by itself, and the connection of its calls."""
+    """A loop in which nothing happens by itself. It is also the connection of its calls."""
 
     def __init__(self) -> None:
         self.timers: dict[object, tuple[float, Callable[[], object]]] = {}
@@ -187,7 +188,7 @@ def test_an_interpreter_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
 
 
 class Listening:
-    """A shell as its program sees it, in its third input."""
+    """The part of a shell that its program uses, in the shell's third input."""
 
     def __init__(self) -> None:
         self.sequence, self.call = 3, 1
@@ -204,7 +205,7 @@ ODD = st.lists(
 
 @given(ODD, st.integers(1, 50), st.booleans())
 def test_whatever_looks_like_the_end_of_an_input_the_real_one_is_found(odd: list[bytes], step: int, far: bool) -> None:
-    """An input can read what its end looks like, and print half of it."""
+    """An input can read its own end mark, and print half of it."""
     shell = Listening()
     bash = Bash(shell)  # type: ignore[arg-type]  # as much of a shell as it uses
     bash.token, bash.begun = b"tok", True

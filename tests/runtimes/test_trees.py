@@ -1,4 +1,4 @@
-"""Trees that were made to be hard to carry: deep ones, and such as change while they are archived."""
+"""Trees that are hard to carry: very deep ones, and trees that change while they are archived."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(180)
 
 DEPTH = 1200
 NAME = "d" * 10
-"""With which a path is longer than the kernel takes."""
+"""DEPTH folders of this name make a path that is longer than the kernel accepts."""
 MAKE = f"import os\nfor _ in range({DEPTH}):\n os.mkdir('{NAME}')\n os.chdir('{NAME}')\nopen('last', 'w').write('deep')"
 LOOK = f"import os\nfor _ in range({DEPTH}):\n os.chdir('{NAME}')\nprint(open('last').read())"
 
@@ -108,7 +108,7 @@ async def test_nothing_runs_while_files_are_carried(world: World, kind: str) -> 
 
 
 class Disturbed(tarfile.TarFile):
-    """The archive of a file that is cut, or grows, when it is about to be added."""
+    """An archive that sets the size of a file to `size` just before the file is added."""
 
     size = 0
     path = Path()

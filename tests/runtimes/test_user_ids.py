@@ -18,7 +18,7 @@ ME = pwd.getpwuid(os.geteuid()).pw_name
 
 @pytest.fixture
 def set_aside(tmp_path: Path) -> Path:
-    """A file that stands for /etc/subuid and /etc/subgid."""
+    """A file in place of /etc/subuid and /etc/subgid."""
     file = tmp_path / "subuid"
     file.write_text(f"other:1000:5\n{ME}:300000:10\n{ME}:400000:65536\n")
     return file
@@ -56,7 +56,8 @@ def test_what_is_missing_is_told(set_aside: Path) -> None:
 
 @pytest.fixture
 def several(world: World, set_aside: Path) -> int:
-    """So many as can be had. Root needs nobody's leave; others newuidmap, and what is really set aside for them."""
+    """A number of user ids. Root takes them from the test's file. Other users need newuidmap and ranges of this
+    machine; without these, the test is skipped."""
     if os.geteuid() == 0:
         world.host.id_files = files_at(set_aside)
     try:
@@ -83,7 +84,7 @@ async def test_owners_can_be_changed_and_others_be_become(world: World, several:
 
 @pytest.fixture
 def beyond(tmp_path: Path) -> Path:
-    """A file that sets more ids aside than there are."""
+    """A file with a range that ends above the largest id."""
     file = tmp_path / "beyond"
     file.write_text(f"{ME}:4294967290:65536\n")
     return file

@@ -1,4 +1,4 @@
-"""What a node's zygote leaves where its start fails, or its end is cut off."""
+"""What a node's zygote leaves if its start fails or its end is cut off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seen(root: Path) -> dict[str, int]:
 
 
 async def skeleton(host: Host) -> dict[str, int]:
-    """What the host's zygote has of one, the moment it is there."""
+    """Return the files and modes of the host's skeleton, at the moment when the zygote is there."""
     zygote = await host.part(ZygoteClient)
     return seen(Path(zygote.host_root.layers[0][0]))
 
@@ -34,7 +34,7 @@ def whole(tmp_path: Path) -> dict[str, int]:
 
 
 async def test_half_a_skeleton_is_never_used(folder: Path, whole: dict[str, int]) -> None:
-    """By a limit on the size of files, at which the first large one fails."""
+    """A limit on the size of files, at which the first large file fails, stops the skeleton half way."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     async with Host(folder) as host:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -52,7 +52,7 @@ async def test_a_skeleton_is_whole_though_its_maker_is_cancelled(folder: Path, w
     async with Host(folder) as host:
         async with asyncio.TaskGroup() as group:
             opening = group.create_task(host.part(ZygoteClient))
-            while not any(folder.glob("skeleton*")):  # noqa: ASYNC110, ASYNC240  # a thread makes it
+            while not any(folder.glob("skeleton*")):  # noqa: ASYNC110, ASYNC240  # a thread makes the folder
                 await asyncio.sleep(0)
             opening.cancel()
         assert opening.cancelled()

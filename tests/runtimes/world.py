@@ -1,4 +1,4 @@
-"""A tiny world for sandboxes: a private folder, a gateway on a Unix socket and a port, and runtimes made in it."""
+"""Surroundings for sandboxes: a private folder, a gateway on a Unix socket and on a port, and runtimes made there."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from support.e2b import E2BProcess
 from . import clusters, engines, sif_images
 
 CONTAINERS = ("docker", "podman", "podman-rootless")
-"""Run by `make test-real`, where `.ci/sandboxes` has started their engines."""
+"""Kinds that `make test-real` runs, where `.ci/sandboxes` has started their engines."""
 IN_CONTAINERS = [
     *(pytest.param(kind, marks=pytest.mark.real) for kind in ("docker", "podman-rootless", "apptainer")),
-    pytest.param("podman", marks=[pytest.mark.real, pytest.mark.nightly]),  # between the first two
+    pytest.param("podman", marks=[pytest.mark.real, pytest.mark.nightly]),  # a mix of the first two
 ]
 POD = pytest.param("kubernetes", marks=pytest.mark.real)
+"""On the fake cluster, whose machine neither limits nor isolates."""
 IN_E2B = pytest.param("e2b", marks=pytest.mark.deep)
-"""On a test cluster, whose machine neither limits nor isolates."""
 ISOLATING = ["namespace", *IN_CONTAINERS]
-"""What keeps programs that nobody trusts apart from the host and from each other."""
+"""Kinds that isolate untrusted programs from the host and from each other."""
 KINDS = {
     "process": "outrider.sandbox.runtimes.host_process.process:ProcessRuntime",
     "process-landlock": "outrider.sandbox.runtimes.host_process.landlock:LandlockRuntime",
@@ -52,7 +52,7 @@ E2B = E2BProcess()
 
 
 async def snapshot(sandbox: Runtime, folder: Path, *paths: str, alone: bool = False) -> bytes:
-    """What a sandbox's snapshot has, by a file in a folder of the test."""
+    """Return a sandbox's snapshot as bytes. `folder` is a folder of the test for the file."""
     target = folder / "snapshot"
     await sandbox.snapshot(paths, target, alone=alone)
     data = target.read_bytes()
@@ -62,7 +62,7 @@ async def snapshot(sandbox: Runtime, folder: Path, *paths: str, alone: bool = Fa
 
 @dataclass(frozen=True)
 class KindOf:
-    """A kind whose sandboxes have a launch of the test's own, and are of the class `sandbox`."""
+    """A kind of runtime with a launch of the test's own. Its sandboxes are of the class `sandbox`."""
 
     launch: Launch | RemoteLaunch
     sandbox: Callable[[Any, RuntimeSpec, SandboxContext], ToolServerSandbox] = ToolServerSandbox
@@ -77,7 +77,7 @@ class KindOf:
 
 
 class World:
-    """Where sandboxes live. `made` are all that were created; the fixture stops them."""
+    """Surroundings for sandboxes. `made` has all sandboxes that were created; the fixture stops them."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -89,12 +89,12 @@ class World:
         self.environment = pytest.MonkeyPatch()
 
     def create(self, kind: str, **fields: Any) -> Runtime:
-        """A sandbox that has not started."""
+        """Return a sandbox that has not started."""
         module, name = KINDS[kind].split(":")
         runtime: RuntimeKind = getattr(importlib.import_module(module), name)
         if module == "runtimes.engines":
             fields = {"image": engines.prepared(kind, self.environment), **fields}
-            self.folder.chmod(0o711)  # what an engine of another user mounts, it must be able to reach
+            self.folder.chmod(0o711)  # an engine of another user must be able to reach what it mounts
         if kind == "e2b":
             for variable, value in E2B.start().items():
                 self.environment.setenv(variable, value)
