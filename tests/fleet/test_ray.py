@@ -1,5 +1,5 @@
-"""A Ray cluster of three machines, each in a network namespace of its own: one is cut off and one dies while sessions
-run. Needs root, `ip` and Ray."""
+"""Sessions on a Ray cluster of three machines complete although one machine is cut off and another one dies. Each
+machine is a network namespace. Needs root, `ip` and Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outrider.schemas import GroupView
 from support.tokenizer import write_tokenizer
 
 pytestmark = [
-    pytest.mark.trainers,  # whose packages bring Ray along
+    pytest.mark.trainers,  # Ray is installed with the trainers' packages
     pytest.mark.timeout(420),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root, and `ip`"),
@@ -50,7 +50,8 @@ def ip(*words: str) -> str:
 
 @contextmanager
 def machines() -> Iterator[list[str]]:
-    """Network namespaces on one bridge, which this machine is on, too, as .254."""
+    """Create one network namespace per machine, all on one bridge, and yield their names. The host has the address .254
+    on the bridge."""
     tag = f"or{os.getpid() % 100_000}"
     names = [f"{tag}n{number}" for number in range(MACHINES)]
     with ExitStack() as undo:
@@ -77,7 +78,7 @@ def machines() -> Iterator[list[str]]:
 
 
 def kill_all(name: str) -> None:
-    """All processes of a machine, at once."""
+    """Kill all processes of a machine."""
     while pids := ip("netns", "pids", name).split():
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -101,7 +102,7 @@ class Cluster:
         }
 
     def run(self, number: int, *command: str) -> subprocess.Popen[bytes]:
-        """On one of the machines."""
+        """Start a command on machine `number`. Its output goes to a log file."""
         log = self._folder / f"{number}-{len(list(self._folder.glob('*.log')))}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -132,13 +133,13 @@ class Cluster:
             assert started.wait(120) == 0, self.said()
 
     def said(self) -> str:
-        """The ends of all logs."""
+        """Return the end of every log."""
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self._folder.glob("*.log")))
 
 
 @asynccontextmanager
 async def joined(cluster: Cluster, folder: Path) -> AsyncIterator[AsyncClient]:
-    """A service on the first machine, and all machines as nodes of it."""
+    """Start the service on the first machine and join all machines as its nodes. Yields a client."""
     script = folder / "script.json"
     script.write_text(json.dumps({"replies": ["hello"]}))
     settings = ["--engine", f"scripted={script}", "--tokenizer", str(write_tokenizer(folder / "tokenizer"))]
@@ -163,10 +164,10 @@ async def joined(cluster: Cluster, folder: Path) -> AsyncIterator[AsyncClient]:
 
 
 async def until(client: AsyncClient, is_so: Any) -> set[str]:
-    """Returns the names of the nodes when these are as they should be."""
+    """Wait until `is_so` accepts the names of the nodes that have capacity, and return these names."""
     async with asyncio.timeout(120):
         while True:
-            with suppress(Exception):  # it may not be up yet
+            with suppress(Exception):  # the service may not be up yet
                 names = {node.name for node in await client.nodes() if node.capacity}
                 if is_so(names):
                     return names
@@ -180,7 +181,7 @@ async def test_a_link_is_cut_and_a_machine_dies_while_sessions_run(tmp_path: Pat
         "evaluator": {"kind": "callable", "path": GRADER},
         "runtime": {"kind": "memory"},
     }
-    # Not in pytest's folder, whose name is too long for Ray's sockets.
+    # The path of pytest's folder is too long for Ray's sockets.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as temporary, machines() as names:
         cluster = Cluster(names, tmp_path)
         try:

@@ -1,4 +1,5 @@
-"""Sampling from a Hugging Face model in training: every log-probability is recomputed by the model itself."""
+"""Sampling from a Hugging Face model in training. The sampler's log-probabilities are compared with those that the
+model computes in one pass."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def request(prompt: Sequence[int] = (5, 6, 7), **sampling: Any) -> GenerateReque
 
 
 def recomputed(model: Any, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
-    """The log-probabilities of the ids, by one pass over the whole row, without padding and without a cache."""
+    """Return the log-probabilities of `ids`, computed in one pass over the whole row without padding and without a
+    cache."""
     row = torch.tensor([[*prompt, *ids]])
     with torch.no_grad():
         logits = model.eval()(row).logits[0].float().log_softmax(dim=-1)
@@ -77,7 +79,7 @@ def recomputed(model: Any, prompt: Sequence[int], ids: Sequence[int]) -> list[fl
 
 
 def disturb(model: Any) -> None:
-    """Weights that give clearly other probabilities."""
+    """Change the weights so that the probabilities are clearly different."""
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.05)
@@ -90,7 +92,8 @@ async def together(sampler: ModelSampler, asked: Sequence[GenerateRequest]) -> l
 
 
 async def test_log_probabilities_are_the_models_own(model: Any, sampler: ModelSampler) -> None:
-    """Twenty prompts of all lengths at once, in eight rows: some wait, some join and leave in between."""
+    """Twenty prompts of different lengths run at once in eight rows, so some prompts wait, and others join and leave
+    the batch."""
     prompts = [list(range(3, 4 + (n * 13) % 50)) for n in range(20)]
     asked = [request(prompt, max_tokens=1 + (n * 7) % 40, seed=n) for n, prompt in enumerate(prompts)]
     for prompt, each, given in zip(prompts, asked, await together(sampler, asked), strict=True):
@@ -109,7 +112,7 @@ async def test_company_changes_nothing(sampler: ModelSampler) -> None:
 
 
 async def test_a_generation_goes_on_under_new_weights(model: Any, sampler: ModelSampler) -> None:
-    """Each token's log-probability is that of the weights of its version, over all tokens before it."""
+    """The log-probability of a token is computed by the weights of the token's version, over all tokens before it."""
     prompts = [[3] * n for n in (1, 9, 30)]
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     streams = [sampler.engine.generate(request(prompt, max_tokens=200, seed=1)) for prompt in prompts]
@@ -140,7 +143,8 @@ async def test_a_generation_goes_on_under_new_weights(model: Any, sampler: Model
 
 
 async def test_trainer_and_sampler_take_turns(model: Any, sampler: ModelSampler) -> None:
-    """The trainer comes in between two steps although the sampler always has work, and no step runs meanwhile."""
+    """The trainer gets the model between two steps, although the sampler always has work. No step runs until the
+    trainer has finished."""
     stream = sampler.engine.generate(request(max_tokens=200))
     await anext(stream)
     forward, steps, inside = model.forward, 0, threading.Event()
@@ -185,7 +189,7 @@ async def test_stops_and_refusals(model: Any, tmp_path: Path) -> None:
 
 
 async def test_a_reader_that_leaves_gives_its_row_back(sampler: ModelSampler) -> None:
-    for _ in range(20):  # more than there are rows
+    for _ in range(20):  # more readers than rows
         stream = sampler.engine.generate(request(max_tokens=200))
         await anext(stream)
         await stream.aclose()
@@ -240,7 +244,8 @@ async def test_it_serves_through_the_relay_while_a_trainer_updates(model: Any, s
 
 
 async def test_tokens_that_nobody_has_read_yet_keep_their_version(model: Any, sampler: ModelSampler) -> None:
-    """The weights change, then the reader goes on, and then it is cut off, before the model's own last word."""
+    """The weights change while sampled tokens are unread, and the generation is aborted after the reader has read on.
+    The three tokens that were read have the version that sampled them."""
     chunks = sampler.engine.generate(request(max_tokens=200, seed=1))
     await anext(chunks)
     while len(sampler._batch.rows[0].ids) < 3 + 8:  # noqa: ASYNC110  # no event

@@ -1,4 +1,5 @@
-"""Our worker against the proxy of verl's recipe: a proxy that is written from the contract alone, and our own."""
+"""The relay worker with two proxies for verl's recipe: one that is written from the contract alone, and Outrider's
+own."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Timing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """A response as in the contract: all fields are there. Unknown fields are ignored."""
+    """A response as in the contract: fields without a default are required. Unknown fields are ignored."""
 
     type: str
     request_id: str
@@ -63,7 +64,8 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class Contract:
-    """The recipe's proxy: its workers, and its calls. `close_with` closes every connection after its hello."""
+    """A proxy as in the recipe's contract. `workers` has the connections of its workers, `answers` the futures of its
+    calls. If `close_with` is set, each connection is closed with this code after its hello."""
 
     def __init__(self) -> None:
         self.workers: asyncio.Queue[ServerConnection] = asyncio.Queue()
@@ -164,7 +166,7 @@ async def test_a_call_of_the_recipes_proxy(tmp_path: Path) -> None:
             assert first.prompt_token_ids is not None
             assert first.token_ids is not None
             seen = [*first.prompt_token_ids, *first.token_ids]
-            known = {"required_prefix_token_ids": seen}  # a key of our proxy
+            known = {"required_prefix_token_ids": seen}  # only Outrider's proxy sends this key
             second = await theirs.ask(socket, "2", tools=[TOOL], messages=history, **known)
             rendered = await theirs.ask(socket, "3", tools=[TOOL], messages=history)
         assert theirs.hellos == [{"type": "worker_hello", "worker_id": "w", "keeps_ids": True}]
@@ -184,8 +186,8 @@ async def test_a_call_of_the_recipes_proxy(tmp_path: Path) -> None:
         assert response.rank_info == {"rank": 1}
         times = msgspec.convert(response.timing, Timing)
         assert list(msgspec.structs.astuple(times)) == sorted(msgspec.structs.astuple(times))
-    # The second prompt begins with all that the model has read and said. The template alone would have put a line break
-    # before the call.
+    # The second prompt begins with the ids of the first prompt and reply. The template alone puts a line break before
+    # the call.
     assert second.prompt_token_ids is not None
     assert second.prompt_token_ids[: len(seen)] == seen
     assert rendered.prompt_token_ids is not None
@@ -252,7 +254,7 @@ async def test_a_silent_proxy_is_left(tmp_path: Path) -> None:
 
 
 async def test_an_epoch_of_our_workers_at_our_proxy(tmp_path: Path) -> None:
-    """The records have the ids and log-probabilities of the rows of our own API."""
+    """The proxy's records have the ids and log-probabilities of the stored turns."""
     async with proxy(tmp_path) as (service, client, url):
         engines = [scripted_engine(tmp_path, REPLIES, version=7) for _ in range(2)]
         workers = [worker_of(tmp_path, url, engine, worker_id=f"w-{at}") for at, engine in enumerate(engines)]

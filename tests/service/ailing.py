@@ -1,4 +1,5 @@
-"""Runs with a fault of a known size, for the doctor of runs: results and turns by a plan, as evidence or in a store."""
+"""Runs with a fault of known size, for tests of the doctor of runs. A plan makes the result and the turns of each
+session. A run is returned as evidence or put into a store."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ START = 1_000_000.0
 
 
 class Planned(NamedTuple):
-    """A session: fields of its result, its turns, and entries of its timeline."""
+    """A planned session: fields of its result, its turns, and entries of its timeline."""
 
     result: dict[str, Any]
     turns: list[Turn]
@@ -56,7 +57,7 @@ class Made(NamedTuple):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A session's place in a run of `groups` groups with `n` sessions each, and a random source of its own."""
+    """A session's place in a run of `groups` groups with `n` sessions each, and the session's own random source."""
 
     group: int
     index: int
@@ -84,7 +85,7 @@ Plan = Callable[[Place], Planned]
 
 
 def a_turn(index: int, **changes: Any) -> Turn:
-    """A turn of ten sampled tokens; the first begins a conversation, the others append."""
+    """Return a turn of ten sampled tokens. The turn with index 0 begins a conversation, the others are appended."""
     fields: dict[str, Any] = {
         "index": index,
         "parent": index - 1 if index else None,
@@ -107,7 +108,7 @@ def a_turn(index: int, **changes: Any) -> Turn:
 def conversation(
     *, system: str = SYSTEM, tool: str = "bash", result: str = "main.py  README.md", turns: int = 2, **changes: Any
 ) -> list[Turn]:
-    """Turns that call a tool, each but the last. `changes` are fields of all turns."""
+    """Return turns that call a tool, except the last turn. `changes` are fields of all turns."""
     asked = (Message(role=Role.SYSTEM, content=system), Message(role=Role.USER, content="Fix the bug."))
     found = []
     for at in range(turns):
@@ -119,7 +120,8 @@ def conversation(
 
 
 def planned(place: Place, *, turns: list[Turn] | None = None, **changes: Any) -> Planned:
-    """A session without a fault: rewards of 0 and 1 in each group, half a minute, most of it in the model."""
+    """Return a session without a fault: rewards of 0 and 1 alternate in a group, and an attempt takes half a minute,
+    half of it in model calls."""
     jitter = place.chance.uniform(0.8, 1.2)
     reward = changes.pop("reward", float(place.index % 2))
     calls = changes.pop("turns_made", 2)
@@ -146,7 +148,8 @@ def results_of(
     tenant: str = OPERATOR_TENANT,
     labels: dict[str, str] = LABELS,
 ) -> list[tuple[GroupRow, list[Made]]]:
-    """The groups of a run, oldest first, with the sessions' results and turns. `first` is the first group's number."""
+    """Return the groups of a run, oldest first, with the sessions' results and turns. `first` is the number of the
+    first group."""
     found = []
     for group in range(groups):
         row = GroupRow(
@@ -173,7 +176,7 @@ def results_of(
 
 
 def evidence_of(plan: Plan, *, groups: int = 100, n: int = 4, seed: int = 0) -> RunEvidence:
-    """The evidence of a run, gathered as the doctor gathers it, newest group first."""
+    """Return the evidence of a run, gathered as the doctor does, newest group first."""
     evidence = RunEvidence()
     sessions_by_id: dict[str, Made] = {}
     for row, sessions in reversed(results_of(plan, groups=groups, n=n, seed=seed)):
@@ -284,7 +287,7 @@ def tool(share: float, result: str = "bash: rg: command not found\n[exit code 12
 
 
 def commands(*ran: tuple[str, int, float], sandbox: str = "agent") -> list[Entry]:
-    """Entries of commands: each with its exit code and its seconds."""
+    """Return the timeline entries of commands, given as (command line, exit code, seconds)."""
     return [
         Entry(number, EntryKind.COMMAND, line, START, START + seconds, {"sandbox": sandbox, "exit_code": code})
         for number, (line, code, seconds) in enumerate(ran)
@@ -336,7 +339,8 @@ def stale(share: float, lag: int = 5) -> Plan:
 
 
 def uneven(share: float) -> Plan:
-    """Of three engines, one gets this share of the sessions. The others have the first and the last sessions."""
+    """One of three engines gets this share of the sessions. The first and the last sessions are on the other
+    engines."""
 
     def of(place: Place) -> Planned:
         inner = 1 < place.number < place.groups * place.n - 2
@@ -349,7 +353,7 @@ def uneven(share: float) -> Plan:
 
 
 def slow(times: float) -> Plan:
-    """Of two engines, one takes this many times as long."""
+    """One of two engines takes `times` as long as the other."""
 
     def of(place: Place) -> Planned:
         engine, factor = ("one", times) if place.number % 2 else ("two", 1.0)
@@ -386,7 +390,7 @@ def cache_misses(share: float) -> Plan:
 
 
 def differing(share: float, line: str = "Today is 2026-11-{:02}.") -> Plan:
-    """The prompts of this share of the siblings differ from the sibling before."""
+    """This share of the siblings have a prompt that differs from the prompt of the sibling before."""
 
     def of(place: Place) -> Planned:
         first = place.group * (place.n - 1)
@@ -435,8 +439,9 @@ def time_in(stage: str) -> Callable[[float], Plan]:
 
 
 class Pair(NamedTuple):
-    """For a rule: a plan by the size of the fault, a size that the rule must find, one that is too small, the size and
-    shape of the run, and the largest size, with which a run of too few units is made."""
+    """The test runs of a rule. `plan` returns a plan for a size of the fault. The rule must find a fault of size
+    `fault` and must not report one of size `sound`. The runs have `groups` groups with `n` sessions each. `most` is the
+    size of the fault in a run with too few units."""
 
     plan: Callable[[float], Plan]
     fault: float

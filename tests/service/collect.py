@@ -1,6 +1,6 @@
-"""`python -m service.collect DATABASE ARTIFACTS`: removes all finished groups; to be killed meanwhile.
+"""`python -m service.collect DATABASE ARTIFACTS`: remove all finished groups. The test kills the process meanwhile.
 
-It says `begun` once the first group has been hidden.
+Prints `begun` whenever groups have been hidden.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.store.store import Store
 
 class Telling(Removals):
     async def hide(self, group_ids: Sequence[str], *, force: bool) -> list[str]:
-        hidden = await super().hide(group_ids[:5], force=force)  # few at once, so that many steps can be cut off
+        hidden = await super().hide(group_ids[:5], force=force)  # few at a time: many steps at which a kill may come
         print("begun", flush=True)
         return hidden
 

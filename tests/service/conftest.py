@@ -22,7 +22,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files, empty: a short path, for a Unix socket's is at most 107 bytes long."""
+    """An empty folder for temporary files. Its path is short, because the path of a Unix socket has at most 107
+    bytes."""
     with tempfile.TemporaryDirectory(prefix="or-") as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         monkeypatch.setenv("TMPDIR", name)

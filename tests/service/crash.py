@@ -1,8 +1,8 @@
-"""`python -m service.crash FOLDER TOKENIZER [MARK]`: a service with sessions under way, waiting to be killed.
+"""`python -m service.crash FOLDER TOKENIZER [MARK]`: a service with sessions under way, which the test kills.
 
-It says `ready` once two groups have finished and the others are stuck: in the queue, in a prepare step, ready, in the
-middle of a reply, between calls, and in their evaluator. With MARK, a group of three is under way in real sandboxes
-whose processes carry it.
+Prints `ready` when two groups have finished and the other sessions are stuck: in the queue, in a prepare step, ready,
+in the middle of a reply, between calls, and in their evaluator. With MARK, one group of three sessions is under way in
+real sandboxes, whose processes have MARK in their environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.lifecycle import SessionState
 
 from .world import SAY, World, a_world
 
-LANES = LanesConfig(init=2, ready=2, run=3, eval=1)  # room for the six that are under way
+LANES = LanesConfig(init=2, ready=2, run=3, eval=1)  # room for the six sessions that are under way
 REPLIES = (SAY, {"reply": SAY, "when": "stall here", "stall": 1})
 
 

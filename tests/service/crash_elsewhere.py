@@ -1,7 +1,8 @@
-"""`python -m service.crash_elsewhere FOLDER TOKENIZER KIND IMAGE`: a service with sandboxes elsewhere, to be killed.
+"""`python -m service.crash_elsewhere FOLDER TOKENIZER KIND IMAGE`: a service with sandboxes elsewhere, which the test
+kills.
 
-It says `ready` once four sessions of one group are under way in their sandboxes, two more sandboxes are ready ahead of
-time, and one group has finished.
+Prints `ready` when one group has finished, four sessions of another group are under way in their sandboxes, and two
+more sandboxes have been made ahead.
 """
 
 from __future__ import annotations

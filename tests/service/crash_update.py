@@ -1,7 +1,7 @@
-"""`python -m service.crash_update FOLDER TOKENIZER`: a service after three updates of the policy, waiting to be killed.
+"""`python -m service.crash_update FOLDER TOKENIZER`: a service after three updates of the policy, which the test kills.
 
-It says the ids of two groups: one began before the first update, and one after the third. Both are in the middle of
-their replies.
+Prints the ids of two groups when all their sessions are in a model call. The first group began before the first update,
+the second group after the third.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An agent that talks to several models over HTTP, in one dialect, each in a history of its own."""
+"""An agent that calls several models over HTTP in one dialect, with a separate history for each model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DUET = "service.duet:Duet"
 
 
 class Duet:
-    """Options: `calls` are the names of the models to call, in turn; `dialect` and `stream` say how. It goes on when a
-    call is refused."""
+    """Options: `calls` has the names of the models to call, in order; `dialect` and `stream` set the form of the calls.
+    The agent goes on after a call that is refused."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._calls: list[str] = options["calls"]

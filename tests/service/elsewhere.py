@@ -1,4 +1,4 @@
-"""The services of the kinds `e2b` and `kubernetes` in this process, and what a test does to them."""
+"""Fake services for the runtimes `e2b` and `kubernetes` in this process, with the faults that tests inject."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ def abort(request: web.Request) -> None:
 
 
 class Elsewhere(Protocol):
-    """`runtime` is that of a task. `busy` is the status with which the service says that it has no room."""
+    """A fake service. `runtime` is the runtime of a task that uses the service. `busy` is the HTTP status with which
+    the service refuses a sandbox for lack of room."""
 
     kind: str
     runtime: dict[str, Any]
     busy: int
 
     def labels(self) -> dict[str, Mapping[str, str]]:
-        """The labels of all sandboxes that are there, by name."""
+        """Return the labels of all existing sandboxes, by name."""
         ...
 
     def made(self) -> int:
-        """The number of sandboxes that were ever made."""
+        """Return the number of sandboxes that were ever made."""
         ...
 
     def limit(self, room: int) -> None:
-        """Let there be at most so many sandboxes."""
+        """Allow at most `room` sandboxes."""
         ...
 
     async def lose(self, name: str) -> None:
-        """End a sandbox, as the service does by itself."""
+        """End a sandbox, as a service may do without a request."""
         ...
 
     async def cut(self) -> None:
@@ -59,15 +60,15 @@ class Elsewhere(Protocol):
         ...
 
     def refuse(self, status: int, times: int) -> None:
-        """Refuse the next requests to make a sandbox."""
+        """Refuse the next `times` requests to make a sandbox."""
         ...
 
     def delay(self, seconds: float) -> None:
-        """Answer the next request to make a sandbox late."""
+        """Delay the next request to make a sandbox."""
         ...
 
     def die(self) -> None:
-        """Break all connections, now and from now on, without a reply."""
+        """Break all connections, now and until `revive`, without a reply."""
         ...
 
     def revive(self) -> None: ...
@@ -75,7 +76,8 @@ class Elsewhere(Protocol):
 
 @dataclass
 class BreakableE2B(FakeE2B):
-    """A server that may be `dead`. `streams` are the requests that carry the output of tool servers."""
+    """A fake E2B server that breaks every connection while it is `dead`. `streams` has the requests that carry the
+    output of tool servers."""
 
     dead: bool = False
     streams: list[web.Request] = field(default_factory=list)
@@ -153,7 +155,7 @@ class PodsElsewhere:
         self.server.rules.quota = room
 
     async def lose(self, name: str) -> None:
-        """The machine evicts the pod, because it has too little memory."""
+        """Evict the pod, as a machine with too little memory does."""
         pod = self.server.pods["rl", name]
         await self.server.machine.kill(pod["metadata"]["uid"])
         status = {**pod["status"], "phase": "Failed", "reason": "Evicted", "message": "The node was low on memory."}
@@ -196,7 +198,8 @@ class PodsElsewhere:
 
 @asynccontextmanager
 async def service_elsewhere(kind: str, environment: pytest.MonkeyPatch, folder: Path) -> AsyncIterator[Elsewhere]:
-    """A service of the kind, to which the environment leads. At the end it must have no sandbox."""
+    """Yield a fake service of this kind. The environment leads clients to the service. Checks at the end that no
+    sandbox is left."""
     here: Elsewhere
     if kind == "e2b":
         server = BreakableE2B()
@@ -217,6 +220,6 @@ async def service_elsewhere(kind: str, environment: pytest.MonkeyPatch, folder: 
 
 
 def sandboxes(kind: str, **fields: Any) -> SandboxesConfig:
-    """The settings of a node that uses the kind."""
+    """Return the settings of a node that uses this kind of sandbox."""
     pods = PODS if kind == "kubernetes" else PodsConfig()
     return SandboxesConfig(**{"kubernetes": pods, "starts_per_second": 100.0, **fields})

@@ -1,7 +1,7 @@
-"""A judge as a program of its own: `python judge_program.py PORT [hangs]`.
+"""A judge as a separate program: `python judge_program.py PORT [hangs]`.
 
-It answers Chat Completions: an answer that says 42 is right. It prints its port, and a line for each question that it
-has read. One that `hangs` never answers.
+The judge replies to Chat Completions. It grades an answer as correct if the answer contains 42. It prints its port, and
+`asked` for each question. With `hangs`, it reads a question but does not reply.
 """
 
 from __future__ import annotations

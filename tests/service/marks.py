@@ -1,4 +1,4 @@
-"""What this process, and whatever carries a mark, has on this host."""
+"""Finds processes, mounts and files of a test on this host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def marked(*marks: str) -> set[int]:
-    """Every process, in whichever namespace, with one of the marks in its command line or environment."""
+    """Return the ids of all processes, in any namespace, with one of the marks in their command line or environment."""
     return {pid for pid in _pids() if any(mark.encode() in _about(pid) for mark in marks)}
 
 
@@ -20,17 +20,17 @@ def descendants() -> set[int]:
 
 
 def mounts(folder: Path) -> list[str]:
-    """Those that the folder has to do with. Other programs make and remove theirs meanwhile."""
+    """Return the mounts in which the folder's path occurs. Other programs may change other mounts at any time."""
     return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(folder) in line]
 
 
 def names(folder: Path) -> list[str]:
-    """What is in it, sorted."""
+    """Return the sorted names of the folder's entries."""
     return sorted(os.listdir(folder))
 
 
 def identity(pid: int) -> tuple[int, str]:
-    """The number and the start time: tells a process from a later one of the same number."""
+    """Return the process's id and start time, which distinguish it from a later process with the same id."""
     fields = _stat(pid)
     return pid, fields[19] if fields else "ended"
 
@@ -43,11 +43,11 @@ def _about(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return b""  # it has just ended
+        return b""  # the process has just ended
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of its stat from the state on; empty when it has ended."""
+    """Return the fields of the process's stat, beginning with the state. Empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

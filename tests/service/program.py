@@ -1,4 +1,4 @@
-"""An agent program of nothing but bash: one model call over HTTP, then whatever it is told to do next."""
+"""An agent program in pure bash. It makes one model call over HTTP and then runs the commands that the test gives."""
 
 from __future__ import annotations
 
@@ -21,5 +21,6 @@ eval "$1"
 
 
 def program(then: str) -> dict[str, Any]:
-    """The harness. After the first call it evaluates `then`, which may `ask` again and look at $answer."""
+    """Return a harness whose program evaluates `then` after the first call. `then` may call `ask` again and read
+    $answer."""
     return {"command": ["bash", "-c", PROGRAM, "agent", then]}

@@ -1,7 +1,7 @@
-"""Fates of sessions in real sandboxes, and what of them can be found on the host.
+"""Fates of sessions in real sandboxes, whose processes can be found on the host.
 
-Everything that they run carries MARK in its environment, or sleeps for NAP seconds, which nobody else does: so also
-what has cleared its environment is known.
+Every process has MARK in its environment or sleeps for NAP seconds. No other program does either, so processes that
+have cleared their environment are found, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the agents, sandboxes and evaluators of one test meet, and how they are told what to do.
+"""Agents, sandboxes and evaluators that tests control.
 
-A test opens a `Stage` before its service; everything the service starts then finds it through a context variable,
-so that tests share nothing. Agents are scripts of steps (see `Actor`), given as the task's harness options.
+A test opens a `Stage` before its service. Everything that the service starts finds the stage through a context
+variable, so tests share nothing. An agent is a script of steps (see `Actor`), given in the task's harness options.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ GIVEN: dict[str, Any] = {
 
 
 class Stage:
-    """`arrived[name]` is set by whoever comes to the place `name`; who waits there goes on once `open[name]` is set."""
+    """The shared state of one test. `arrived[name]` is set when an agent, a sandbox or an evaluator reaches the place
+    `name`, where it waits until `open[name]` is set."""
 
     def __init__(self) -> None:
         self.ledger = MemoryLedger()
@@ -74,14 +75,21 @@ def a_stage() -> Iterator[Stage]:
 
 
 class Actor:
-    """An agent that carries out the steps in `do`, after those of `init`:
+    """An agent that carries out the steps in `init`, then the steps in `do`.
 
-    consult MODEL: a call of a frozen model · consult MODEL quietly: its errors are swallowed ·
-    ask: a model call · ask quietly: its errors are swallowed · leave: go on while one is under way · wait PLACE: until
-    the test opens it · admit COUNT: the first attempts go on, others wait for ever · crash: raise · crash at COUNT:
-    raise in the first attempts only · oddly HOW: raise one of ODD · break: the sandbox is gone · sleep SECONDS ·
-    pass SECONDS: of the event loop's clock, at once · run COMMAND: in the sandbox, failing as it does · note NAME:
-    remember the order
+    - ask: make a model call. `ask quietly` ignores its errors.
+    - consult MODEL: call a frozen model. `consult MODEL quietly` ignores its errors.
+    - leave: begin a model call and go on while it is under way.
+    - wait PLACE: wait until the test opens the place.
+    - admit COUNT: the first COUNT attempts go on, the others wait for ever.
+    - crash: raise an error. `crash at COUNT` does so only the first COUNT times.
+    - oddly HOW: raise the entry HOW of ODD.
+    - break: stop the sandbox and report that it is gone.
+    - freeze SECONDS: block the event loop.
+    - sleep SECONDS: sleep.
+    - pass SECONDS: advance the event loop's clock without waiting.
+    - run COMMAND: run a command in the sandbox; the step fails if the command fails.
+    - note NAME: append NAME to the stage's `order`.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -128,7 +136,7 @@ class Actor:
             case "break":
                 await context.runtime.stop()
                 raise RuntimeFailure("the sandbox is gone")
-            case "freeze":  # the whole service: the actor runs on its event loop
+            case "freeze":  # blocks the whole service, because the actor runs on its event loop
                 time.sleep(float(rest))  # noqa: ASYNC251
             case "sleep":
                 await asyncio.sleep(float(rest))
@@ -153,8 +161,8 @@ class Actor:
 
 
 class StagedRuntime(MemoryRuntime):
-    """The memory runtime, reporting to the stage's ledger. Variables of the spec: HANG names the operations that never
-    end; each is a place of the stage, `exec` for instance."""
+    """The memory runtime with the stage's ledger. The spec's variable HANG lists operations, for example `exec`, that
+    wait at the place with the operation's name."""
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
@@ -174,8 +182,8 @@ class StagedRuntime(MemoryRuntime):
 
 
 async def grade(outcome: Outcome) -> Any:
-    """Gives the options' `verdicts` one by one, the last again and again: a reward, `fail` or
-    `wait PLACE`."""
+    """Carry out the next of the options' `verdicts`; the last one is repeated. A verdict is a reward, `fail` (raise an
+    error), or `wait PLACE` (wait, then return 1)."""
     stage = _stage.get()
     verdicts = outcome.task.evaluator.options.get("verdicts", [1.0])
     verdict = verdicts[min(stage.count["graded"], len(verdicts) - 1)]
@@ -190,7 +198,7 @@ async def grade(outcome: Outcome) -> Any:
 
 
 class RawGrader:
-    """An evaluator class that lets its own errors through."""
+    """An evaluator class whose first `fails` evaluations raise errors that are not Outrider's."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._after = int(spec.options.get("fails", 0))
@@ -205,7 +213,7 @@ class RawGrader:
 
 
 class OddGrader:
-    """An evaluator class that gives one of GIVEN, or raises one of ODD, whatever it grades."""
+    """An evaluator class that always returns the entry `how` of GIVEN or raises the entry `how` of ODD."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._how = str(spec.options["how"])
@@ -218,7 +226,7 @@ class OddGrader:
 
 
 class BrokenRuntime(StagedRuntime):
-    """Raises what no runtime should."""
+    """A runtime whose start raises an error that the contract does not allow."""
 
     async def start(self) -> None:
         await super().start()
@@ -226,7 +234,7 @@ class BrokenRuntime(StagedRuntime):
 
 
 class OnceOnly(Actor):
-    """Can be made at submission and never again."""
+    """An agent that can be made at submission, but not a second time."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)

@@ -1,4 +1,4 @@
-"""A storm: many groups with every kind of fate, cancelled at random, and what must be true when it is over."""
+"""A storm: many groups with every kind of fate, some cancelled at random, and the checks for its end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ GRADED = frozenset(
 
 
 class FlakyEngine(ScriptedEngine):
-    """Goes away in so many of a hundred generations, half of them before the first token and half after it."""
+    """An engine that fails in `percent` percent of its generations: half of these fail before the first token, the
+    other half after it."""
 
     def __init__(self, name: str, tokenizer: Path, *, seed: int, percent: float) -> None:
         super().__init__(EngineOptions(name=name, tokenizer=str(tokenizer), options={"replies": list(RULES)}))
@@ -60,7 +61,7 @@ class FlakyEngine(ScriptedEngine):
 
 
 async def add_engines(world: World, tokenizer: Path, count: int, *, percent: float) -> None:
-    """Flaky engines in the place of the world's own."""
+    """Replace the world's engine with `count` flaky engines."""
     for number in range(count):
         engine = FlakyEngine(f"flaky-{number}", tokenizer, seed=number, percent=percent)
         await world.service.pool.add_engine(engine)
@@ -68,7 +69,7 @@ async def add_engines(world: World, tokenizer: Path, count: int, *, percent: flo
 
 
 def draw(rng: random.Random, fates: Sequence[Fate], sessions: int) -> list[GroupSpec]:
-    """Groups of so many sessions in all: one of every fate, then as many or more of any."""
+    """Return groups with `sessions` sessions in total: one group of every fate, then groups of random fates."""
     groups: list[GroupSpec] = []
     sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= sessions / len(fates) / 1.5)
     while (left := sessions - sum(spec.n for spec in groups)) > 0:
@@ -81,8 +82,8 @@ def draw(rng: random.Random, fates: Sequence[Fate], sessions: int) -> list[Group
 async def unleash(
     world: World, rng: random.Random, groups: Sequence[GroupSpec], *, spared: int, cancelled: float, within: float
 ) -> list[GroupView]:
-    """Run all; of those after the first `spared`, a share is cancelled at a random moment of the first `within`
-    seconds. In result order."""
+    """Run all groups and return their views in result order. Each group after the first `spared` is cancelled with
+    probability `cancelled`, at a random moment of the first `within` seconds."""
     drawn = [rng.uniform(0, within) if rng.random() < cancelled else None for _ in groups]
     moments = [None] * spared + drawn[spared:]
 
@@ -103,7 +104,8 @@ async def unleash(
 
 
 async def assert_over(world: World, groups: Sequence[GroupSpec], views: Sequence[GroupView]) -> Counter[str]:
-    """Nothing is held and nothing lost. How often each ending came, errors by their code."""
+    """Check that nothing is held and nothing is lost. Returns the number of sessions for each ending; errors are
+    counted by their code."""
     sessions = sum(spec.n for spec in groups)
     world.assert_quiet()
     assert list(world.node.gateway_socket.parent.glob("s-*")) == []
@@ -134,7 +136,7 @@ async def assert_over(world: World, groups: Sequence[GroupSpec], views: Sequence
 
 
 async def assert_told_once(world: World, views: Sequence[GroupView]) -> None:
-    """The log has one end for every session and every group."""
+    """Check that the event log has one end for every session and every group."""
     told: Counter[tuple[str, str | None]] = Counter()
     after = 0
     while events := await world.service.store.events(after=after, limit=5000):

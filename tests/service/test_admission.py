@@ -1,4 +1,5 @@
-"""Bad input is a 400 or 422 that names the field, whichever door it comes by, and nothing of it is stored."""
+"""Bad input is refused in direct calls and over HTTP, and nothing of it is stored. A body that is no JSON object gives
+a 400, any other mistake a 422 that names the field."""
 
 from __future__ import annotations
 
@@ -65,9 +66,9 @@ def nested(depth: int) -> Any:
 STEP = "task.runtime.prepare.0"
 GRADER = "task.evaluator.runtime"
 FULL = "{option.o}" * 80_000
-"""80 MB, once the option is filled in."""
+"""80 MB when the option is filled in."""
 
-# path of the change, the value put there, the field that must be named (None: the path itself)
+# path of the change, the new value, the field that the error must name (None: the path itself)
 TABLE: list[tuple[str, Any, str | None]] = [
     # unknown fields at every level
     ("nn", 1, None),
@@ -119,7 +120,7 @@ TABLE: list[tuple[str, Any, str | None]] = [
     (STEP, {"upload": "a"}, f"{STEP}.to"),
     (STEP, {"write": "x", "to": "y", "encoding": "rot13"}, f"{STEP}.encoding"),
     (STEP, {"write": "???", "to": "y", "encoding": "base64"}, STEP),
-    # none, and absurd sizes
+    # empty, zero and negative values, and absurd sizes
     ("n", 0, None),
     ("n", -1, None),
     ("n", MAX_GROUP + 1, None),
@@ -148,7 +149,7 @@ TABLE: list[tuple[str, Any, str | None]] = [
     (STEP, {"write": "x" * (MAX_INLINE_FILE + 1), "to": "y"}, f"{STEP}.write"),
     (STEP, {"run": ""}, f"{STEP}.run"),
     ("task.evaluator.options", {"x": nested(500)}, "task.evaluator.options.x"),
-    # names of things that are not there
+    # names of things that do not exist
     ("task.runtime.kind", "vmware", None),
     ("task.runtime.kind", "os:path", None),
     ("task.runtime.kind", "os.path:join", None),
@@ -183,10 +184,10 @@ TABLE: list[tuple[str, Any, str | None]] = [
     ("task.harness.files", {"a": "x" * (MAX_TEXT + 1)}, "task.harness.files.a"),
     ("task.harness", {"command": ["x"], "files": {"a": FULL}, "options": {"o": "x" * 1000}}, "task.harness.files.a"),
     ("task.harness.files", {"a": "{option.x}"}, "task.harness.options.x"),
-    # a virtual environment where no program of the host runs, or that is nobody's to name
+    # a virtual environment in a `memory` sandbox, which runs no programs of the host, and a relative path
     ("task.harness.venv", "/no/such/folder", None),
     ("task.harness.venv", "relative", None),
-    # paths that escape, or are none
+    # paths that lead outside, and invalid paths
     (STEP, {"upload": "none.txt", "to": "x"}, f"{STEP}.upload"),
     (STEP, {"upload": "../secret", "to": "x"}, f"{STEP}.upload"),
     (STEP, {"upload": "/etc/passwd", "to": "x"}, f"{STEP}.upload"),
@@ -211,7 +212,7 @@ TABLE: list[tuple[str, Any, str | None]] = [
     (GRADER, {"prepare": [{"upload": "../secret", "to": "x"}]}, f"{GRADER}.prepare.0.upload"),
     (GRADER, {"prepare": [{"run": "true"}, {"upload": "link", "to": "x"}]}, f"{GRADER}.prepare.1.upload"),
     (GRADER, {"kind": "process", "image": "x"}, f"{GRADER}.image"),
-    # what no program can be given
+    # values that cannot be passed to a program
     ("task.harness.command", ["echo", "a\0b"], "task.harness.command.1"),
     ("task.harness.command", [""], "task.harness.command.0"),
     ("task.harness.env", {"A": "a\0b"}, "task.harness.env.A"),

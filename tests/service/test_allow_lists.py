@@ -1,4 +1,4 @@
-"""What tasks may name: Python, runtimes, images and hosts of callbacks, as the operator's settings say."""
+"""Which Python code, runtimes, images and callback hosts a task may name, according to the operator's settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def group(callback: str | None = None, **task: Any) -> GroupSpec:
 
 
 def refusal(spec: GroupSpec, caller: Principal = LOCAL, **settings: Any) -> str | None:
-    """The field that is refused."""
+    """Return the field that is refused, or None."""
     try:
         AllowLists(Config(**settings)).check(spec, caller)
     except InvalidField as error:
@@ -86,7 +86,7 @@ async def test_what_is_not_listed_is_not_even_imported(tmp_path: Path) -> None:
 
 
 def graded_in(**runtime: Any) -> GroupSpec:
-    """A group of two steps, the second of which is graded in a sandbox of that runtime."""
+    """Return a group of two steps. The second step is graded in a sandbox of this runtime."""
     evaluator = {"run": "true", "carry": ["out"], "runtime": runtime}
     return group(then=[{"instruction": "go on", "evaluator": evaluator}])
 
@@ -167,7 +167,8 @@ def test_callbacks_go_where_they_may(place: str, settings: dict[str, Any], allow
 
 
 def own_addresses() -> list[str]:
-    """Of this machine's interfaces, but the loopback's: IPv4 as the kernel's table of local addresses has them."""
+    """Return the addresses of this machine's interfaces: the IPv4 addresses in the kernel's table of local addresses,
+    except 127.x, and all IPv6 addresses."""
     lines = Path("/proc/net/fib_trie").read_text().splitlines()
     four = {
         above.split()[-1] for above, line in itertools.pairwise(lines) if "host LOCAL" in line and " 127." not in above
@@ -180,7 +181,7 @@ HELD = (
     *("::ffff:{0}", "64:ff9b::{0}", "64:ff9b:1::{0}", "::{0}", "::ffff:0:{0}", "2001:db8::5efe:{0}"),
     *("2002:{1:04x}:{2:04x}::1", "2001:0:{1:04x}:{2:04x}::1"),
 )
-"""Addresses of IPv6 that hold one of IPv4."""
+"""Forms of IPv6 addresses that contain an IPv4 address."""
 
 
 def held(address: str) -> list[str]:

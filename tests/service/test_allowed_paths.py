@@ -1,4 +1,4 @@
-"""What tasks may name of the host: nothing, but what its operator allows, wherever links lead."""
+"""Which paths of the host a task may name: only those that the operator allows, after links are resolved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFUSED = ["@/out", "@", "@/inner", "@/in/link", "@/in/link/x", "@/nothing", "/"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """`in` and, behind the link `aside`, `out/b` are allowed; `in/link` leads out."""
+    """A folder in which `in` is allowed, and `out/b` through the link `aside`. The link `in/link` leads out of `in`."""
     for path in ("in/a", "inner", "out/b"):
         (tmp_path / path).mkdir(parents=True)
     (tmp_path / "in/file").touch()
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def filled(value: Any, folder: Path) -> Any:
-    """With the folder's path for each @."""
+    """Return `value` with the folder's path in place of each @."""
     if isinstance(value, Mapping):
         return {name: filled(inner, folder) for name, inner in value.items()}
     if isinstance(value, list):
@@ -125,7 +125,8 @@ def test_an_environment_must_be_allowed_itself(folder: Path) -> None:
 
 
 def test_an_environment_shows_no_more_than_is_allowed(folder: Path) -> None:
-    """Whatever it says its interpreter or its packages are."""
+    """An environment cannot show other folders to the sandbox by naming them as its interpreter's folder or in a .pth
+    file."""
     made = environment(folder, folder / "inner")
     with pytest.raises(
         InvalidField, match=f"does not work without {folder}/inner, which tasks may not name"
@@ -155,7 +156,7 @@ def test_a_link_of_an_environment_to_what_is_not_shown_is_refused(folder: Path) 
 def test_an_environment_of_the_hosts_own_interpreter_needs_the_hosts_root(folder: Path) -> None:
     made = environment(folder, folder / "in/python")
     (made / "bin/python").unlink()
-    (made / "bin/python").symlink_to("/usr/bin/env")  # any program there will do
+    (made / "bin/python").symlink_to("/usr/bin/env")  # any program in /usr serves here
     check_venv(folder, made)
     with pytest.raises(InvalidField, match="is in the host's /usr") as refused:
         check_venv(folder, made, kind="namespace", rootfs="@/in/a")

@@ -1,4 +1,5 @@
-"""Files that agents leave are kept: however the run ended, as they were, within bounds, and with what was left out."""
+"""Files that agents leave are kept however the run ended, unchanged and within bounds. Files that were left out are
+listed."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ async def test_a_session_without_files_has_no_list(world: MakeWorld) -> None:
 
 
 class Folders:
-    """An agent and a grader that use the session's folders by their contexts."""
+    """An agent and a grader that use the session's folders, whose paths are in their contexts."""
 
     def __init__(self, options: dict[str, Any]) -> None: ...
 
@@ -173,7 +174,7 @@ async def test_links_and_special_files_are_left_out(world: MakeWorld) -> None:
 
 
 class Unreadable(StagedRuntime):
-    """Breaks when files are looked for, in one way or the other."""
+    """A runtime whose search for files fails: it raises an exception, or it stops the sandbox and returns odd names."""
 
     async def glob(self, pattern: str, *, limit: int = 0) -> list[str]:
         if "break" in self._spec.env:
@@ -218,7 +219,8 @@ async def test_none_are_kept_of_a_cancelled_session(world: MakeWorld) -> None:
 
 
 async def test_what_collects_the_outcome_runs_before_it_is_kept_and_graded(world: MakeWorld) -> None:
-    """In its order, after the agent's last call; what fails or takes too long costs the session nothing."""
+    """The commands run in order after the agent's last call. A command that fails or takes too long does not harm the
+    session."""
     hooks = [
         {"run": "cat nowhere"},
         {"run": "sleep 60", "seconds": 0.05},
@@ -238,7 +240,8 @@ async def test_what_collects_the_outcome_runs_before_it_is_kept_and_graded(world
 
 @pytest.mark.parametrize(("code", "reward"), [(0, 1.0), (1, 0.0), (3, None)])
 async def test_what_graders_print_is_kept(world: MakeWorld, code: int, reward: float | None) -> None:
-    """Also if the grader fails: it is tried again, and then in an untouched sandbox."""
+    """If the grader fails, the output of all evaluations is kept: the first, the second, and the one in an untouched
+    sandbox."""
     async with world(http=True) as w:
         run = f"echo looked; echo why >&2; exit {code}"
         session = await w.run(

@@ -1,4 +1,4 @@
-"""When a group is refused because the queue is full, and when its client is told to come back."""
+"""When a group is refused because the queue is full, and after how many seconds its client shall submit again."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_nor_does_a_tenant_with_a_run_for_each_group_keep_the_other_tenant
             await add("many", "m3", 1)
         await add("other", "o1", 2)
         await add("other", "o2", 6)
-        with pytest.raises(QueueFull):  # it has its part
+        with pytest.raises(QueueFull):  # it already has its share
             await add("other", "o3", 1)
         await add("third", "t1", 2)
         with pytest.raises(QueueFull, match="30 sessions wait"):

@@ -1,4 +1,5 @@
-"""A group cancelled at any stage ends at once: CANCELLED, no verdict, its sandbox stopped once, its slots free."""
+"""A group that is cancelled at any stage ends at once: it is CANCELLED without a verdict, its sandboxes are stopped
+once, and its slots are free."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ async def test_cancelled_at(world: MakeWorld, reach: Callable[[World], Awaitable
             assert (result.stop_reason, result.verdict, result.error) == (StopReason.CANCELLED, None, None)
             assert result.tokens.sampled == result.tokens.trained + result.tokens.masked + result.tokens.dropped
         assert all(sample.reward is None for sample in done.samples or ())
-        w.stage.open["door"].set()  # for those that were in the way
+        w.stage.open["door"].set()  # for the groups that held the slots
         w.engine.release()
         for other in await w.service.store.groups():
             await w.done(other.id)
@@ -189,7 +190,7 @@ async def test_a_group_with_enough_rewards_waits_for_nobody(world: MakeWorld, la
 
 @pytest.mark.deep
 async def test_cancelled_at_any_step_of_its_start(world: MakeWorld) -> None:
-    """However many turns the event loop has taken since: between lease and first step, too."""
+    """A cancel takes effect after any number of turns of the event loop, also between the lease and the first step."""
     async with world() as w, asyncio.timeout(30):
         for steps in range(60):
             view = await w.submit("ask", n=2)

@@ -1,4 +1,4 @@
-"""Tasks that name no kind of sandbox: each node has a default."""
+"""Tasks that name no kind of sandbox get the default of their node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KIND = f"{__name__}:Named"
 
 
 class Named(StagedRuntime):
-    """A staged sandbox that records the kinds by which it was asked for."""
+    """A staged sandbox that records the kinds in the specs from which it is made."""
 
     asked: list[str | None] = []  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""Callbacks: pushed until a 2xx, marked so that a receiver can drop what it has had."""
+"""Callbacks are pushed until the receiver replies with a 2xx. They have a key by which a receiver can drop repeats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .world import HASTY, put
 
 
 class Receiver:
-    """Answers with the given statuses in turn, then 200; keeps what it was sent."""
+    """A receiver that replies with the given statuses in turn, then with 200, and records the requests."""
 
     def __init__(self, statuses: list[int]) -> None:
         self.url = ""
@@ -172,8 +172,8 @@ async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path
 
 
 class Moments(Store):
-    """A store whose answer to the second look is as old as `gate` lets it be, and that notes what it was asked for and
-    what was done."""
+    """A store whose second `deliveries` returns what it has read only when `gate` is set. Records the groups that are
+    read for a push, and sets `done` after a delivery."""
 
     def __init__(self) -> None:
         super().__init__(SqliteDatabase(None))
@@ -213,7 +213,7 @@ async def test_what_is_delivered_while_the_next_are_looked_for_is_not_pushed_aga
         receiver.answering.clear()
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
-            await store.read.wait()  # the first is under way, and read as still due
+            await store.read.wait()  # the first push is under way, and its row is read as still due
             receiver.answering.set()
             await store.done.wait()
             await finished_group(store, "second", receiver.url)
@@ -225,7 +225,7 @@ async def test_what_is_delivered_while_the_next_are_looked_for_is_not_pushed_aga
 
 
 async def deliver(store: Store, tokenizer: Path, until: Callable[[], Awaitable[bool]], **settings: Any) -> None:
-    """Deliver until something is so."""
+    """Run a deliverer until `until` returns True."""
     reader = ViewReader(store, Tokenizer.load(tokenizer), OffloadThread())
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(
@@ -339,7 +339,7 @@ async def test_a_clock_that_is_set_back_puts_nothing_off(tokenizer: Path) -> Non
 
 @pytest.mark.deep
 async def test_a_receiver_that_hangs_holds_up_nobody_else(tokenizer: Path) -> None:
-    """Not even when far more is due to it than is looked at."""
+    """The other receiver gets its push, even if the hanging receiver has more rows due than are read at a time."""
     async with receiving() as hanging, receiving() as other, in_memory() as store:
         hanging.answering.clear()
         many = LOOK_AHEAD + MAX_PUSHES
@@ -380,7 +380,7 @@ def test_the_receivers_that_fail_are_remembered_up_to_a_bound(tokenizer: Path) -
 
 
 async def test_an_address_of_a_lost_key_keeps_its_receiver(tmp_path: Path, tokenizer: Path) -> None:
-    """Rows that cannot be pushed are counted for their receiver, and hold up no other."""
+    """Rows that cannot be pushed count for their receiver and hold up no other receiver."""
     async with receiving() as receiver:
         async with sqlite_store(tmp_path / "db") as store:
             for number in range(3):
@@ -407,7 +407,7 @@ async def test_an_address_of_a_lost_key_keeps_its_receiver(tmp_path: Path, token
 
 @asynccontextmanager
 async def answering(answer: bytes, *, then: bytes = b"", times: int = 0) -> AsyncIterator[str]:
-    """A receiver that reads nothing and sends these bytes, then `then` again and again while it is read."""
+    """A receiver that reads nothing. It sends `answer`, then `then` for `times` times, at the client's pace."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What the doctor of runs reads in prompts, tool results and turns."""
+"""The facts that the doctor of runs extracts from prompts, tool results and turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rule of the doctor of runs finds a fault of its size and is silent on a smaller one, and each of its numbers
+"""Each rule of the doctor of runs finds a fault of its size and reports none for a smaller one. Each number of a rule
 matters."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def without_fault(name: str) -> RunEvidence:
 
 
 def too_few(name: str) -> RunEvidence:
-    """A run with a large fault, and one unit less than the rule needs."""
+    """Return a run with a large fault and one unit less than the rule needs."""
     pair, rule = PAIRS[name], rule_of(name)
     if rule.unit == "groups":
         return evidence_of(pair.plan(pair.most), groups=rule.least - 1, n=2)
@@ -94,7 +94,7 @@ def test_a_rule_says_nothing_without_enough_evidence(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "tools that never work"])
 def test_another_threshold_changes_what_a_rule_finds(name: str) -> None:
-    """Twice the threshold misses the fault, half of it finds the smaller one."""
+    """A rule with a higher threshold misses the fault. With half of the threshold it reports the smaller fault."""
     rule = rule_of(name)
     higher = 2 * rule.threshold if not rule.percent or rule.threshold < 0.5 else (1 + rule.threshold) / 2
     assert found(with_fault(name), msgspec.structs.replace(rule, threshold=higher)) == []
@@ -103,7 +103,7 @@ def test_another_threshold_changes_what_a_rule_finds(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_comparison_the_other_way_round_fails(name: str) -> None:
-    """A rule that compares with `<` misses the fault."""
+    """A rule with the opposite comparison misses the fault and reports the smaller one."""
 
     class Reversed(RunRule, frozen=True, kw_only=True):
         def fits(self, measured: Measured) -> bool:
@@ -253,7 +253,7 @@ def test_the_first_call_of_a_session_may_wait_for_new_weights() -> None:
 
 
 def test_an_engine_that_came_late_is_not_uneven() -> None:
-    """All sessions but the last few begin before the second engine is there."""
+    """The second engine has sessions only in the last tenth of the groups."""
 
     def plan(place: Place) -> Planned:
         made = uneven(1.0)(place)

@@ -1,4 +1,4 @@
-"""The doctor of runs on stored runs: each planted fault is found, and nothing is said about sound runs."""
+"""The doctor of runs on stored runs finds each planted fault and reports nothing for sound runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def ward() -> AsyncIterator[Ward]:
 
 
 CONSEQUENCES = {"errors": {"tokens without a reward"}}
-"""Faults that are there because of another one."""
+"""Faults that follow from another fault."""
 LARGE = {"errors": 0.5, "malformed calls": 0.1, "tools that never work": 1.0, "drift": 0.5, "stale sessions": 0.6}
 
 
@@ -89,12 +89,13 @@ async def test_a_planted_fault_is_found_and_nothing_else(ward: Ward, name: str) 
 
 
 def easy(place: Place) -> Planned:
-    """All succeed, with few groups of few samples."""
+    """All sessions succeed, and there are few groups and samples."""
     return planned(place, reward=1.0)
 
 
 def long_answers(place: Place) -> Planned:
-    """Lengths vary by a factor of ten, and one answer in twenty-five is cut off."""
+    """Lengths vary by a factor of ten. One session in twenty-five has replies that are cut off, and reaches its token
+    limit."""
     count = round(4000 * exp(place.chance.gauss(0, 1.0)))
     finish = FinishReason.LENGTH if place.among(0.04) else FinishReason.STOP
     reason = StopReason.MAX_TOKENS if place.among(0.04) else StopReason.COMPLETED
@@ -103,7 +104,8 @@ def long_answers(place: Place) -> Planned:
 
 
 def several_agents(place: Place) -> Planned:
-    """A main agent with a sub-agent, a title, and a summary: other prompts, forks, and some dropped tokens."""
+    """A main agent with a sub-agent, a call for a title, and a reviewer that takes over the history: other prompts,
+    forks, and some dropped tokens."""
     main = conversation()
     others = [
         a_turn(
@@ -151,7 +153,7 @@ def half_without_spread(place: Place) -> Planned:
 
 
 def asynchronous(place: Place) -> Planned:
-    """Training goes on while sessions run: their tokens are up to three versions old."""
+    """Weights are updated while sessions run: their tokens are up to three versions old."""
     return stale(0.8, lag=place.number % 4)(place)
 
 
@@ -160,7 +162,7 @@ def two_engines(place: Place) -> Planned:
 
 
 def a_few_failures(place: Place) -> Planned:
-    """Some errors, timeouts, malformed calls and tools that fail now and then."""
+    """Three sessions in a hundred end with an error, and some tool results are failures."""
     made = planned(place, turns=conversation(result="[exit code 1]" if place.among(0.3) else "ok"))
     if place.among(0.03):
         return made._replace(result=made.result | {"error": FAILURE, "stop_reason": StopReason.ERROR, "verdict": None})
@@ -208,7 +210,7 @@ async def test_nothing_is_said_about_retries_that_recovered(ward: Ward) -> None:
 
 @pytest.mark.parametrize("plan", [planned, long_answers, more_concise, two_engines, half_without_spread])
 def test_chance_is_no_fault(plan: Plan) -> None:
-    """Twenty runs by chance, none with a finding."""
+    """None of twenty random runs has a finding."""
     for seed in range(20):
         assert diagnose(evidence_of(plan, groups=30, seed=seed)) == []
 
@@ -243,7 +245,8 @@ async def test_a_tenant_sees_its_own_runs_only(ward: Ward) -> None:
 
 
 async def test_trends_are_those_of_one_run(ward: Ward) -> None:
-    """Two runs, the second with shorter sessions and higher rewards: neither has a trend."""
+    """A trend is measured within one run. Two runs show no trend, although the second has shorter sessions and higher
+    rewards."""
 
     def plan(reward: float, sampled: int) -> Plan:
         counts = TokenCounts(sampled=sampled, trained=sampled)
@@ -330,7 +333,7 @@ async def test_a_group_with_many_sessions_is_read_in_parts(ward: Ward) -> None:
 @pytest.mark.deep
 @pytest.mark.usefixtures("others_objects_set_aside")
 async def test_a_large_run_takes_little_memory_and_does_not_hold_the_loop(ward: Ward) -> None:
-    """Twice the sessions do not take twice the memory, and the event loop is free in between."""
+    """Twice the sessions take less than 1.6 times the memory, and the event loop is never held for 0.05 s."""
     await put_many(ward, tokens("unsure")(0.3), groups=2500, n=8)
     peaks = []
     for most in (10_000, 20_000):

@@ -1,4 +1,4 @@
-"""The intervals of the doctor of runs: known values, and how often a bound is above the truth."""
+"""The confidence bounds of the doctor of runs: known values, and how often a bound is above the truth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def share_of(units: list[tuple[float, float]]) -> ClusterShare:
 
 
 def wilson(share: float, size: float) -> float:
-    """The lower root of (p - share)^2 = Z^2 p (1 - p) / size, found by halving."""
+    """Return the lower root of (p - share)^2 = Z^2 p (1 - p) / size, found by bisection."""
     low, high = 0.0, share
     for _ in range(60):
         p = (low + high) / 2
@@ -39,7 +39,7 @@ def wilson(share: float, size: float) -> float:
 def test_the_bound_of_single_observations_is_wilsons(successes: int, size: int) -> None:
     found = share_of([(float(at < successes), 1.0) for at in range(size)])
     assert found.value == successes / size
-    # The variance of a sample has size - 1 in its denominator; shares of 0 and 1 have none.
+    # The variance of a sample has size - 1 in its denominator. It is 0 for shares of 0 and 1.
     effective = size if successes == size else size - 1
     assert found.lower == pytest.approx(wilson(successes / size, effective), rel=1e-6)
 
@@ -70,8 +70,8 @@ def test_padding_adds_sessions_without_the_ending() -> None:
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.2, 0.5, 0.7])
 @pytest.mark.parametrize("units", [20, 200])
 def test_a_bound_is_rarely_above_the_truth(truth: float, units: int) -> None:
-    """Of 500 samples of sessions with calls that depend on each other. One in a thousand is expected; sums of few and
-    rare events are skewed."""
+    """At most 3 of 500 bounds are above the truth, for sessions whose calls depend on each other. One in a thousand is
+    expected, but sums of few and rare events are skewed."""
     chance = Random(f"{truth} {units}")
     above = 0
     for _ in range(500):
@@ -103,7 +103,7 @@ def test_the_bound_of_a_difference_is_rarely_above_the_truth() -> None:
 
 @pytest.mark.parametrize(("freedom", "known"), [(9, 4.297), (18, 3.610), (40, 3.307), (120, 3.160), (1e9, 3.090)])
 def test_the_quantile_is_students(freedom: float, known: float) -> None:
-    """The known values are those of tables of the distribution, for the probability 0.999."""
+    """The known values are from tables of the distribution, for the probability 0.999."""
     assert known * 0.985 < student_quantile(freedom) <= known + 0.001
 
 

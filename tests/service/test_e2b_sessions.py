@@ -1,4 +1,4 @@
-"""Whole sessions in sandboxes of the kind `e2b`: the model's replies, the grade, the clocks, and a killed service."""
+"""Whole sessions in `e2b` sandboxes: the model's replies, the grade, the clocks, and a killed service."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_the_next_service_removes_what_a_killed_node_has_left(world: MakeW
 
 
 async def test_only_tokens_that_may_use_the_kind_use_it(world: MakeWorld, server: FakeE2B) -> None:
-    """A sandbox costs money: the kind is in no default list."""
+    """A sandbox costs money, so tokens may use the kind only if the operator lists it."""
     trainer = Principal("trainer", "submit", "trainer")
     spec = group(runtime=RUNTIME, harness=program("true"), evaluator={"run": "true"})
     async with world([SAY], http=True) as w:

@@ -1,4 +1,5 @@
-"""What an agent does to its sandbox is an outcome: it gets no other attempt and no better grade by breaking it."""
+"""The damage that an agent does to its sandbox is an outcome: the agent gets neither another attempt nor a better
+grade."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ while True:
     except OSError: time.sleep(0.01)' > /dev/null 2>&1 &
 exit 0"""
 SLAY = "(while :; do kill -9 -1; done) > /dev/null 2>&1 &"
-"""Whatever else comes to run in the sandbox is killed."""
+"""Kills every other process in the sandbox, also those that start later."""
 TAKE = "rm -f /usr/bin/python3* /usr/local/bin/python3*"
 WRITES = 'printf 1 > "$OUTRIDER_VERDICT"'
 SMALL = {"disk_mb": 4}
@@ -45,7 +46,7 @@ async def run(w: World, then: str, evaluator: dict[str, Any], *, kind: str = "na
 
 
 async def excess(w: World, session: Any, *, reward: float = 0.0) -> SessionResult:
-    """The result of an agent that must have been found to have broken its sandbox, at its first attempt."""
+    """Check that the session ended as AGENT_EXCESS in its first attempt, and return its result."""
     result = result_of(session)
     assert (result.stop_reason, result.error, result.attempt) == (StopReason.AGENT_EXCESS, None, 1), result
     assert result.verdict is not None
@@ -109,7 +110,7 @@ async def test_a_carried_program_kills_its_grader(world: MakeWorld, temporary: P
     async with world(http=True) as w:
         leave = "mkdir out; echo 'kill -9 $PPID' > out/solve"
         await excess(w, await run(w, leave, {"run": "bash out/solve; true", "carry": ["out"]}))
-        leave = "mkdir out; echo 'exit 3' > out/solve"  # which is no excess, and the grader's own affair
+        leave = "mkdir out; echo 'exit 3' > out/solve"  # no excess: the grader decides what this exit code means
         result = result_of(await run(w, leave, {"run": "bash out/solve || exit 1", "carry": ["out"]}))
         assert result.verdict is not None
         assert (result.stop_reason, result.verdict.reward) == (StopReason.COMPLETED, 0.0)
@@ -118,7 +119,7 @@ async def test_a_carried_program_kills_its_grader(world: MakeWorld, temporary: P
 @pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_an_evaluator_that_fails_by_itself_is_an_error(world: MakeWorld, temporary: Path) -> None:
-    """Also after an agent that has left its sandbox in disorder."""
+    """The error is the evaluator's even if the agent has left its sandbox in disorder."""
     async with world(http=True) as w:
         for run_ in ("exit 7", "kill -9 $$", "echo no number > $OUTRIDER_VERDICT"):
             failed(await run(w, "chmod 000 /root", {"run": run_}), Boundary.EVALUATOR, "evaluator_error")
@@ -145,8 +146,8 @@ async def test_excess_pays_no_better_than_to_do_nothing(world: MakeWorld, tempor
 
 
 class Breakable(StagedRuntime):
-    """Fails as it is told to by the spec's variable FAILS: `inside`, `outside`, or `everywhere`: in sandboxes for
-    grading too. It does so once the agent has run `fail`."""
+    """A runtime whose commands fail after the agent has run `fail`. The spec's variable FAILS is `inside`, `outside`,
+    or `everywhere`; with `everywhere`, all commands in sandboxes for grading fail, too."""
 
     _broken = False
 
@@ -162,7 +163,7 @@ class Breakable(StagedRuntime):
 
 
 async def graded_beside(outcome: Outcome) -> float:
-    """Goes on as long as it can beside a bomb."""
+    """Run commands beside the bomb until one fails. Returns 0 if there is no bomb."""
     try:
         await outcome.runtime.read("bomb")
     except FileNotFoundError:
@@ -196,7 +197,8 @@ async def test_only_what_comes_from_inside_one_sandbox_alone_is_the_agents(
 
 @pytest.mark.timeout(120)
 async def test_a_run_that_the_agent_has_cut_short_is_graded_if_it_can_be(world: MakeWorld, temporary: Path) -> None:
-    """By an evaluator that needs no more of the sandbox than there is; a failure of the host is still none of it."""
+    """An evaluator that does not need the broken sandbox grades the run. If commands fail in other sandboxes, too, the
+    session ends with an error."""
     async with world(http=True) as w:
         grader = {"kind": "callable", "path": "service.test_excess:graded_by_turns"}
         session = await run(w, "kill -9 $PPID; sleep 60", grader, kind="process")
@@ -219,7 +221,8 @@ async def graded_by_turns(outcome: Outcome) -> float:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("there", [True, False])
 async def test_a_tool_that_the_agent_has_taken_away(world: MakeWorld, temporary: Path, there: bool) -> None:
-    """In a root that has none from the beginning it is nobody's doing but the task's."""
+    """If the agent removes the sandbox's Python, this is its excess. If the root never had a Python, the session fails
+    with an error of the runtime."""
     take = [] if there else [{"run": TAKE}]
     calls = [call_markup(name, command) for name, command in (("bash", TAKE), ("python", "1"))]
     async with world(calls, http=True) as w:

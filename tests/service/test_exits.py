@@ -1,4 +1,4 @@
-"""How an agent program leaves: with what code, behind which calls, and what that is called."""
+"""How the exit code of an agent program, and the calls before the exit, decide the outcome."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ printf '%s\\r\\n' "POST /${url#*/}/chat/completions HTTP/1.1" "Host: x" "Content
 printf %s "$body" >&3
 while read -r line <&3; do case $line in data:*) exit 3;; esac; done
 """
-"""Leaves when its reply has begun."""
+"""Exits when the reply to its call has begun."""
 GRADED = {"run": "test -f done"}
 PROCESS = {"kind": "process"}
 
 
 @pytest.fixture(autouse=True)
 def a_busy_machine_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with many busy loops, the process may stand still for two seconds, and then the service is to
-    blame."""
+    """Raise the limit for harmful stalls. On a machine with many busy loops, the process may stand still for two
+    seconds, and then the service is blamed."""
     monkeypatch.setattr(rollout, "HARMFUL_SECONDS", 60.0)
 
 
@@ -54,7 +54,8 @@ def a_busy_machine_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_program_that_fails_after_a_reply_is_graded(
     world: MakeWorld, temporary: Path, then: str, code: int
 ) -> None:
-    """Else what it fails at would be tried again until the model avoids it, and be missing from the data."""
+    """If this were an error, the attempt would be repeated until the model avoids the failure, and the failure would be
+    missing from the data."""
     async with world(http=True) as w:
         do = f"touch done; echo no such tool >&2; {then}"
         session = await w.run(harness=program(do), evaluator=GRADED, runtime=PROCESS, max_attempts=3)
@@ -94,7 +95,7 @@ async def test_a_program_that_fails_behind_a_failed_call_is_the_engines_failure(
 
 
 async def test_a_program_that_leaves_its_only_call_is_an_error(world: MakeWorld, temporary: Path) -> None:
-    """Its model has not said anything that it could have failed at."""
+    """The model has sent no whole reply, so the program's failure does not follow from a reply."""
     async with world([{"reply": SAY, "stall": 1}], http=True) as w:
         session = await w.run(
             harness={"command": ["bash", "-c", HANG_UP]}, evaluator=GRADED, runtime=PROCESS, max_attempts=1
@@ -131,7 +132,7 @@ async def test_an_in_process_agent_has_no_exit_code(world: MakeWorld) -> None:
 async def test_what_a_session_held_is_freed_without_the_garbage_collector(
     world: MakeWorld, last: str, fields: dict[str, Any]
 ) -> None:
-    """Its token tree can have many megabytes, and passes of the collector are rare."""
+    """A session's token tree can have many megabytes, and passes of the collector are rare."""
     async with world() as w:
         view = await w.submit("wait here", "ask", last, max_attempts=1, **fields)
         await w.stage.arrived["here"].wait()

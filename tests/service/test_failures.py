@@ -1,4 +1,5 @@
-"""What fails is an error of the boundary it crossed: retried where that is worth it, and never a reward."""
+"""A failure is an error of the boundary at which it occurs. The attempt is retried if a retry may help, and there is
+never a reward."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ BREAKING_OFF = {"reply": SAY, "fail": "unavailable", "after": 1}
 
 
 def failed(session: SessionView, boundary: Boundary, code: str) -> SessionResult:
-    """The result of a session that must have ended in that error, and in no reward."""
+    """Check that the session ended with this error and without a verdict, and return its result."""
     result = result_of(session)
     assert (result.stop_reason, result.verdict) == (StopReason.ERROR, None)
     assert result.error is not None
@@ -60,7 +61,7 @@ async def test_a_harness_that_never_calls_the_model(world: MakeWorld, harness: A
 
 
 async def test_an_agent_whose_time_runs_out_before_any_reply(world: MakeWorld) -> None:
-    """Nothing of it could be trained on, and no reward is due for it."""
+    """Without a reply there is nothing to train on, so the session gets no reward."""
     async with world([{"reply": SAY, "stall": 0}]) as w:
         session = await w.run("ask", max_attempts=2, limits={"agent_seconds": 0.1})
         failed(session, Boundary.HARNESS, "harness_error")
@@ -102,7 +103,7 @@ async def test_the_failed_call_is_the_cause_whatever_the_harness_makes_of_it(
     async with world([REJECTING]) as w:
         session = await w.run(*do)
         failed(session, Boundary.ENGINE, "engine_rejected")
-        assert (session.attempt, w.stage.count["graded"]) == (1, 0)  # asking again would not help
+        assert (session.attempt, w.stage.count["graded"]) == (1, 0)  # a retry would not help
         w.assert_quiet()
 
 
@@ -117,7 +118,7 @@ async def test_a_failed_call_that_the_harness_got_over_is_no_failure(world: Make
 async def test_a_broken_reply_that_used_up_a_limit(
     world: MakeWorld, limits: dict[str, int], do: tuple[str, ...]
 ) -> None:
-    """The agent asks again and is refused: what it lacks is the reply, and that was the engine's failure."""
+    """The next call is refused by the limit, but the agent lacks the broken reply, which is the engine's failure."""
     async with world([BREAKING_OFF]) as w:
         session = await w.run(*do, limits=limits, max_attempts=1)
         result = failed(session, Boundary.ENGINE, "engine_unavailable")
@@ -189,7 +190,7 @@ async def test_an_evaluator_that_keeps_failing(world: MakeWorld) -> None:
         error = failed(session, Boundary.EVALUATOR, "evaluator_error").error
         assert error is not None
         assert "the grader failed" in (error.log_tail or "")
-        assert (session.attempt, w.stage.count["graded"]) == (1, 3)  # the agent's work is not done anew
+        assert (session.attempt, w.stage.count["graded"]) == (1, 3)  # the agent does not run again
         samples = await w.service.reader.samples(session.id)
         assert [(sample.reward, sum(sample.loss_mask) > 0) for sample in samples] == [(None, True)]
         w.assert_quiet()
@@ -220,7 +221,7 @@ async def test_an_evaluator_of_ones_own_may_raise_anything(world: MakeWorld) -> 
 
 
 async def test_a_runtime_of_ones_own_may_raise_anything(world: MakeWorld) -> None:
-    """It costs its own session, not the service."""
+    """The error ends its own session, and the service goes on."""
     async with world() as w:
         kind = {"kind": "service.stage:BrokenRuntime"}
         error = failed(await w.run("ask", runtime=kind, max_attempts=2), Boundary.SERVICE, "service_error").error
@@ -231,7 +232,7 @@ async def test_a_runtime_of_ones_own_may_raise_anything(world: MakeWorld) -> Non
 
 
 async def test_an_agent_that_cannot_be_made_any_more(world: MakeWorld) -> None:
-    """Fine at submission, and not when its turn has come."""
+    """The agent can be made at submission, but not when its session starts."""
     async with world() as w:
         harness = {"agent": "service.stage:OnceOnly"}
         session = await w.run(harness=harness, max_attempts=3)
@@ -256,7 +257,7 @@ async def test_samples_of_a_seed_are_no_copies_and_another_attempt_repeats_them(
 
 
 async def test_an_engine_that_sends_ids_that_no_tokenizer_has(world: MakeWorld) -> None:
-    """It ended as a failure of the service, in an overflow of a number."""
+    """The engine is at fault: such an id must not overflow an integer and end as a failure of the service."""
     async with world([{"ids": [1 << 40]}]) as w:
         session = await w.run("ask", max_attempts=1)
         error = failed(session, Boundary.ENGINE, "engine_misbehaved").error

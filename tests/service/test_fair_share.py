@@ -1,4 +1,5 @@
-"""The scheduler with a node whose sessions end when the test says so: who runs beside whom, and who waits."""
+"""Fair share: which sessions the scheduler starts, and which wait, on a node whose sessions run until the test ends
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ RUN_LANE = LaneStats(name="run", size=4, in_use=0, waiting=0, served=0, waited_s
 
 
 class HeldNode:
-    """`running` sessions end by `end`."""
+    """A node whose sessions run until the event in `running` is set."""
 
     name = machine = "held"
 
@@ -76,7 +77,8 @@ class HeldNode:
         )
 
     def runs(self) -> Counter[str]:
-        """How many sessions run of each group, whose name is the session's up to the dash."""
+        """Return the number of running sessions of each group. A group's name is the part of the session's id before
+        the dash."""
         return Counter(id.partition("-")[0] for id in self.running)
 
 
@@ -113,7 +115,7 @@ class Scheduled:
         await self.until(lambda: not set(ids) & set(self.node.running))
 
     async def settled(self) -> None:
-        """Wait until the scheduler has looked at what happened."""
+        """Wait until the scheduler has made a whole pass."""
         looks = asyncio.Event()
         looked = self.store.next_due
 
@@ -122,8 +124,8 @@ class Scheduled:
             looks.set()
             return due
 
-        self.store.next_due = next_due  # type: ignore[method-assign]  # to be told of it
-        for _ in range(2):  # the first look may have begun before
+        self.store.next_due = next_due  # type: ignore[method-assign]  # to notice the call
+        for _ in range(2):  # the first pass may have begun before
             looks.clear()
             self.scheduler.wake()
             await looks.wait()
@@ -154,7 +156,7 @@ async def test_runs_share_the_slots_however_much_each_has_queued_and_however_lon
         await s.submit("c", of_run("c", 12))
         left = {"a": 394, "b": 30, "c": 12}
         while left["b"] or left["c"]:
-            # Sessions of `a` take three times as long: they are chosen less often.
+            # Sessions of `a` take three times as long, so they are chosen less often.
             running = list(s.node.running)
             weights = [1 if id[0] == "a" else 3 for id in running]
             [ended] = chance.choices(running, weights)
@@ -206,7 +208,8 @@ async def test_many_runs_that_find_no_room_do_not_hide_another_tenant() -> None:
 
 
 async def test_no_priority_of_one_tenant_goes_before_another_tenant() -> None:
-    """Whose sessions hold all slots, and end one after the other: the first that ends is the other one's turn."""
+    """One tenant's sessions hold all slots and end one after the other. The first free slot goes to the other
+    tenant."""
     async with scheduled(3) as s:
         await s.submit("loud", of_run("a", 50, priority=1000), tenant="a")
         await s.until(lambda: len(s.node.ran) == 3)

@@ -1,4 +1,4 @@
-"""Sessions whose runs a task filters: what is found, what it does to the reward, and to the rows."""
+"""Filters of a task: which runs they match, and how a match changes the reward and the rows."""
 
 from __future__ import annotations
 

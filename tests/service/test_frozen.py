@@ -1,4 +1,4 @@
-"""Frozen models beside the policy: their calls are served, limited and recorded, and nothing of them trains."""
+"""Frozen models beside the policy: their calls are served, limited and recorded, and are never trained on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def engine_of(service: Service, name: str = "judge-0") -> ScriptedEngine:
 
 
 async def duet(w: World, calls: list[str], **options: Any) -> tuple[Any, list[Sample]]:
-    """A session of that agent and its rows. Its task fixes sampling that no other model may be given."""
+    """Run a session of the agent `Duet` and return it with its rows. The task fixes sampling parameters that apply only
+    to the policy."""
     harness = {"agent": DUET, "options": {"calls": calls, **options}}
     submitted = await w.submit(harness=harness, sampling={"temperature": 0.25, "seed": 3}, max_attempts=1)
     done = await w.done(submitted.id, samples=True)
@@ -89,7 +90,7 @@ async def test_an_agent_talks_to_both_and_its_rows_are_as_without(
         assert "do it: judge, line 1" in views[3].context
         assert [view.dialect for view in views] == [dialect] * 5
 
-        # What the judge's engine was given and gave is what is recorded, in the judge's own ids.
+        # The record is what the judge's engine received and sampled, in ids of the judge's tokenizer.
         tokenizer = Tokenizer.load(str(other))
         engine = engine_of(w.service)
         prompt: list[int] = []
@@ -145,7 +146,7 @@ async def test_the_policys_limits_do_not_count_it(world: MakeWorld, other: Path,
 async def test_an_agent_that_gives_up_for_its_own_excess_is_graded(
     world: MakeWorld, other: Path, context: int, turns: int
 ) -> None:
-    """Else it could get rid of its grade by asking the judge too often, or too much."""
+    """Otherwise an agent could avoid its grade by calling the judge too often, or with too long a prompt."""
     async with world(frozen=(judge(other, context=context, turns=turns),)) as w:
         session = await w.run("ask", "consult judge", "consult judge", "ask", verdicts=[0.5])
         result = result_of(session)
@@ -161,7 +162,8 @@ async def test_an_agent_that_gives_up_for_its_own_excess_is_graded(
 
 @pytest.mark.parametrize("steps", [["consult judge"], ["consult judge quietly"], ["consult judge quietly", "ask"]])
 async def test_a_session_whose_judge_fails_is_no_grade(world: MakeWorld, other: Path, steps: list[str]) -> None:
-    """However the agent takes it: what it does without its judge says nothing about the policy."""
+    """A run without its judge says nothing about the policy. The session ends with an error, whatever the agent does
+    then."""
     async with world(frozen=(judge(other, BREAKS),)) as w:
         session = await w.run("ask", *steps, max_attempts=2)
         result = result_of(session)
@@ -195,7 +197,7 @@ async def test_a_reply_in_flight_is_cut_off_and_recorded_with_its_session(world:
 
 
 async def test_a_policy_update_leaves_it_alone(world: MakeWorld, other: Path, tmp_path: Path) -> None:
-    """The update does not wait for the judge's reply, nor cut it off, nor touch its engine."""
+    """The update neither waits for the judge's reply nor cuts it off, and leaves the judge's engine as it is."""
     slow = {"reply": JUDGE[0], "stall": 3}
     weights = tmp_path / "weights"
     weights.touch()
@@ -227,7 +229,7 @@ async def test_all_is_read_back_after_a_restart(world: MakeWorld, other: Path) -
         assert await w.service.reader.turns(session.id) == views
         assert (await w.service.reader.session(session.id)).result == session.result
         assert list(await w.service.reader.samples(session.id)) == rows
-    async with world(POLICY) as w:  # the model is no longer served: nothing decodes its ids, and its words are shown
+    async with world(POLICY) as w:  # without the model its ids cannot be decoded, so the recorded text is shown
         again = await w.service.reader.turns(session.id)
         assert [view.model for view in again] == [view.model for view in views]
         assert [view.sampled for view in again if view.model] == [said.removesuffix("<|im_end|>") for said in JUDGE]
@@ -316,7 +318,7 @@ async def test_an_engine_in_a_models_own_list_serves_no_other(tmp_path: Path, to
 
 
 async def test_a_hosted_judge_has_its_own_key_and_gives_text(world: MakeWorld) -> None:
-    """It needs no tokenizer: its words are recorded, and nothing of it has ids."""
+    """A hosted judge needs no tokenizer: its text is recorded, without ids."""
     said = {"choices": [{"index": 0, "delta": {"content": "The score is high."}, "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 5}}
     async with upstream(Answer(events=[said, usage]), pages={"/v1/models": {"data": [{"id": "big"}]}}) as (url, hosted):

@@ -1,4 +1,4 @@
-"""Sessions leave no cycles of objects: their reference counts free them, and no collection must look for them."""
+"""Sessions leave no reference cycles, so their objects are freed without the garbage collector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SESSIONS = 20
 
 
 def of_ours(thing: object) -> str | None:
-    """A name for an object of our code; None for another's."""
+    """Return a name for an object of Outrider's code, and None for any other object."""
     code = getattr(thing, "__code__", None) or getattr(thing, "cr_code", None) or getattr(thing, "f_code", None)
     if isinstance(thing, FunctionType | CoroutineType | FrameType) and code is not None:
         return code.co_qualname if "/outrider/" in code.co_filename else None
@@ -59,9 +59,10 @@ async def test_neither_does_a_run_that_crashes_before_its_collection_fails(
 
 
 async def cycles_of(world: MakeWorld, do: list[str], fields: dict[str, Any]) -> dict[str, int]:
-    """Return the names of our objects in cycles of which each of SESSIONS sessions has left one, and their numbers."""
+    """Return the names of Outrider's objects in reference cycles, with their numbers, if each of SESSIONS sessions has
+    left at least one."""
     async with world() as it:
-        await it.done((await it.submit(*do, **fields)).id)  # what is made once
+        await it.done((await it.submit(*do, **fields)).id)  # for objects that are made only once
         gc.collect()
         gc.disable()
         try:

@@ -1,4 +1,4 @@
-"""What evaluators reach beyond the agent's sandbox: another sandbox, frozen models, and graders outside."""
+"""What evaluators use beside the agent's sandbox: another sandbox, frozen models, and external graders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ JUDGED = "It is fine.<|im_end|>"
 
 
 async def looks_beside(outcome: Outcome) -> Any:
-    """A second sandbox, while the first one stands: prepared like it, without what the agent did."""
+    """Evaluate with further sandboxes beside the agent's: they are prepared alike, but do not have the agent's
+    changes."""
     await outcome.runtime.read("agents")
     async with outcome.beside() as other:
         listing = await other.exec("ls", seconds=5)
@@ -63,7 +64,7 @@ def judge() -> FrozenConfig:
 
 
 async def test_a_second_sandbox_is_untouched_and_sets_nothing_aside(world: MakeWorld) -> None:
-    """Not even where the session has set aside all that the node has."""
+    """The second sandbox works even if the session's sandbox has reserved all CPUs and the whole memory of the node."""
     resources = {"cpus": 1.0, "memory_mb": 64}
     async with world(sandboxes=SandboxesConfig(cpus=1.0, memory_mb=64)) as w:
         session = await w.run(
@@ -85,7 +86,8 @@ async def test_a_second_sandbox_is_untouched_and_sets_nothing_aside(world: MakeW
 async def test_an_agent_that_removes_the_interpreter_earns_nothing(
     tmp_path: Path, does: str, reason: str, reward: float
 ) -> None:
-    """That no program can be tried is its own doing, and no failure of the infrastructure."""
+    """Without the interpreter no program can be tested. This is the agent's doing, and no failure of the
+    infrastructure."""
     if not (can := NamespaceRuntime.available()).ok:
         pytest.skip(can.detail)
     task = {
@@ -105,7 +107,8 @@ async def test_an_agent_that_removes_the_interpreter_earns_nothing(
 
 
 async def test_an_evaluator_asks_a_frozen_model(world: MakeWorld) -> None:
-    """Its calls are neither the agent's nor the policy's, and have no part in the agent's limits."""
+    """The evaluator's calls count neither for the agent nor for the policy, and the agent's limit does not apply to
+    them."""
     async with world(frozen=(judge(),)) as w:
         session = await w.run("ask", "consult judge", evaluator={"kind": "callable", "path": f"{HERE}:asks"})
         result = result_of(session)
@@ -177,7 +180,7 @@ async def test_a_task_names_only_graders_of_the_settings(world: MakeWorld) -> No
 async def test_a_node_without_a_graders_keys_ends_the_session_before_its_agent_begins(
     world: MakeWorld, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str, names: str
 ) -> None:
-    """The service, on another machine, has them. So neither the task nor the agent is to blame."""
+    """The service has the keys, but the node does not. So neither the task nor the agent is to blame."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     url = "http://127.0.0.1:9"
@@ -230,7 +233,8 @@ def test_built_in_kinds_may_be_named_without_listing(kind: str) -> None:
 
 
 class WaitsForAnother:
-    """An evaluator that waits aside until one of another session is done, and for longer than it may take."""
+    """An evaluator that waits off the clock until the evaluator of another session is done, and for longer than its
+    time limit."""
 
     others = asyncio.Event()
 
@@ -288,8 +292,8 @@ async def line_of(process: asyncio.subprocess.Process) -> str:
 async def test_a_judge_that_is_killed_in_the_middle_costs_neither_the_verdict_nor_the_agents_work(
     world: MakeWorld, says: str, reward: float
 ) -> None:
-    """It dies with the question read, and stays away for as long as one evaluation asks for it: that is an error, and
-    the evaluation is tried again. When the judge is back, it gives the verdict that it would have given."""
+    """The judge is killed after it has read the question, and stays away until the first evaluation has failed. The
+    evaluation is tried again, and the judge, started again, gives the verdict."""
     async with judge_program(0, "hangs") as judge:
         port = int(await line_of(judge))
         graders = (GraderConfig(name="judge", url=f"http://127.0.0.1:{port}"),)
@@ -307,7 +311,7 @@ async def test_a_judge_that_is_killed_in_the_middle_costs_neither_the_verdict_no
                 turned_away.release()
 
             async with await asyncio.start_server(turn_away, "127.0.0.1", port):
-                for _ in range(PAUSES.attempts or 1):  # the first evaluation has at most one try less
+                for _ in range(PAUSES.attempts or 1):  # more tries than the first evaluation has left
                     await turned_away.acquire()
             async with judge_program(port) as again:
                 await line_of(again)

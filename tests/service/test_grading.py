@@ -1,4 +1,4 @@
-"""Grading in a new sandbox: what is carried there, when the agent's own ends, and that none is left."""
+"""Grading in a new sandbox: what is carried into it, when the agent's sandbox ends, and that no sandbox is left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TAMPER = "run echo mine > out/answer; echo easy > expected; echo x > left"
 
 
 class Unsteady(StagedRuntime):
-    """Its sandboxes for grading fail to start so many times: the first `FAILS` of all."""
+    """A runtime whose first `FAILS` sandboxes for grading do not start."""
 
     async def start(self) -> None:
         fails = int(self._spec.env.get("FAILS", "0"))
@@ -40,7 +40,7 @@ class Unsteady(StagedRuntime):
 
 
 class Unstoppable(Unsteady):
-    """A plugin that says of its sandboxes for grading that it cannot stop them, though it may not."""
+    """A runtime that raises an error when a sandbox for grading is stopped, which plugins must not do."""
 
     async def stop(self) -> None:
         await super().stop()
@@ -49,7 +49,7 @@ class Unstoppable(Unsteady):
 
 
 async def look(outcome: Outcome) -> Any:
-    """Notes what there is to be graded, and which sandboxes still stand."""
+    """Record the files to grade, and the sandboxes that are running."""
     stage = _stage.get()
     stage.count["graded"] += 1
     if stage.count["graded"] <= outcome.task.evaluator.options.get("fails", 0):
@@ -63,7 +63,7 @@ async def look(outcome: Outcome) -> Any:
 
 
 def carried(*do: str, carry: Any = ("out",), runtime: Any = None, options: Any = None, **fields: Any) -> Any:
-    """A group whose outcome is graded in a new sandbox."""
+    """Return the fields of a group whose outcome is graded in a new sandbox."""
     evaluator = {"kind": "callable", "path": "service.test_grading:look", "options": options or {}}
     return {
         "do": do or ("ask", TAMPER),
@@ -166,7 +166,8 @@ async def test_the_second_share_is_given_back_whatever_a_plugin_does(world: Make
 
 
 async def test_a_second_share_is_not_taken_before_those_who_wait(world: MakeWorld) -> None:
-    """Of two sessions, one has no room and comes before the grader's sandbox of the other; neither waits for ever."""
+    """Six sessions share memory for two sandboxes. A grader's sandbox takes no memory before sessions that wait, so all
+    sessions finish."""
     async with world(sandboxes=SandboxesConfig(memory_mb=2500)) as w:
         runtime = {"resources": {"memory_mb": 1000}}
         given = carried("ask", TAMPER, runtime=runtime)
@@ -213,7 +214,7 @@ async def test_a_new_sandbox_that_is_never_ready_is_no_verdict(world: MakeWorld)
         view = await w.submit(*given.pop("do"), **given, limits={"session_seconds": 20})
         await w.stage.arrived["fresh"].wait()
         await w.state(view.sessions[0].id, SessionState.EVALUATING)
-        await pass_time(100)  # of several tries
+        await pass_time(100)  # longer than several tries
         result = failed((await w.done(view.id)).sessions[0], Boundary.RUNTIME, "runtime_failure")
         assert "not ready within 20 s" in str(result.error)
         w.assert_quiet()
@@ -247,7 +248,7 @@ async def test_a_new_sandbox_that_fails_ahead_is_started_again(world: MakeWorld)
 
 
 class Unprepared(StagedRuntime):
-    """Its first sandbox for grading is started, and cannot be prepared."""
+    """A runtime whose first sandbox for grading starts but cannot be prepared."""
 
     async def exec(self, *args: Any, **options: Any) -> ExecResult:
         if self._key[0].endswith("-g0"):
@@ -267,7 +268,7 @@ async def test_new_sandboxes_that_keep_failing_are_an_error_of_the_runtime(world
     async with world() as w:
         given = carried(runtime={"env": {"FAILS": "100"}}, max_attempts=2)
         failed(await run(w, **given), Boundary.RUNTIME, "runtime_failure")
-        assert w.stage.count["fresh"] == 6  # of each attempt one ahead, and one for each try
+        assert w.stage.count["fresh"] == 6  # in each attempt one ahead, and one for each try
         assert w.stage.count["graded"] == 0
         w.assert_quiet()
 
@@ -284,7 +285,7 @@ async def test_each_try_has_a_sandbox_of_its_own(world: MakeWorld) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["process", "namespace"])
 async def test_nothing_of_the_agent_lives_when_its_work_is_graded(world: MakeWorld, temporary: Path, kind: str) -> None:
-    """It leaves a process that changes its answer for ever, and a link to what it is told to be compared with."""
+    """The agent leaves a process that changes its answer for ever, and a link to the expected answer."""
     left = "(while sleep 0.01; do echo cheat > out/answer; done) > /dev/null 2>&1 &"
     tamper = f"run mkdir out; ln -s ../expected out/link; {left} echo done > out/done; echo evil > shadow"
     check = "echo secret > expected; test -f out/done && ! test -e out/link && ! test -e shadow"
@@ -307,7 +308,7 @@ async def test_nothing_of_the_agent_lives_when_its_work_is_graded(world: MakeWor
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["process", "namespace"])
 async def test_no_agent_escapes_its_grade_by_what_it_leaves(world: MakeWorld, temporary: Path, kind: str) -> None:
-    """Files that change for ever, pipes in the place of files, and folders a thousand deep."""
+    """The agent leaves files that change for ever, pipes in place of files, and folders nested a thousand deep."""
     flip = "head -c 9000000 /dev/zero > out/big; : > out/big; rm -f out/odd; mkfifo out/odd; rm -f out/odd; : > out/odd"
     deep = "mkdir -p out/$(printf 'd/%.0s' $(seq 1200)); touch out/$(printf 'd/%.0s' $(seq 1200))last"
     leave = f"run mkdir out; {deep}; (while :; do {flip}; done) > /dev/null 2>&1 & echo done > out/done"

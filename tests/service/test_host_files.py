@@ -1,4 +1,4 @@
-"""Whoever may submit reads none of the service's own files: not by an upload, and not by a path."""
+"""A token that may submit gives no access to the service's own files, neither by an upload nor by a path."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ replies = [{reply}]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which a service is started, with its settings, as docs/config.md has it."""
+    """The folder in which a service is started, with its settings, as in docs/config.md."""
     folder = tmp_path / "work"
     folder.mkdir()
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
@@ -47,7 +47,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @asynccontextmanager
 async def submitter(folder: Path, **flags: Any) -> AsyncIterator[AsyncClient]:
-    """A client with a token of the role submit, of a service as `outrider serve --config outrider.toml` starts it."""
+    """Yield a client with a token of the role submit, of a service as `outrider serve --config outrider.toml` starts
+    it."""
     config = load_config({"port": 0, **flags}, file=Path("outrider.toml"))
     async with open_service(config) as opened, serving(*opened) as url:
         alice = await opened.service.tokens.create(TokenSpec(name="alice", role="submit"))
@@ -157,7 +158,7 @@ async def test_what_the_operator_gives_is_uploaded(folder: Path, kind: str) -> N
 
 @pytest.mark.parametrize("swapped", ["deep", "deep/outrider.toml"])
 async def test_a_link_that_is_put_there_after_the_check_fails_the_attempt(folder: Path, swapped: str) -> None:
-    """A prepare step puts the link there, in a sandbox that runs on the host: so the operator submits the task."""
+    """A prepare step makes the link, in a sandbox without isolation. Only the operator may submit such a task."""
     files = folder / "uploads"
     (files / "deep").mkdir(parents=True)
     (files / "deep/outrider.toml").write_text("harmless")

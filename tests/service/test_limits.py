@@ -1,4 +1,4 @@
-"""Limits end a session each in its own way; all but the session's time are graded."""
+"""Each limit ends a session in its own way. The outcome is graded, except if the session's time is over."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ async def test_agent_timeout_is_graded(world: MakeWorld) -> None:
 
 
 async def test_agent_timeout_in_the_middle_of_a_reply(world: MakeWorld) -> None:
-    """What was sampled is recorded and dropped: nobody saw it."""
+    """The sampled token is recorded and dropped, because the agent has not received it."""
     async with world([{"reply": SAY, "stall": 1}]) as w:
-        view = await w.submit("ask", limits={"agent_seconds": 2})  # so soon that no token is overdue yet
+        view = await w.submit("ask", limits={"agent_seconds": 2})  # so short that no token is overdue yet
         await w.engine.stalled.wait()
         await pass_time(3)
         result = result_of((await w.done(view.id)).sessions[0])
@@ -77,7 +77,7 @@ async def test_preparing_has_a_limit_of_its_own(world: MakeWorld) -> None:
 
 
 async def test_waiting_for_a_lane_is_charged_to_nobody(world: MakeWorld) -> None:
-    """The last session's sandbox is ready for longer than the session may last."""
+    """The second session's sandbox is ready for longer than the session's time limit."""
     async with world(lanes=LanesConfig(init=5, run=1, eval=1)) as w:
         first = await w.submit("wait door", "ask")
         await w.stage.arrived["door"].wait()
@@ -94,7 +94,7 @@ async def test_waiting_for_a_lane_is_charged_to_nobody(world: MakeWorld) -> None
 
 @pytest.mark.parametrize("last", ["ask", "ask quietly"])
 async def test_turns(world: MakeWorld, last: str) -> None:
-    """Whether the agent minds or not."""
+    """The session ends even if the agent ignores the error."""
     async with world() as w:
         session = await w.run("ask", "ask", last, limits={"turns": 2})
         result = result_of(session)
@@ -139,7 +139,7 @@ async def test_no_clock_runs_while_the_service_stands_still(world: MakeWorld) ->
         stalls = w.node.stats().stalls
         assert stalls.count >= 1
         assert stalls.longest >= 0.9
-        assert stalls.held < stalls.longest  # it slept
+        assert stalls.held < stalls.longest  # `freeze` sleeps and computes nothing
 
 
 @pytest.mark.deep

@@ -1,4 +1,4 @@
-"""What is counted of model calls, sessions and groups, and that the memory for it is bounded."""
+"""Counts of model calls, sessions and groups, and the bounds on their memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def session(id: str) -> SessionRow:
 
 
 class Counting:
-    """Counts of a service whose engines are called e and d, and whose policy has the version `version`."""
+    """Counts of a service with the engines `e` and `d`, whose policy has the version `version`."""
 
     def __init__(self, limits: CountLimits = LIMITS) -> None:
         self.version = 0
@@ -194,7 +194,7 @@ def test_the_tokens_of_a_run_that_is_graded_again_are_counted_once(counting: Cou
         ((0.0, 1.0), 2, "some"),
         ((1.0, None), 2, "unknown"),
         ((1.0,), 1, "unknown"),
-        ((1.0, 1.0), 3, "unknown"),  # one has ended before the start
+        ((1.0, 1.0), 3, "unknown"),  # one session ended before the service started
         ((1.0, 1.0), None, "unknown"),
     ],
 )
@@ -210,10 +210,10 @@ def test_the_spread_of_a_groups_rewards(
 def test_the_staleness_is_that_at_the_delivery_of_the_group(counting: Counting) -> None:
     counting.add("s-1-0", turn(version=3), turn(1, version=4))
     counting.add("s-1-1", turn(version=9))
-    counting.add("s-1-1", turn(version=5), attempt=2)  # of the first attempt nothing is delivered
+    counting.add("s-1-1", turn(version=5), attempt=2)  # nothing of the first attempt is delivered
     counting.add("s-1-2", turn(version=1))
     counting.end("s-1-0", tokens=TRAINED)
-    counting.end("s-1-2")  # nothing of it trains
+    counting.end("s-1-2")  # has no trained tokens
     counting.version = 7
     counting.end("s-1-1", last=True, tokens=TRAINED)
     assert counting.counts.trained_sessions == {"one": 1, "several": 1}

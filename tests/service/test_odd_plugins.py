@@ -1,4 +1,4 @@
-"""A plugin may do anything: it costs its own session, and neither the service nor another's outcome."""
+"""A faulty plugin ends only its own session. The service and the outcomes of other sessions are not affected."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_what_an_evaluator_gives_is_read_like_any_verdict(world: MakeWorld
 
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_stored_task_that_cannot_be_read(world: MakeWorld, tmp_path: Path, *, cancelled: bool) -> None:
-    """As after an upgrade that renamed a field."""
+    """A stored task in the form of an older version, in which a field had another name."""
     (tmp_path / "data").mkdir()
     async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
         await put(store, "old", "s1", "s2")
@@ -96,7 +96,7 @@ async def test_a_stored_task_that_cannot_be_read(world: MakeWorld, tmp_path: Pat
 
 
 async def test_a_result_that_cannot_be_stored(world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug of ours: it ends its session as failed, and not the service."""
+    """A result that cannot be stored is a bug of the service. The session fails, and the service goes on."""
     monkeypatch.setattr(grading, "read_verdict", lambda given: given)
     async with world() as w:
         session = await w.run("ask", evaluator={"kind": ODD_GRADER, "options": {"how": "not a number"}})

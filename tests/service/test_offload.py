@@ -1,5 +1,5 @@
-"""What a trainer sends and asks for does not hold the event loop either. Judged by the time that the loop's own thread
-is at work, which does not depend on what else the machine does."""
+"""Requests and downloads of trainers do not hold the event loop. The processor time of the loop's thread is measured,
+which does not depend on the load of the machine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .world import group
 
 pytestmark = pytest.mark.usefixtures("others_objects_set_aside")
 HELD = 0.1
-"""Seconds. On a quiet machine it is half of that at most."""
+"""Maximum hold of the event loop in seconds. On a quiet machine, half of it is not exceeded."""
 
 
 def with_files(*contents: tuple[str, str]) -> bytes:
-    """A group's body whose task writes these files; each is its text and its encoding."""
+    """Return the body of a group whose task writes these files, given as (text, encoding)."""
     spec: dict[str, Any] = group("ask").model_dump(mode="json", exclude_none=True)
     spec["task"]["runtime"]["prepare"] = [
         {"write": text, "to": f"file-{number}", "encoding": encoding}

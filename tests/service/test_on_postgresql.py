@@ -1,4 +1,4 @@
-"""A whole service whose store is in PostgreSQL."""
+"""A whole service whose store is a PostgreSQL database."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_it_is_stopped_in_the_middle_and_started_again(world: MakeWorld, p
 
 @pytest.mark.deep
 async def test_no_session_notices_a_restart_of_the_server(world: MakeWorld, postgresql: PostgresqlServer) -> None:
-    """Some wait in their agent, some in their grader; what they store next finds no server."""
+    """Some sessions wait in their agents, one in its grader. The server is down when they go on."""
     async with world(store=await postgresql.new_database()) as w:
         await w.submit("ask", "wait door", "ask", n=4)
         await w.submit("ask", verdicts=["wait hall"])
@@ -48,7 +48,7 @@ async def test_no_session_notices_a_restart_of_the_server(world: MakeWorld, post
         for ending in (signal.SIGKILL, signal.SIGINT):
             postgresql.kill(ending)
             w.stage.open["door" if ending is signal.SIGKILL else "hall"].set()
-            for _ in range(100):  # in which they find out that it is not there
+            for _ in range(100):  # time in which the sessions find no server
                 await asyncio.sleep(0)
             postgresql.start()
         groups = await finish_all(w, 2)

@@ -26,7 +26,7 @@ GRADERS = {"kind": SANDBOX, "workdir": "/grade", "env": {"WHO": "grader"}, "prep
 
 
 async def look(outcome: Outcome) -> Any:
-    """Notes what there is to be graded and which sandboxes stand, and gives what the options say."""
+    """Record the files to grade and the running sandboxes, and return the reward of the options."""
     stage, options = _stage.get(), outcome.task.evaluator.options
     if place := options.get("wait"):
         await stage.wait_at(place)
@@ -61,7 +61,8 @@ async def test_only_what_is_carried_is_there_and_the_rest_is_the_graders(world: 
 
 
 async def test_relative_paths_begin_where_the_agents_do(world: MakeWorld) -> None:
-    """They are at the same place in the grader's sandbox, whose working directory is another."""
+    """A relative path is resolved in the agent's working directory and is at the same place in the grader's sandbox,
+    whose working directory is another one."""
     async with world() as w:
         await run(w, "ask", "run echo mine > /work/out/answer", evaluator=graded(carry=["./out/answer"]))
         assert w.stage.order[0] == "/grade\nkey\ngrader\nout\nmine\n"
@@ -146,11 +147,11 @@ async def test_a_step_that_runs_out_of_the_sessions_time_leaves_no_grader(world:
 
 async def test_tries_between_steps_have_a_sandbox_each_and_the_agents_is_not_run_again(world: MakeWorld) -> None:
     async with world() as w:
-        evaluator = graded(needs="cat /nowhere")  # so it fails where nothing was done, too
+        evaluator = graded(needs="cat /nowhere")  # fails in an untouched sandbox, too
         session = await run(w, "ask", evaluator=evaluator, then=[step()], max_attempts=2)
         result = failed(session, Boundary.EVALUATOR, "evaluator_error")
         assert "what is needed" in str(result.error)
-        # Two tries, and then an agent's and a grader's in which nothing was done.
+        # g0 and g1 are the two tries. g2 and g3 are untouched sandboxes of the agent's and the grader's runtime.
         names = [(name.rpartition("-")[2], attempt) for name, attempt in w.stage.ledger.started]
         assert names == [(name, 1) for name in ("0", "g0", "g1", "g2", "g3")]
         w.assert_quiet()
@@ -158,7 +159,8 @@ async def test_tries_between_steps_have_a_sandbox_each_and_the_agents_is_not_run
 
 @pytest.mark.parametrize("between", [True, False], ids=["between steps", "at the end"])
 async def test_who_makes_its_grading_impossible_earns_nothing(world: MakeWorld, between: bool) -> None:
-    """The grader needs a file that the agent's runtime has when nothing is done, and the grader's own has not."""
+    """The grader needs a file that exists in an untouched sandbox of the agent's runtime, but not in one of the
+    grader's runtime."""
     async with world() as w:
         evaluator = graded(needs="cat /work/out/answer")
         then = [step()] if between else []
@@ -194,7 +196,7 @@ async def test_a_grader_that_cannot_be_prepared_is_no_verdict_and_its_field_is_n
 
 
 class Imageless(StagedRuntime):
-    """Its image was there when the task was submitted, and is gone."""
+    """A runtime whose image existed when the task was submitted, and is gone when a sandbox starts."""
 
     async def start(self) -> None:
         raise InvalidField("there is no such image", field="task.runtime.image")
@@ -236,7 +238,7 @@ async def test_both_sandboxes_of_a_step_between_are_set_aside(world: MakeWorld) 
         task: dict[str, Any] = {"runtime": {**AGENTS, "resources": {"memory_mb": 500}}, "evaluator": needing}
         view = await w.submit("ask", "wait here", n=3, then=[step()], **task)
         await w.stage.arrived["here"].wait()
-        assert set_aside() == 900  # of one session: another waits until there is room for all that it needs
+        assert set_aside() == 900  # for one session: the next one waits until there is room for both of its sandboxes
         w.stage.open["here"].set()
         await w.stage.arrived["there"].wait()
         assert set_aside() == 900
@@ -328,7 +330,7 @@ async def test_an_agent_that_is_in_excess_when_graded_again_was_so_against_both_
 
 
 class Frail(StagedRuntime):
-    """Its sandboxes cannot take what is carried to them."""
+    """A runtime whose sandboxes cannot restore carried files."""
 
     async def restore(self, archive: Path, paths: Any) -> None:
         raise ValueError("not mine")
@@ -350,7 +352,8 @@ def test_the_spec_is_stored_whole() -> None:
 @pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_real_sandboxes_of_a_step_between_and_of_the_last(world: MakeWorld, temporary: Path) -> None:
-    """What the agent left running goes on to the next step; links and its other files do not come to the grader."""
+    """Processes that the agent has left go on in the next step. Links and files that are not carried do not reach the
+    grader."""
     leave = "ln -s /secret out/link; (while sleep 0.05; do date > beat; done) > /dev/null 2>&1 & echo 1 > out/a; exit 0"
     grader = {"kind": "namespace", "workdir": "/grade", "prepare": [{"run": "echo s > /secret; echo 1 > expected"}]}
     check = "cmp /work/out/a expected && ! test -L /work/out/link && ! test -e /work/beat"
@@ -394,7 +397,7 @@ async def test_what_does_not_fit_between_steps_is_the_agents_doing(world: MakeWo
 @pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_processes_without_number_between_steps_are_the_agents_doing(world: MakeWorld, temporary: Path) -> None:
-    """They are not ended there: the next step may need what the agent has started."""
+    """Processes are not ended between steps, because the next step may need them."""
     async with world(http=True) as w:
         session = await w.run(
             harness=program(BOMB),

@@ -1,4 +1,5 @@
-"""Changes to a repository, carried as a patch: what is in it, what is not, and what an agent cannot do with it."""
+"""Changes to a repository that are carried as a patch: what a patch contains, what it leaves out, and what an agent
+cannot do with it."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ printf 'one\\ntwo\\n' > src/a.py; echo gone > src/b.py; echo right > tests/test_
 printf '*.log\\nbuild/\\n' > .gitignore
 git add .; git -c user.name=x -c user.email=x commit -qm base
 mkdir build; echo built > build/out; echo noise > x.log; echo edited >> src/b.py"""
-"""Ignored files, and a change that is not committed, are there before the agent."""
+"""Before the agent begins, the repository has ignored files and a change that is not committed."""
 RUNTIME = {"kind": "namespace", "prepare": [{"run": REPOSITORY}]}
 TREE = "cd repo; find . -path ./.git -prune -o -type f -print | sort | xargs md5sum; ls -A .git | grep outrider; exit 0"
 
 
 async def grade(outcome: Outcome) -> Verdict:
-    """Reward 1 where the tree after preparation and patch is what the program `then` makes of it; the patch is kept."""
+    """Give reward 1 if the patched tree equals the tree that the command `then` makes in another sandbox."""
     assert outcome.patch is not None
     seen = await outcome.runtime.exec(TREE, seconds=60)
     async with outcome.beside() as other:
@@ -62,7 +63,7 @@ def made(then: str) -> dict[str, Any]:
 
 BINARY = "head -c 3000 /dev/urandom > src/c.bin; printf '\\0\\1' > 'src/a name\\twith\\nall'"
 COMMIT = "git add .; git -c user.name=y -c user.email=y commit -qm z"
-CHANGES = {  # what the agent does in the repository, and what of it is seen
+CHANGES = {  # the agent's commands in the repository, and commands that make the expected tree
     "nothing": ("true", "true"),
     "a line": ("echo three >> src/a.py", "echo three >> src/a.py"),
     "committed": (f"echo x > src/new.py; {COMMIT}", "echo x > src/new.py"),
@@ -130,7 +131,7 @@ ln -s / src/root; ln -s ../../tests src/out; cp /bin/true git 2>/dev/null; echo 
 
 @pytest.mark.deep
 async def test_nothing_of_the_agents_runs_and_no_link_is_followed(world: MakeWorld, temporary: Path) -> None:
-    """The grader's sandbox has its tests, and no trace of a hook, filter or driver."""
+    """The grader's sandbox has its own tests, and none of the agent's hooks, filters and drivers has run."""
     look = "test ! -e /tmp/ran && test -e repo/src/new.py && grep -qx right repo/tests/test_a.py || exit 1"
     async with world(http=True) as w:
         session = await run(w, HOOKS, {"run": look})
@@ -161,7 +162,7 @@ async def test_a_folder_that_is_no_repository_is_an_error(world: MakeWorld, temp
 async def test_a_repository_whose_path_looks_like_a_pattern_has_only_its_own_changes(
     world: MakeWorld, temporary: Path
 ) -> None:
-    """Beside it is the folder that the pattern would match."""
+    """A folder whose name the pattern matches is beside the repository."""
     make = "mkdir nextj; mkdir 'next[js]'; cd 'next[js]'; git init -q .; echo x > a; git add ."
     prepare = [{"run": f"{make}; git -c user.name=x -c user.email=x commit -qm base"}]
     async with world(http=True) as w:

@@ -1,4 +1,4 @@
-"""Which node a session gets, and who waits for room."""
+"""Which node a session gets, and which sessions wait for room."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.trajectory import SessionResult
 
 
 class Plain:
-    """A node that only has numbers."""
+    """A node that has only a capacity, resources and images, and runs nothing."""
 
     def __init__(self, name: str, capacity: int = 8, *, images: tuple[str, ...] = (), run: int = 4, **has: Any) -> None:
         self.name = self.machine = name
@@ -67,7 +67,7 @@ ANY = needing()
 
 
 GIVE_BACK: dict[str, list[Callable[[], None]]] = defaultdict(list)
-"""By node, what gives the places back that `put` has taken."""
+"""By node, the functions that give back the places which `put` has taken."""
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +76,12 @@ def _anew() -> None:
 
 
 def placed_on(nodes: Sequence[Plain], **options: float) -> NodePlacement:
-    """A placement on these nodes, of a service that expects no other node to join."""
+    """Return a placement on these nodes, for a service that expects no other node to join."""
     return NodePlacement(nodes, **{"join_seconds": 0.0} | options)
 
 
 def put(places: NodePlacement, task: TaskSpec, *, reserved: bool = False) -> str | None:
-    """Place a session, if there is room; the node's name."""
+    """Place a session. Returns the node's name, or None if there is no room."""
     node = places.find(task)
     if node is None:
         return None
@@ -212,7 +212,7 @@ def test_no_node_is_given_more_than_it_takes(steps: list[tuple[bool, int, int, i
     places = placed_on(nodes)
     placed: list[tuple[str, TaskSpec, Callable[[], None]]] = []
     for arrives, cpus, gpus, number in steps:
-        if number % 3:  # else those that found no room before are remembered
+        if number % 3:  # otherwise the sessions that wait for room are remembered
             places.look_again()
         if arrives:
             task = needing(cpus or None, gpus=gpus)
@@ -234,7 +234,7 @@ def test_nodes_come_and_go_with_sessions_on_them() -> None:
     places.remove(a)
     assert (places.free_slots(), places.stats(), put(places, ANY)) == (0, [], None)
     places.add(again)
-    places.remove(a)  # a late word about the one before it
+    places.remove(a)  # a late message about the earlier node
     assert places.free_slots() == 2
     for give_back in GIVE_BACK.pop("a"):
         give_back()

@@ -1,5 +1,5 @@
-"""Weight updates while sessions run: none is lost, every token has the version that sampled it, and no agent's time
-passes while the policy is paused."""
+"""Weight updates while sessions run: no session is lost, every token has the version that sampled it, and no agent's
+time passes while the policy is paused."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ async def running(folder: Path, tokenizer: Path, *, engines: int = 1, length: in
 
 
 def check_stamps(sample: Sample, engine: StampingEngine) -> list[list[int]]:
-    """The versions of each reply in a row, token for token. Each letter is of the version that the row gives it, and
-    each log-probability is that of its own place."""
+    """Return the versions of each reply in a row, token by token. Checks that each letter belongs to its version in the
+    row, and each log-probability to its position."""
     replies: list[list[int]] = []
     before = False
     for place, (token, trains, logprob, version) in enumerate(
@@ -119,7 +119,7 @@ async def test_updates_in_the_middle_of_64_sessions(
 @pytest.mark.deep
 @pytest.mark.parametrize("mode", ["finish", "abort"])
 async def test_no_agent_runs_out_of_time_while_paused(tmp_path: Path, tokenizer: Path, mode: Any) -> None:
-    """The pause is longer than all the time of the agent and of the session together."""
+    """The pause is longer than the time limits of the agent and of the session together."""
     async with running(tmp_path, tokenizer) as world:
         engine = world.engines[0]
         engine.hold(8)

@@ -1,4 +1,4 @@
-"""Sandboxes are prepared ahead of their runs, up to a bound of their own, and nobody's clock runs while they wait."""
+"""Sandboxes are prepared before their runs, up to the size of the ready lane, and no clock runs while they wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions that are graded again: what the evaluator is given, what becomes of the rewards, and what is refused."""
+"""Regrading of sessions: what the evaluator receives, how rewards change, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEPT = {"carry": ["answer", "deep"], "keep": True}
 
 
 async def peek(outcome: Outcome) -> Verdict:
-    """Notes what it is given, and gives as the reward what the spec says."""
+    """Record what the evaluator receives, and return the reward of the options."""
     options = outcome.task.evaluator.options
     _stage.get().order.append(f"{outcome.stop_reason} {outcome.turns} {len(outcome.calls)} {len(outcome.transcript)}")
     if options.get("files"):
@@ -214,7 +214,8 @@ async def test_what_cannot_be_graded_again_is_refused(world: MakeWorld) -> None:
 @pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_a_command_grades_the_files_of_a_program_in_a_real_sandbox(world: MakeWorld, temporary: Path) -> None:
-    """Modes, links, owners and names come back with them, and nothing else of the agent's sandbox."""
+    """The carried files come back with their modes, links and names, and without any other file of the agent's
+    sandbox."""
     make = "printf '#!/bin/sh\\necho ran' > 'a b'; chmod 755 'a b'; mkdir out; ln -s '../a b' out/link; touch /tmp/left"
     look = 'test "$(out/link)" = ran && test "$(readlink out/link)" = "../a b" && test ! -e /tmp/left'
     async with world(http=True) as w:
@@ -284,7 +285,7 @@ async def test_it_can_be_cancelled(world: MakeWorld) -> None:
 async def test_the_service_dies_while_it_is_graded(
     world: MakeWorld, kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """The next service grades it again, once, and the turns are there once."""
+    """The next service grades the session in a second attempt. The session's turns are stored once."""
     settings: dict[str, Any] = {}
     if kind == "postgresql":
         server: PostgresqlServer = request.getfixturevalue("postgresql")

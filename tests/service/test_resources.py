@@ -1,4 +1,5 @@
-"""What a task asks for is set aside from before its sandbox is started until it is stopped, and never twice."""
+"""The resources that a task requests are reserved from before its sandbox starts until the sandbox has stopped, and
+never twice."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ async def test_who_waits_can_be_cancelled(world: MakeWorld) -> None:
 
 @pytest.fixture
 def three() -> SandboxesConfig:
-    """GPUs with names of this process: other tests on this machine may use others at the same time."""
+    """Three GPUs whose names contain this process's id, because other tests on this machine may use GPUs at the same
+    time."""
     return SandboxesConfig(cpus=64.0, gpus=tuple(f"{os.getpid()}-{number}" for number in "abc"))
 
 
@@ -130,7 +132,7 @@ async def test_each_session_has_gpus_of_its_own(world: MakeWorld, three: Sandbox
 
 
 def gpus_of(w: World, session_id: str) -> str:
-    """What its agent wrote down."""
+    """Return the GPUs that the session's agent has recorded."""
     return w.service.artifacts.file(session_id, "/work/gpus").read_text().strip()
 
 
@@ -157,7 +159,7 @@ def test_gpus_are_a_whole_number(gpus: Any) -> None:
 
 
 async def look(outcome: Outcome) -> Verdict:
-    """Which GPUs the grader's sandbox has, and which one beside it."""
+    """Return the GPUs of the grader's sandbox, and of a sandbox beside it, as the verdict's reason."""
 
     async def told(runtime: Runtime) -> str:
         return (await runtime.exec("echo $NVIDIA_VISIBLE_DEVICES", seconds=30)).stdout.decode().strip()

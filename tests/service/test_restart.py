@@ -1,4 +1,4 @@
-"""Whatever becomes of the process: every accepted group finishes, and nothing is counted twice."""
+"""After a stop or a crash of the service, every accepted group finishes and nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLACES = ("door", "hall", "never", "exec")
 
 
 async def finish_all(w: World, count: int) -> list[GroupView]:
-    """The results from the first on, once there are `count`; every door is open."""
+    """Open all places of the stage. Returns the results, from the first one on, when there are `count`."""
     for place in PLACES:
         w.stage.open[place].set()
     seen: list[GroupView] = []
@@ -46,7 +46,7 @@ async def finish_all(w: World, count: int) -> list[GroupView]:
 
 
 def assert_nothing_twice(groups: list[GroupView], done_events: list[str | None]) -> None:
-    """One result a session, and samples of the attempt that the result is about only."""
+    """Check that each session has one result, and samples only of the result's attempt."""
     sessions = [session for group in groups for session in group.sessions]
     assert Counter(done_events) == Counter(session.id for session in sessions)
     for group in groups:
@@ -88,7 +88,7 @@ async def test_a_cancel_that_the_service_did_not_live_to_carry_out(world: MakeWo
     async with world() as w:
         done = await w.done(view.id)
         assert [result_of(session).stop_reason for session in done.sessions] == [StopReason.CANCELLED] * 3
-        # What the interrupted attempts had sampled is theirs, that of calls that were cut off, too.
+        # The results count the turns of the interrupted attempts, including those of calls that were cut off.
         turns = [await w.service.store.turns(session.id, 1) for session in done.sessions]
         assert any(turns)
         results = [result_of(session) for session in done.sessions]
@@ -99,7 +99,7 @@ async def test_a_cancel_that_the_service_did_not_live_to_carry_out(world: MakeWo
 
 
 async def test_an_attempt_whose_lease_has_lapsed_does_not_end_its_session(world: MakeWorld) -> None:
-    """Another service takes a node for dead that is only slow: what it does to the store is done here."""
+    """Another service may take a slow node for dead. The test changes the store as that service would."""
     async with world() as w:
         view = await w.submit("ask", "wait door", n=2)
         await w.stage.arrived["door"].wait()
@@ -135,7 +135,7 @@ async def test_a_data_folder_without_locks_is_refused(temporary: Path, monkeypat
 
 
 async def kill_when_ready(*arguments: str | Path) -> None:
-    """Run the program of crash.py until it says that it is ready, and no longer."""
+    """Run crash.py, and kill it when it reports that it is ready."""
     command = [sys.executable, "-m", "service.crash", *map(str, arguments)]
     process = await asyncio.create_subprocess_exec(*command, cwd=TESTS, stdout=asyncio.subprocess.PIPE)
     try:
@@ -156,7 +156,7 @@ async def test_killed_with_sessions_at_every_stage(
         assert left not in names(temporary)
         groups = await finish_all(w, 9)
         attempts = Counter(result_of(session).attempt for group in groups for session in group.sessions)
-        assert attempts == {1: 4 + 3, 2: 6}  # those done and those queued; those under way
+        assert attempts == {1: 4 + 3, 2: 6}  # the finished and the queued sessions; the sessions that were under way
         for group in groups:
             assert [result_of(session).stop_reason for session in group.sessions] == [StopReason.COMPLETED] * group.n
             assert all(sample.reward == 1.0 for sample in group.samples or ())
@@ -168,14 +168,14 @@ async def test_killed_with_sessions_at_every_stage(
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", ["process", "namespace"])
 async def test_the_gateway_is_there_before_and_after_every_session(world: MakeWorld, kind: str, tmp_path: Path) -> None:
-    """Stopping the service fails no program that is talking to its model, and starting it fails none either."""
+    """Neither a stop nor a start of the service fails a program that is calling its model."""
     if not (can := resolve("runtime", kind).available()).ok:
         pytest.skip(f"{kind}: {can.detail}")
     talking = program("until [[ $answer == *enough* ]]; do ask; done")
     async with world(["more<|im_end|>"], http=True) as w:
         view = await w.submit(harness=talking, runtime={"kind": kind}, max_attempts=1, n=3, limits={"turns": 100_000})
         for session in view.sessions:
-            while len(await w.service.store.turns(session.id)) < 3:  # each is in the middle of its talk
+            while len(await w.service.store.turns(session.id)) < 3:  # each program is in the middle of its calls
                 assert (await w.service.reader.session(session.id)).result is None
     async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
         assert [session.result for session in await store.sessions(view.id)] == [None] * 3
@@ -194,7 +194,7 @@ async def test_killed_with_real_sandboxes(world: MakeWorld, tmp_path: Path, toke
     await kill_when_ready(tmp_path, tokenizer, mark)
     async with asyncio.timeout(60):
         while await asyncio.to_thread(marked, mark, str(temporary)):
-            """They die with their parent, but not in its last moment."""
+            """The processes die shortly after their parent."""
     assert mounts(temporary) == []
     async with world(http=True) as w:
         (group,) = await finish_all(w, 1)
@@ -205,7 +205,7 @@ async def test_killed_with_real_sandboxes(world: MakeWorld, tmp_path: Path, toke
 
 
 async def test_another_service_keeps_its_folder(world: MakeWorld, temporary: Path, tokenizer: Path) -> None:
-    """Only what dead services left is removed, and nothing that looks like it."""
+    """Only the folders of dead services are removed, and no files or folders with similar names."""
     (temporary / "outrider-notes").mkdir()
     (temporary / "outrider-file").touch()
     async with world() as w:

@@ -1,4 +1,5 @@
-"""Results by cursor: every done group exactly once, in the order they finished, as soon as it is there."""
+"""Results by cursor: each finished group is returned exactly once, in the order of the ends, as soon as it has
+finished."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from .world import World
 
 
 async def follow(world: World, count: int, *, limit: int) -> list[GroupView]:
-    """What a consumer is given that asks for the next page until it has `count` groups."""
+    """Return the groups that a consumer receives if it requests the next page until it has `count` groups."""
     seen: list[GroupView] = []
     cursor = 0
     while len(seen) < count:

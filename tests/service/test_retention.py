@@ -1,4 +1,4 @@
-"""Old groups are removed with all that is stored of them, and nothing that anybody still wants."""
+"""Old groups are removed with all their stored data. Groups that are still needed are kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Past(Store):
 
 
 async def finish(store: Store, artifacts: ArtifactStore, *names: str) -> None:
-    """Groups of one session, each with an artifact."""
+    """Store finished groups of one session, each with an artifact."""
     for name in names:
         await finished_group(store, name, "http://c/")
         await store.delivered(name)
@@ -81,7 +81,7 @@ async def test_the_oldest_go_until_the_rest_fits(tmp_path: Path) -> None:
             await finish(store, artifacts, f"g{number}")
         each = await store.removals.size() / 4
         collector = retention(store, artifacts)
-        # A group takes less than a MiB here: so the bound is reached by adding what fills the rest of it.
+        # A group takes less than a MiB here, so the stored total is raised until two of the four groups must go.
         await store._db.write(lambda tx: tx.execute("UPDATE totals SET bytes = bytes + ?", (int(3 * MB - 2.5 * each),)))
         planned = await collector.collect(GcSpec(size_mb=3, dry_run=True))
         done = await collector.collect(GcSpec(size_mb=3))
@@ -187,7 +187,7 @@ async def test_artifacts_that_cannot_be_removed_keep_their_session(tmp_path: Pat
 
 @pytest.mark.deep
 async def test_pages_that_are_read_meanwhile_are_whole_or_lack_a_group(world: MakeWorld) -> None:
-    """A reader never gets a group without its rows, nor an empty page before the last."""
+    """A reader never gets a group without its rows, nor an empty page while groups are left."""
     async with world() as w, asyncio.timeout(60):
         submitted = [await w.submit("ask", n=2) for _ in range(30)]
         for view in submitted:
@@ -248,7 +248,7 @@ async def test_kill_9_leaves_nothing_half_removed(tmp_path: Path) -> None:
             artifacts = set(ArtifactStore(folder).sessions())
             left = set(await ids(store))
             hidden = set(await store.removals.hidden_sessions())
-            # Every group is whole, or hidden, or gone; no artifacts are left of one that is gone.
+            # Every group is whole, hidden or gone. A group that is gone has no artifacts.
             for group_id in left:
                 assert (await store.session(f"{group_id}.0")).result
             assert {f"{group_id}.0" for group_id in left} <= artifacts

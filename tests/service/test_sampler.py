@@ -1,4 +1,4 @@
-"""The sampler on the real service, over HTTP: what tests/test_sampling.py shows on simulated rollouts holds here."""
+"""The dynamic sampler with a real service over HTTP. tests/test_sampling.py tests the same with simulated rollouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.coin import coin_task
 from support.service import running_service, say
 
 N = 12
-"""Samples of a prompt: a coin falls on one side for all of them once in 2,048 times."""
+"""Samples per prompt. All coins of a prompt fall on the same side once in 2,048 times."""
 SAYS = [say("heads or tails")] * 1000
 
 
@@ -67,7 +67,7 @@ async def test_what_is_not_needed_is_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 async def test_a_restart_of_trainer_and_service_loses_nothing(tmp_path: Path) -> None:
-    """The trainer dies with its last batch untrained, the service with groups in flight."""
+    """The trainer ends with a batch that was not trained on, and the service with groups in flight."""
     prompts = 12
 
     def source(number: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The scheduler on a store whose moments can be chosen, and a node that only remembers what it was given."""
+"""The scheduler on a store with hooks after its operations, and on a node that only records its attempts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 
 
 class Moments(Store):
-    """A store that calls a function as soon as a write is done, before whoever asked for it goes on."""
+    """A store that calls a hook when an operation is done, before its caller goes on."""
 
     def __init__(self) -> None:
         super().__init__(SqliteDatabase(None))
@@ -80,7 +80,7 @@ class Moments(Store):
 
 
 class FakeNode:
-    """Ends every session at once, as `ending` says."""
+    """A node that ends every session with `error` or `reason`: at once, or when `hold` is set."""
 
     def __init__(self, name: str = "fake", resources: ResourceStats = RESOURCES) -> None:
         self.name = self.machine = name
@@ -91,7 +91,7 @@ class FakeNode:
         self.run_reason: StopReason | None = None
         self.exit: HarnessExit | None = None
         self.dies = 0
-        """So many attempts are lost at their end."""
+        """Number of the next attempts that are lost at their end."""
         self.started, self.hold = asyncio.Event(), asyncio.Event()
         self.hold.set()
 
@@ -146,7 +146,8 @@ async def scheduling(
 async def test_a_failed_evaluator_is_tried_again_only_before_the_agent_ran(
     ran: StopReason | None, attempts: int
 ) -> None:
-    """A node without a grader's key refuses at once: another node may have the key. It must not end the whole queue."""
+    """A node without a grader's key refuses a session at once. Another node may have the key, so the session is tried
+    again. Otherwise one such node would fail the whole queue."""
     async with scheduling() as (scheduler, store, node, _, done):
         node.error = msgspec.structs.replace(FAILURE, boundary=Boundary.EVALUATOR, code="evaluator_error")
         node.run_reason = ran
@@ -175,7 +176,8 @@ async def test_what_becomes_due_while_it_looks_is_not_forgotten() -> None:
 
 
 async def test_a_session_whose_lease_lapses_is_taken_again() -> None:
-    """Such as one whose start was stored while the connection to the database broke: nobody here knows of it."""
+    """The start of such a session may have been stored while the connection to the database broke, so this service has
+    no record of the attempt."""
     async with scheduling(limits=LeaseLimits(seconds=0.03)) as (_, store, node, _, done):
         await put(store, "g", "s", "t")
         await store.start_attempt("s", node="fake", lease_until=time.time() + 0.1)
@@ -186,7 +188,8 @@ async def test_a_session_whose_lease_lapses_is_taken_again() -> None:
 
 
 async def test_what_runs_here_is_never_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though its lease has lapsed, as when the clock is set forward."""
+    """A running session is not taken again although its lease has expired, for example because the clock was set
+    forward."""
     async with scheduling() as (scheduler, store, node, _, done):
         node.hold.clear()
         await put(store, "g", "s")
@@ -296,7 +299,7 @@ async def test_a_group_whose_last_commit_was_not_answered_leaves_nothing_in_memo
         assert result.stop_reason is StopReason.COMPLETED
         await scheduler.run_dry()
         gc.collect()
-        # `isinstance` would ask each object for its class, and objects of torch answer with a warning.
+        # `isinstance` would read the class of each object, which makes objects of torch emit a warning.
         specs = [one for one in gc.get_objects() if type(one) is StoredGroupSpec]
         assert not [one for one in specs if one.task.labels == labels]
 
@@ -317,7 +320,7 @@ async def test_a_group_whose_last_commit_was_not_answered_leaves_nothing_in_memo
 async def test_what_a_signal_ends_while_the_service_stops_runs_again(
     reason: StopReason, code: int, stops: bool, state: SessionState
 ) -> None:
-    """The signal that stops the service may have reached the sandbox, too. This is no failure of the session."""
+    """The signal that stops the service may have reached the sandbox, too, which is no failure of the session."""
     async with scheduling() as (scheduler, store, node, tasks, _):
         node.reason, node.exit = reason, HarnessExit(code=code, log_tail="") if code else None
         node.hold.clear()

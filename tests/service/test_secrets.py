@@ -1,4 +1,4 @@
-"""Secrets that a failing agent prints are in nothing that the service shows."""
+"""Secrets that a failing agent prints do not appear in anything that the service shows."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_what_is_secret_in_a_graders_sandbox_is_not_shown_either(tmp_path:
 
 
 async def test_the_turns_of_a_running_session_do_not_show_its_key(tmp_path: Path) -> None:
-    """A reader could make model calls with it."""
+    """With the key, a reader of the turns could make model calls."""
     script = """
     body() { printf '{"model": "m", "messages": [{"role": "user", "content": "my key is %s"}]}' "$OPENAI_API_KEY"; }
     python3 -c '

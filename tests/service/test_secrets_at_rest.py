@@ -1,4 +1,4 @@
-"""Secrets of a task are in no file of the service's data folder and in no database, but for the key's own file."""
+"""Secrets of a task are not readable in any database or file of the service's data folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEY = base64.b64encode(bytes(range(32))).decode()
 
 
 def secret_task() -> dict[str, Any]:
-    """A task with a secret in each place that takes one. None has a name that speaks of a secret."""
+    """Return a task with a secret in each place that may have one. No name suggests that its value is secret."""
     return {
         "instruction": f"use {MARK}-instruction",
         "harness": {
@@ -51,7 +51,8 @@ def secret_task() -> dict[str, Any]:
 
 
 def holders(folder: Path) -> list[str]:
-    """Files below a folder that hold the mark, in clear or in base64 at any offset."""
+    """Return the files below a folder that contain the mark, in clear or in base64 at any offset. The key's file is
+    left out."""
     forms = [MARK.encode(), *(base64.b64encode(b"x" * n + MARK.encode())[4:-4] for n in range(3))]
     found = []
     for path in folder.rglob("*"):
@@ -65,18 +66,18 @@ async def run_secret_task(tmp_path: Path, **settings: Any) -> None:
         asked = {
             "task": secret_task(),
             "idempotency_key": "once",
-            # Nobody listens there, so that the address stays in the outbox.
+            # Nothing listens there, so the address stays in the outbox.
             "callback_url": f"http://user:{MARK}-password@127.0.0.1:9/?key={MARK}-query",
         }
         submitted = await client.submit(asked)
-        assert holders(tmp_path / "data") == []  # while it runs
+        assert holders(tmp_path / "data") == []  # while the session runs
         [done] = await client.wait([submitted.id])
         assert done.sessions[0].state is SessionState.DONE
         assert (await client.submit(asked)).id == submitted.id
         with pytest.raises(Conflict):
             await client.submit(asked | {"n": 2})
         assert MARK in (await service.store.spec(submitted.id)).decode()
-        assert holders(tmp_path / "data") == []  # with the log of the database
+        assert holders(tmp_path / "data") == []  # with the database's write-ahead log
     assert holders(tmp_path / "data") == []
 
 
@@ -96,7 +97,7 @@ async def test_others_can_read_nothing_in_a_folder_that_they_can_list(world: Mak
         async with world() as w:
             await w.run("ask", LEAVE, artifacts=["other"])
             await w.service.runs.query("SELECT id FROM sessions", OPERATOR)
-            # The index makes its file anew if it was removed.
+            # The index creates its file again if the file was removed.
             (data / "runs.sqlite3").unlink()
             await w.service.runs.query("SELECT id FROM sessions", OPERATOR)
             modes = {path: stat.S_IMODE(path.stat().st_mode) for path in data.rglob("*")}

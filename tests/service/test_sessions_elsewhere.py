@@ -1,7 +1,7 @@
 """Whole sessions in sandboxes of the kinds `e2b` and `kubernetes`: graded, cut off, lost, refused, and made ahead.
 
-The invariants of every test: nothing is left at the service, each session has one result, and what the service does
-wrong is an error that is tried again, never a reward.
+The invariants of every test: no sandbox is left at the service, each session has one result, and a fault of the service
+is an error that is tried again, never a reward.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def bash(command: str) -> str:
 
 
 def failed(session: SessionView) -> SessionResult:
-    """The result of a session that the infrastructure has failed."""
+    """Check that the session ended with an error of the runtime and without a verdict, and return its result."""
     result = result_of(session)
     assert result.error is not None
     assert (result.error.boundary, result.verdict) == (Boundary.RUNTIME, None), result
@@ -135,7 +135,7 @@ async def test_a_killed_service_doubles_nothing_and_its_sandboxes_are_removed(
     assert len(left) == 6
     assert len({labels[NODE] for labels in left.values()}) == 1
     async with world(http=True, sandboxes=sandboxes(elsewhere.kind)) as w:
-        w.stage.count["admit"] = -10  # all go on
+        w.stage.count["admit"] = -10  # lets all sessions go on
         await until(lambda: not left.keys() & elsewhere.labels().keys())
         groups = await finish_all(w, 2)
         assert [result_of(session).attempt for group in groups for session in group.sessions] == [1, 1, 2, 2, 2, 2]
@@ -156,8 +156,8 @@ async def test_sandboxes_are_made_ahead(world: MakeWorld, elsewhere: Elsewhere) 
         completed(await w.run(*do, **given))
         assert (w.node.stats().warm.taken, w.node.stats().warm.misses) == (1, 1)
         await until(lambda: w.node.stats().warm.ready == 2)
-        # One that the service has ended meanwhile is given to nobody: the session completes at its first attempt, in a
-        # sandbox of its own or in one that was made ahead anew.
+        # No session gets a sandbox that the service has ended: the session completes in its first attempt, in a sandbox
+        # of its own or in a new one that was made ahead.
         for name in elsewhere.labels():
             await elsewhere.lose(name)
         completed(await w.run(*do, **given))
@@ -167,7 +167,7 @@ async def test_sandboxes_are_made_ahead(world: MakeWorld, elsewhere: Elsewhere) 
 
 
 async def test_sandboxes_made_ahead_give_way_to_sessions(world: MakeWorld, elsewhere: Elsewhere) -> None:
-    """A quota of two is used up by sandboxes that wait for sessions of one kind. A session of another kind comes."""
+    """Sandboxes that wait for sessions of one kind use up a quota of two. A session of another kind gets room."""
     other = {**elsewhere.runtime, "env": {"ANOTHER": "kind"}}
     async with world(sandboxes=sandboxes(elsewhere.kind, warm=2)) as w:
         completed(await w.run(*WORK[:2], evaluator=GRADER, runtime=elsewhere.runtime))
@@ -195,7 +195,7 @@ async def test_a_sandbox_lost_in_a_command_is_an_error_and_tried_again(
         view = await w.submit(*WORK, evaluator=GRADER, runtime=elsewhere.runtime, max_attempts=attempts)
         await w.stage.arrived["door"].wait()
         w.stage.open["door"].set()
-        await asyncio.sleep(0.3)  # in the command, or just before: the outcome is the same
+        await asyncio.sleep(0.3)  # in the command or just before: the outcome is the same
         await LOSSES[loss](elsewhere)
         (session,) = (await w.done(view.id)).sessions
         if attempts == 1:
@@ -218,7 +218,7 @@ async def test_a_busy_service_is_asked_again(world: MakeWorld, elsewhere: Elsewh
 async def test_a_service_that_dies_is_an_error_and_its_return_ends_the_wait(
     world: MakeWorld, elsewhere: Elsewhere, request: pytest.FixtureRequest
 ) -> None:
-    """The sandbox that is lost meanwhile is removed by a later sweep."""
+    """A later sweep removes the sandbox that could not be removed meanwhile."""
     request.addfinalizer((patched := pytest.MonkeyPatch()).undo)
     for module in ("kubernetes.cluster", "e2b.service"):
         patched.setattr(f"outrider.sandbox.runtimes.{module}.REMOVE_SECONDS", 0.5)
@@ -234,7 +234,7 @@ async def test_a_service_that_dies_is_an_error_and_its_return_ends_the_wait(
         failed(await w.run(*WORK[:2], evaluator=GRADER, runtime=elsewhere.runtime, max_attempts=1))
         assert len(elsewhere.labels()) == 1
         elsewhere.revive()
-        patched.undo()  # the last sweep has its usual time
+        patched.undo()  # the last sweep has its usual time limit
         completed(await w.run(*WORK[:2], evaluator=GRADER, runtime=elsewhere.runtime, max_attempts=1))
         w.assert_quiet()
     assert elsewhere.labels() == {}  # the last sweep
@@ -274,7 +274,7 @@ async def test_no_clock_runs_while_the_service_is_slow_to_make_a_sandbox(
 
 
 async def test_nothing_is_set_aside_on_the_node(world: MakeWorld, elsewhere: Elsewhere) -> None:
-    """The memory is another machine's. The node has less than one sandbox asks for."""
+    """The memory is another machine's, so sessions run although the node has less than one sandbox requests."""
     settings = SandboxesConfig(**{**dict(sandboxes(elsewhere.kind)), "memory_mb": 64, "cpus": 0.5})
     runtime = {**elsewhere.runtime, "resources": {"memory_mb": 256, "cpus": 1}}
     async with world(sandboxes=settings) as w:

@@ -1,4 +1,4 @@
-"""No silence of the infrastructure becomes a grade: whatever is silent, and whatever the agent makes of it."""
+"""A silence of the engine or the store never becomes a grade, however the agent reacts."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ SILENCES = ("engine hangs", "engine hangs in a reply", "engine is away", "store 
 
 
 class Honest:
-    """Calls its model CALLS times and then has done its work. `patience`: seconds in which a call must be answered;
-    `tries`: calls for one answer; `then`: what it does without one; `rests`: seconds between its calls."""
+    """An agent that finishes its work after CALLS model calls. Options: `patience`, the seconds in which a call must be
+    answered; `tries`, the number of calls for one reply; `then`, the agent's reaction if there is no reply; `rests`,
+    the seconds between calls."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._patience: float | None = options.get("patience")
@@ -77,12 +78,12 @@ class Honest:
 
 
 async def did_it(outcome: Outcome) -> float:
-    """1 for work that was done: an honest agent earns that unless something kept it from its work."""
+    """Return 1 if the work was done. An honest agent does its work unless something prevents it."""
     return 1.0 if outcome.harness.answer == "done" else 0.0
 
 
 def honest(client: Mapping[str, Any], attempts: int = 1) -> dict[str, Any]:
-    """The task of an honest agent."""
+    """Return the task of an honest agent."""
     return {
         "harness": {"agent": "service.test_silence:Honest", "options": dict(client)},
         "evaluator": {"kind": "callable", "path": "service.test_silence:did_it"},
@@ -92,7 +93,7 @@ def honest(client: Mapping[str, Any], attempts: int = 1) -> dict[str, Any]:
 
 
 async def settled(world: World, group_id: str, seconds: float, *, times: float = 20.0) -> None:
-    """Let the test's clock run until the group is done. The clock is `times` as fast as the machine's."""
+    """Advance the test's clock until the group is done. The clock is `times` as fast as the machine's."""
     done = asyncio.ensure_future(world.done(group_id))
     while not done.done():
         assert seconds > 0
@@ -102,7 +103,7 @@ async def settled(world: World, group_id: str, seconds: float, *, times: float =
 
 
 async def all_earned(world: World, group_id: str) -> None:
-    """Every session of the group ends well, with the reward that its agent has earned."""
+    """Check that every session of the group completes with the reward that its agent has earned."""
     await settled(world, group_id, 400)
     for session in (await world.done(group_id)).sessions:
         result = result_of(session)
@@ -112,18 +113,18 @@ async def all_earned(world: World, group_id: str) -> None:
 
 
 async def some_time(seconds: float, *, times: float = 20.0) -> None:
-    """Let the test's clock run, `times` as fast as the machine's, so that the store has time for its work."""
+    """Advance the test's clock, `times` as fast as the machine's, so that the store has time for its work."""
     await pass_time(seconds, step=0.04, real_step=0.04 / times)
 
 
 async def warm(world: World) -> None:
-    """The engine's pace is known."""
+    """Run sessions until the engine's pace is known."""
     for _ in range(-(-KNOWN_CALLS // CALLS)):
         await world.run(**honest({}))
 
 
 class Silence:
-    """Something that is silent, or away, from now until `heal`."""
+    """An engine or a store that is silent or away until `heal` is called."""
 
     def __init__(self, world: World, kind: str) -> None:
         self._engine = world.engine
@@ -175,7 +176,7 @@ async def test_an_honest_agent_is_never_graded_for_it(world: MakeWorld, client: 
         await settled(w, submitted.id, 400)
         for session in (await w.done(submitted.id)).sessions:
             result = result_of(session)
-            if kind == "store fails" and result.error is not None:  # at once each time: so its attempts were used up
+            if kind == "store fails" and result.error is not None:  # each attempt failed at once, so all were used up
                 assert result.verdict is None
                 continue
             assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
@@ -202,7 +203,7 @@ async def test_what_stays_silent_ends_in_an_error_and_never_in_a_grade(world: Ma
 
 
 async def test_an_agent_that_leaves_a_call_which_would_be_answered_is_graded(world: MakeWorld) -> None:
-    """Nobody waits for so short a time: the call was given up for reasons of the agent's own."""
+    """The agent's patience is so short that no reply was overdue: it gave up the call for its own reasons."""
     async with world([SAY, {"reply": SAY, "when": "stall here", "stall": 1}]) as w:
         await warm(w)
         submitted = await w.submit(instruction="stall here", **honest({"patience": 0.9}))
@@ -214,7 +215,7 @@ async def test_an_agent_that_leaves_a_call_which_would_be_answered_is_graded(wor
 
 
 def drip(engine: Any, seconds: float) -> None:
-    """From now on the engine gives a chunk every so many seconds; 0: as always."""
+    """From now on, the engine sends a chunk every `seconds` seconds. With 0 it is as fast as usual."""
     usual = type(engine).generate
 
     async def generate(request: Any) -> AsyncGenerator[Any, None]:
@@ -229,7 +230,8 @@ def drip(engine: Any, seconds: float) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_a_silence_before_the_pace_is_known(world: MakeWorld, client: str) -> None:
-    """It is not learned as usual by the many calls that end with it: the next one is a silence, too."""
+    """The first silence does not become the engine's usual pace, although many calls end with it. So the next silence
+    counts as a silence, too."""
     async with world([SAY]) as w:
         silence = Silence(w, "engine hangs")
         groups = [await w.submit(n=8, **honest({}, 60))]
@@ -251,7 +253,8 @@ async def test_a_silence_before_the_pace_is_known(world: MakeWorld, client: str)
 @pytest.mark.deep
 @pytest.mark.parametrize(("earlier", "client"), [(True, "waits"), *((False, client) for client in CLIENTS)])
 async def test_an_engine_that_drips_when_the_service_starts(world: MakeWorld, earlier: bool, client: str) -> None:
-    """Of its own calls the service learns that the engine is slow. It remembers, or assumes, that it should not be."""
+    """All calls of this service are slow. They are compared with the pace that an earlier service stored, or else with
+    an assumed pace."""
     if earlier:
         async with world([SAY]) as w:
             await warm(w)

@@ -1,4 +1,4 @@
-"""What an agent makes of a silence that `test_silence` does not have: pauses of the policy, and large requests."""
+"""Agents that react to delays which `test_silence` does not cover: pauses of the policy, and large requests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .world import SAY, World, result_of
 
 
 class Patient:
-    """Sends a request, and 3 s later one of `size` characters. It leaves as if all were well if there is no answer
-    within `patience` seconds."""
+    """An agent that sends a short request and, 3 s after the reply, one of `size` characters. If there is no reply
+    within `patience` seconds, the agent ends without an error."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._patience: float = options["patience"]
@@ -64,7 +64,8 @@ async def assert_earned(world: World, group_id: str) -> None:
 
 
 def task_of(size: int) -> dict[str, Any]:
-    """Time passes faster here than the machine is, so its limits are wide."""
+    """Return the task of a `Patient` agent. The limits are wide, because the test's clock is faster than the
+    machine's."""
     return honest({}, 60) | {
         "harness": {"agent": f"{__name__}:Patient", "options": {"patience": 6.0, "size": size}},
         "limits": {"agent_seconds": 200.0, "session_seconds": 800.0},
@@ -72,12 +73,12 @@ def task_of(size: int) -> dict[str, Any]:
 
 
 UNHURRIED = 2.0
-"""How much faster time passes here while an agent waits for what nothing holds up: its patience must be longer than a
-busy machine needs for a large request."""
+"""Speed of the test's clock while an agent waits for something that is not delayed. The agent's patience must be longer
+than a busy machine needs for a large request."""
 
 
 async def first_answer(w: World, asked: int) -> None:
-    """The first request of the agent is answered, and the second one comes later."""
+    """Wait until the agent's first request is answered. The second request comes later."""
     while len(w.engine.requests) == asked:
         await some_time(0.1, times=UNHURRIED)
     await some_time(0.5, times=UNHURRIED)
@@ -117,7 +118,7 @@ async def test_a_large_request_that_is_given_up_before_it_was_read_is_no_grade(w
 
 @pytest.mark.deep
 async def test_large_turns_side_by_side_do_not_make_the_store_look_slow(world: MakeWorld) -> None:
-    """What an agent sends takes the store its time, and is no reason to try a bad run again."""
+    """The store needs time for an agent's large turns. This time is no reason to repeat a failed run."""
     async with world([SAY], script={"context_tokens": 4_000_000}) as w:
         store: Any = w.service.store
         keep, writer = store.add_turn, asyncio.Lock()
@@ -136,7 +137,7 @@ async def test_large_turns_side_by_side_do_not_make_the_store_look_slow(world: M
 
 
 class Lavish:
-    """Sends six large messages at once, and fails."""
+    """An agent that sends six large messages at once and then fails."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         pass

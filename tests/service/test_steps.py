@@ -1,4 +1,5 @@
-"""Tasks of several steps: the agent runs anew for each in the same sandbox, and each is graded by itself."""
+"""Tasks of several steps: the agent starts anew for each step in the same sandbox, and each step is graded
+separately."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ PATH = "service.test_steps:graded"
 
 
 class Doer:
-    """Asks the model as often as its instruction has the word `ask`, and answers with the instruction."""
+    """An agent that calls the model once for each `ask` in its instruction. Its answer is the instruction."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """There are none."""
+        """There are no options."""
 
     async def init(self, context: HarnessContext) -> None:
         """Nothing to prepare."""
@@ -113,7 +114,8 @@ async def test_a_step_is_begun_if_the_one_before_earned_enough(
 
 
 async def test_steps_with_the_same_words_are_conversations_of_their_own(world: MakeWorld) -> None:
-    """The second step's requests are those of the first: they are no second answers that the agent left unused."""
+    """The second step repeats the requests of the first step. They do not count as retries whose first replies the
+    agent discarded."""
     async with world() as w:
         session = await run(w, step("ask, ask", 1.0), step("ask, ask", 1.0))
         samples = await w.service.reader.samples(session.id)
@@ -190,7 +192,7 @@ async def test_a_sandbox_goes_on_from_step_to_step(world: MakeWorld, temporary: 
         result = result_of(await in_sandbox(w, made, prepare))
         assert result.verdict is not None, result
         assert (result.verdict.reward, result.turns) == (1.0, 2)
-        # A new sandbox for the last step's grading is prepared for both, and knows nothing of what was done in between.
+        # A new sandbox for the last step's grading is prepared for both steps, without the changes made in between.
         alone = {"prepare": [{"write": "2\n", "to": "second"}], "evaluator": carry}
         result = result_of(await in_sandbox(w, made, alone))
         assert result.verdict is not None, result
@@ -199,7 +201,7 @@ async def test_a_sandbox_goes_on_from_step_to_step(world: MakeWorld, temporary: 
 
 
 async def test_an_agent_is_installed_anew_for_each_step(world: MakeWorld, temporary: Path) -> None:
-    """Its files may have the instruction in them, and an agent may have changed them."""
+    """The agent's files may contain the instruction, and the agent may have changed them."""
     async with world(http=True) as w:
         agent = {**program("cat ~/told >> told; echo changed > ~/told; exit 0"), "files": {"told": "{instruction}\n"}}
         session = await w.run(
@@ -247,8 +249,8 @@ async def test_an_agent_that_keeps_the_next_step_from_being_prepared_earns_nothi
 
 @pytest.mark.deep
 async def test_what_a_step_leaves_running_makes_no_call_between_the_steps(world: MakeWorld, temporary: Path) -> None:
-    """A process of the first step asks all the time: its calls between the steps are refused, and every turn counts in
-    the step in which it was made."""
+    """A process of the first step calls the model all the time. Its calls between the steps are refused, and every turn
+    counts in the step in which it was made."""
     async with world(http=True) as w:
         asks = "(while :; do ask; sleep 0.02; done) > /dev/null 2>&1 & sleep 0.2; exit 0"
         session = await in_sandbox(w, asks, {"prepare": [{"run": "sleep 0.3; echo 2 > second"}]})

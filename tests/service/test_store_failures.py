@@ -1,4 +1,5 @@
-"""A database that fails for a while costs time: nobody else's session, no result, and never the service."""
+"""A database that fails for a while costs only time: no other session fails, no result is lost, and the service goes
+on."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ METHODS = (
 
 
 class FailingStore(Store):
-    """In memory. Each of `faults` is a method that fails so many times more, before it does anything."""
+    """A store in memory. `faults` has, for a method, the number of its next calls that fail before they do anything."""
 
     def __init__(self, **faults: int) -> None:
         super().__init__(SqliteDatabase(None))
@@ -130,7 +131,7 @@ async def test_the_scheduler_gets_over_a_failing(method: str) -> None:
             Scheduler(store, [OnceMore()], on_done=done.set, pauses=RetryPolicy(first=0.01, longest=0.01)).run()
         )
         await done.wait()
-        while +store.faults:  # the session may have ended before the second try
+        while +store.faults:  # the session may end before the second fault
             await store.session("s")
         running.cancel()
         session = await store.session("s")
@@ -181,7 +182,7 @@ async def test_a_redirect_is_no_delivery(tokenizer: Path) -> None:
 
 
 async def delivered(store: FailingStore, tokenizer: Path) -> None:
-    """Deliver until nothing is left to be delivered."""
+    """Run a deliverer until no delivery is left."""
     deliverer = Deliverer(
         store,
         ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),

@@ -1,4 +1,4 @@
-"""Many sessions on the fakes, with everything going wrong that can."""
+"""A storm of many sessions on fakes, with every kind of failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storm on real sandboxes: nothing of them outlives it, be it process, mount, socket, control group or folder."""
+"""A storm of sessions in real sandboxes leaves no process, mount, socket, control group or folder."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ async def test_real_sandboxes_of_every_fate(temporary: Path, tmp_path: Path, tok
         seconds = time.monotonic() - begun
         endings = await assert_over(w, groups, views)
         during = traces(temporary, MARK, NAP)
-        # A process may end while it is looked at.
+        # A process may end while it is examined.
         alive = {one for one in during.processes if one[1] != "ended"}
         assert len(alive - idle.processes) == 1, "the zygote"
         assert alive >= idle.processes
         assert during.mounts == ()
-        assert len(during.groups) <= 1  # the node's own, with none in it
+        assert len(during.groups) <= 1  # the node's own group, which contains no other
         assert endings.keys() >= ENDINGS, endings
         print(f"{SESSIONS} sandboxed sessions in {seconds:.1f} s: {dict(endings)}")
     assert traces(temporary, MARK, NAP) == before

@@ -1,4 +1,4 @@
-"""Submitting: stored first, once per idempotency key, and run by priority."""
+"""A submitted group is stored before the reply, once per idempotency key. Sessions run by priority."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHECKED: list[str] = []
 
 
 class Noting:
-    """An evaluator that notes when its spec is checked."""
+    """An evaluator that records each check of its spec."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._word = spec.options["word"]
@@ -99,7 +99,7 @@ async def test_what_this_machine_cannot_do_is_refused_before_it_is_stored(world:
 
 async def test_sessions_run_by_priority_then_age(world: MakeWorld) -> None:
     async with world(lanes=NARROW) as w:
-        first = await w.submit("wait door", "ask", n=3)  # as many as the lanes hold
+        first = await w.submit("wait door", "ask", n=3)  # as many sessions as the lanes hold
         await w.state(first.sessions[2].id, SessionState.INITIALIZING)
         await w.stage.arrived["door"].wait()
         later = [

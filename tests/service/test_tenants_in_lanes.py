@@ -1,4 +1,4 @@
-"""Tenants in the lanes of a real node: what one of them holds, and when the next has its turn."""
+"""Tenants in the lanes of a real node: how much one tenant holds, and when the next tenant gets a slot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .conftest import MakeWorld
 from .world import group, result_of
 
 LOUD = Principal("loud", "admin", "loud")
-"""An admin, so that the task may name what the test's does; what is tested holds for every role."""
+"""An admin, so that the task may name the test's plugins. The tested behaviour is the same for every role."""
 NEW = Principal("new", "admin", "new")
 NARROW = LanesConfig(init=2, ready=2, run=2, eval=2)
 
 
 async def test_a_tenant_whose_sandboxes_are_prepared_for_ever_does_not_keep_another_out(world: MakeWorld) -> None:
-    """Its sessions hold every slot until their time to prepare is over, however high their priority is."""
+    """The first tenant's sessions hold every slot until their preparation times out. The other tenant then gets a slot,
+    whatever the priorities are."""
     hanging: dict[str, Any] = {"init": ["wait forever"], "limits": {"prepare_seconds": 0.5}, "priority": 1000}
     async with world(lanes=NARROW) as w:
         many = [await w.service.submit(group("ask", n=10, **hanging), LOUD) for _ in range(5)]

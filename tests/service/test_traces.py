@@ -1,4 +1,5 @@
-"""Traces: complete, connected and linked, received by OTLP; a collector that fails; a service that is started again."""
+"""Traces received by OTLP: they are complete, connected and linked, also if a collector fails or the service is started
+again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent that changed nothing, for an evaluator that needs no sandbox to know the verdict."""
+"""An agent that changed nothing, and an evaluator that decides the verdict without a sandbox."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ printf 'one\\ntwo\\n' > src/a.py; echo gone > src/b.py; printf '*.log\\n' > .git
 git add -f .; git -c user.name=x -c user.email=x commit -qm base; echo noise > x.log"""
 """One tracked file is ignored, and there is an ignored file that is not tracked."""
 USERS = "mkdir -p ~/.config/git"
-"""The folder of the user's own settings of git."""
+"""Makes the folder of the user's own git settings."""
 
 
 class CountedRuntime(NamespaceRuntime):
-    """Records the names of the sandboxes that are made."""
+    """A runtime that records the names of its sandboxes."""
 
     made: ClassVar[list[str]] = []
 
@@ -45,7 +45,7 @@ class CountedRuntime(NamespaceRuntime):
 
 
 class Deciding:
-    """Reward 1 for a change, and without a sandbox reward 0 for no change."""
+    """An evaluator that gives reward 1 for a change. For no change, it decides on reward 0 without a sandbox."""
 
     evaluated: ClassVar[list[bytes | None]] = []
 
@@ -81,7 +81,7 @@ EVALUATED, DECIDED = Verdict(reward=1.0, reason="evaluated"), Verdict(reward=0.0
 async def run(
     w: World, agent: str, prepare: str = REPOSITORY, exclude: Any = (), options: Any = None, **task: Any
 ) -> tuple[SessionView, int]:
-    """The session, and the number of sandboxes that it started beside the agent's."""
+    """Run a session. Returns the session, and the number of sandboxes that it started beside the agent's."""
     before = len(CountedRuntime.made)
     kind = f"{__name__}:{CountedRuntime.__name__}"
     session = await w.run(
@@ -98,7 +98,7 @@ async def run(
 
 
 async def know_base(w: World, **given: Any) -> None:
-    """A first session, by which the node learns the repository's base."""
+    """Run a first session, after which the node has the repository's base."""
     session, sandboxes = await run(w, "echo x >> src/a.py", **given)
     assert (result_of(session).error, result_of(session).verdict, sandboxes) == (None, EVALUATED, 1)
 
@@ -146,7 +146,8 @@ async def test_every_change_is_still_seen(world: MakeWorld, temporary: Path, age
 async def test_a_users_ignored_files_are_changes_in_the_first_grading_and_in_later_ones(
     world: MakeWorld, temporary: Path
 ) -> None:
-    """The first grading makes a patch, by the git of a new sandbox. Here preparation leaves settings of its user."""
+    """The first grading makes the patch with git in a new sandbox, where preparation has left the user's git
+    settings."""
     prepare = f"{REPOSITORY}; {USERS}; echo '*.txt' > ~/.config/git/ignore"
     async with world(http=True, sandboxes=ALONE) as w:
         for _ in range(2):
@@ -162,7 +163,8 @@ async def test_a_change_of_excluded_files_alone_is_no_change(world: MakeWorld, t
 
 
 async def test_a_base_that_is_not_known_costs_a_sandbox_but_no_evaluation(world: MakeWorld, temporary: Path) -> None:
-    """Before the first grading, and if preparation leaves changes, whose tree is not in the agent's repository."""
+    """The base is not known before the first grading. It is not known either if preparation leaves changes, because
+    their tree is not in the agent's repository."""
     async with world(http=True, sandboxes=ALONE) as w:
         for prepare in (REPOSITORY, f"{REPOSITORY}; echo changed >> src/b.py"):
             session, sandboxes = await run(w, "true", prepare=prepare)

@@ -1,4 +1,4 @@
-"""Images that are pulled when a session first wants them. Skopeo is a script here."""
+"""Images that are pulled when a session first needs them. A script stands in for Skopeo."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_the_clocks_and_the_resources_of_a_session_are_untouched_by_the_pu
     limits = {"session_seconds": 1.2, "prepare_seconds": 1.0, "agent_seconds": 1.0}
     async with world(sandboxes=ALLOWED) as w:
         submitted = await w.submit("ask", limits=limits, **task())
-        while not pulls():  # noqa: ASYNC110  # another process writes it
+        while not pulls():  # noqa: ASYNC110  # another process writes the record
             await asyncio.sleep(0.01)
         assert [(lane.in_use, lane.waiting) for lane in w.lanes()] == [(0, 0)] * 5
         assert w.node.stats().resources.memory_mb_set_aside == 0
@@ -95,7 +95,7 @@ async def test_a_cancelled_session_leaves_the_pull_to_others(
     pulls = fake_skopeo(tmp_path, monkeypatch, seconds=0.5)
     async with world(sandboxes=ALLOWED) as w:
         first, second = [await w.submit("ask", **task()) for _ in range(2)]
-        while not pulls():  # noqa: ASYNC110  # another process writes it
+        while not pulls():  # noqa: ASYNC110  # another process writes the record
             await asyncio.sleep(0.01)
         await w.service.cancel(first.id)
         assert result_of((await w.done(first.id)).sessions[0]).stop_reason is StopReason.CANCELLED
@@ -109,7 +109,7 @@ async def test_a_service_that_ends_meanwhile_kills_the_pull(
     pulls = fake_skopeo(tmp_path, monkeypatch, seconds=600)
     async with world(sandboxes=ALLOWED) as w:
         submitted = await w.submit("ask", **task())
-        while not pulls():  # noqa: ASYNC110  # another process writes it
+        while not pulls():  # noqa: ASYNC110  # another process writes the record
             await asyncio.sleep(0.01)
         assert (await w.service.reader.session(submitted.sessions[0].id)).state is not SessionState.DONE
     assert not ImageStore().names()

@@ -1,4 +1,5 @@
-"""Sessions on sandboxes that were made ahead: ready at once, of one session each, and all stopped in the end."""
+"""Sessions in sandboxes that were made ahead: they are ready at once, each is used by one session, and all are stopped
+in the end."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from .world import World, group, result_of
 
 WARM = SandboxesConfig(warm=3, warm_memory_mb=1024)
 UNTOUCHED = ("run test -f prepared", "run test ! -e /tmp/used", "run echo x > /tmp/used")
-PREPARE = [{"run": "test ! -e prepared"}, {"run": "echo x > prepared"}]  # once
+PREPARE = [{"run": "test ! -e prepared"}, {"run": "echo x > prepared"}]  # fails the second time
 
 
 async def full(w: World, ready: int) -> None:
-    """Once so many stand ready, which the service is asked for until it says so."""
+    """Poll the status until `ready` sandboxes are ready."""
     async with asyncio.timeout(10):
         while (status := await w.service.status()).nodes[0].warm.ready != ready:
             assert status.nodes[0].warm.ready <= 9
@@ -81,6 +82,6 @@ async def test_a_storm(world: MakeWorld, many: int, seed: int) -> None:
         faults = [
             str(error) for session in ended if (error := result_of(session).error) and "AssertionError" in str(error)
         ]
-        assert faults == []  # of a sandbox that somebody had used, or nobody had prepared
+        assert faults == []  # no session got a used or an unprepared sandbox
         assert w.node.stats().warm.taken > 20
         assert sum(name.startswith("warm") for name, _ in w.stage.ledger.started) > 20

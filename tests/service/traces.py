@@ -1,4 +1,4 @@
-"""All that a test has on this host: what must be as it was when the test is over."""
+"""The traces of a test on this host. They must be the same before and after the test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .marks import descendants, identity, marked, mounts, names
 
 
 class Traces(NamedTuple):
-    """Of processes with their start times, so that one is told from a later one of the same number."""
+    """Traces on this host. `processes` has ids with start times, which distinguish a process from a later one with the
+    same id."""
 
     processes: frozenset[tuple[int, str]]
     mounts: tuple[str, ...]
@@ -25,8 +26,9 @@ class Traces(NamedTuple):
 
 
 def traces(temporary: Path, *marks: str, nodes: Collection[int] = ()) -> Traces:
-    """What this process has, and what is below it, carries one of the marks or the name of the folder, or belongs to
-    a node that is or was this process or one of `nodes`. Other tests, and other services, have theirs meanwhile."""
+    """Return the traces of this process and its descendants, of everything that carries a mark or the folder's name,
+    and the control groups of nodes in this process or in `nodes`. Traces of other tests and services are left out,
+    because they may change meanwhile."""
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     return Traces(
         processes=frozenset(map(identity, descendants() | marked(*marks, str(temporary)))),
@@ -39,7 +41,7 @@ def traces(temporary: Path, *marks: str, nodes: Collection[int] = ()) -> Traces:
 
 
 def control_groups(nodes: Collection[int]) -> set[str]:
-    """Those of these processes' nodes and of their sandboxes."""
+    """Return the control groups of the nodes in these processes, and of the nodes' sandboxes."""
     found = set()
     for parent in cgroups.find().folders.values():
         for folder in parent.glob(f"{PREFIX}*"):

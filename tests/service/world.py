@@ -1,4 +1,5 @@
-"""A tiny world for the service: the scripted engine, the memory runtime, agents told what to do, and no HTTP."""
+"""A small service for tests: a scripted engine, the memory runtime, agents that tests control, and HTTP only on
+demand."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ HASTY = RetryPolicy(first=0.01, longest=0.02)
 
 
 class World:
-    """A running service on one scripted engine, and what a test asks of it."""
+    """A running service with one scripted engine, and what tests do with it."""
 
     def __init__(self, service: Service, node: LocalNode, url: str, stage: Stage, engine: ScriptedEngine) -> None:
         self.service = service
@@ -45,13 +46,13 @@ class World:
         return await self.service.submit(group(*do, **fields))
 
     async def run(self, *do: str, **fields: Any) -> SessionView:
-        """Submit one session and see it done."""
+        """Submit one session and return it when it is done."""
         submitted = await self.submit(*do, **fields)
         (session,) = (await self.done(submitted.id)).sessions
         return session
 
     async def done(self, group_id: str, *, samples: bool = False) -> GroupView:
-        """The group, once it is in the results."""
+        """Return the group when it is in the results."""
         after = 0
         while True:
             page = await self.service.results(after=after, wait=30, limit=100, samples=samples)
@@ -61,7 +62,7 @@ class World:
                     return view
 
     async def state(self, session_id: str, state: SessionState) -> SessionView:
-        """The session, once it is in that state."""
+        """Return the session when it is in this state."""
         while (view := await self.service.reader.session(session_id)).state is not state:
             assert view.state is not SessionState.DONE
         return view
@@ -73,7 +74,7 @@ class World:
         return self.node.stats().lanes
 
     def assert_quiet(self) -> None:
-        """Nothing is held by anybody: no slot, seat, call or sandbox."""
+        """Check that no slot, engine session, call or sandbox is held."""
         assert self.stage.ledger.balanced
         assert set(self.stage.ledger.stopped.values()) <= {1}
         assert [(lane.in_use, lane.waiting) for lane in self.lanes()] == [(0, 0)] * 5
@@ -83,8 +84,8 @@ class World:
 
 
 def group(*do: str, init: Sequence[str] = (), n: int = 1, **fields: Any) -> GroupSpec:
-    """A group of actors. `evaluator`, `runtime`, `limits` and other parts of the task may be given as objects; the
-    rest of `fields` is the group's."""
+    """Return a group whose agents take the steps `do`. `fields` has fields of the group (`priority`, `idempotency_key`,
+    `callback_url`, `min_usable`) and of the task, such as `evaluator`, `runtime` and `limits`."""
     of_group: dict[str, Any] = {
         name: fields.pop(name)
         for name in ("priority", "idempotency_key", "callback_url", "min_usable")
@@ -101,7 +102,7 @@ def group(*do: str, init: Sequence[str] = (), n: int = 1, **fields: Any) -> Grou
 
 
 async def put(store: Store, id: str, *session_ids: str, callback_url: str | None = None, **fields: Any) -> None:
-    """A group as the service stores it; `fields` as in `group`."""
+    """Store a group as the service does; `fields` as in `group`."""
     made = group("ask", n=len(session_ids), **fields)
     row = GroupRow(
         id=id,
@@ -148,9 +149,10 @@ async def a_world(
     http: bool = False,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """`replies` and `script` are the engine's, `settings` those of `Config`; `http` serves it, else `url` is empty.
+    """Run a service. `replies` and `script` are the engine's; `settings` are fields of `Config`. With `http` the
+    service listens at `url`; otherwise `url` is empty.
 
-    When it has ended, every sandbox that was started has been stopped, once: that is checked.
+    Checks at the end that every sandbox that was started has been stopped exactly once.
     """
     engine = engine_of(tokenizer, replies, **(script or {}))
     with a_stage() as stage:

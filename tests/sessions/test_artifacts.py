@@ -1,4 +1,4 @@
-"""The limits of the files kept of a sandbox, and their layout in the service's folder."""
+"""Limits on the files that are kept from a sandbox, and the layout of these files in the service's folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Hanging(MemoryRuntime):
 async def a_sandbox(
     folder: Path, *patterns: str, kind: type[MemoryRuntime] = MemoryRuntime
 ) -> tuple[MemoryRuntime, TaskSpec]:
-    """A started sandbox, and a task that keeps files of it."""
+    """Return a started sandbox, and a task that keeps the sandbox's files which match `patterns`."""
     runtime_spec = RuntimeSpec(kind="memory")
     task = TaskSpec(
         instruction="x",
@@ -55,7 +55,7 @@ async def a_sandbox(
 async def collected(
     folder: Path, bounds: ArtifactLimits, *patterns: str, kind: type[MemoryRuntime] = MemoryRuntime
 ) -> ArtifactList:
-    """The artifacts collected from a sandbox with a few files."""
+    """Return the artifacts collected from a sandbox with a few files."""
     runtime, task = await a_sandbox(folder, *patterns, kind=kind)
     files = {"d/1": b"aaaa", "d/2": b"bbbbbb", "d/3": b"cccc", "e": b"dd", "f1": b"", "f2": b"", "f3": b"", "f4": b""}
     for name, data in files.items():
@@ -87,7 +87,7 @@ async def test_the_time_is_bounded_too(tmp_path: Path) -> None:
 
 
 async def test_the_steps_of_an_attempt_share_its_bounds(tmp_path: Path) -> None:
-    """What was replaced counts, for it stays on the disk, and what did not change is not counted again."""
+    """A replaced file still counts, because its data stays on the disk. An unchanged file is not counted again."""
     runtime, task = await a_sandbox(tmp_path, "*")
     store, kept = ArtifactStore(tmp_path), KeptFiles()
     collector = ArtifactCollector(store, ArtifactLimits(file_bytes=8, total_bytes=20, matches=2))
@@ -124,7 +124,7 @@ async def test_the_steps_of_an_attempt_share_its_bounds(tmp_path: Path) -> None:
 
 
 class Unwritable(MemoryRuntime):
-    """A runtime whose folder for temporary files belongs to somebody else."""
+    """A runtime in which nothing can be written to /tmp."""
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
         if path.startswith("/tmp/"):

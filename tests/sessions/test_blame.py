@@ -1,5 +1,5 @@
-"""The table of blame: examples of each rule, its guarantees over all combinations of facts, and mutants of every
-rule."""
+"""The table of blame: examples of each rule, guarantees of the table over all combinations of facts, and mutants of
+every rule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMPOSSIBLE = {
     *((stage, End.AGENT_CLOCK) for stage in (Stage.PREPARE, Stage.NEXT_STEP, Stage.GRADE)),
     # A stage without a failure needs no decision: the next stage begins.
     *((stage, End.RETURNED) for stage in (Stage.PREPARE, Stage.NEXT_STEP, Stage.GRADE)),
-    # An evaluation has its own clock, whose end is an EvaluatorError.
+    # An evaluation has its own clock, which ends the evaluation with an EvaluatorError.
     (Stage.GRADE, End.SESSION_CLOCK),
 }
 
@@ -46,7 +46,8 @@ def at(stage: Stage, end: End, *true: str) -> Facts:
 
 
 def examples() -> Iterator[Example]:
-    """The decision of each rule, with the fewest facts that it needs, and with the rival rules that it outranks."""
+    """Yield facts for each rule, with the rule's name and decision: the fewest facts that the rule needs, and facts
+    that lower-ranked rules fit as well."""
     worked = ("called", "replied")
     for end in End:
         bad = (*worked, "hung_up")
@@ -61,7 +62,7 @@ def examples() -> Iterator[Example]:
         yield "waited in vain", run(end, *worked, "in_vain"), Blame.ERROR, Cause.IN_VAIN
         yield "waited in vain", run(end, *worked, "in_vain", "limit", "overflow"), Blame.ERROR, Cause.IN_VAIN
     for end in (End.TIMEOUT, End.SESSION_CLOCK):
-        # Neither is the outcome of an overlong prompt, so that nothing but the stall may be at fault.
+        # An overlong prompt leads to neither of these ends, so only the stall can be at fault.
         yield "service stalled", run(end, *worked, "stalled", "overflow"), Blame.ERROR, Cause.STALL
         yield "limit", run(end, *worked, "stalled", "limit"), Blame.GRADE, None
     for end in (End.EXITED, End.PROGRAM):
@@ -127,7 +128,7 @@ def all_facts() -> tuple[Facts, ...]:
         for stage, end in itertools.product(Stage, End)
         if (stage, end) not in IMPOSSIBLE
         for values in itertools.product((False, True), repeat=len(FLAGS))
-        # A run does not read the last fact, and the other stages only the last three.
+        # The stage RUN does not use the last fact. The other stages use only the last three facts.
         if not (values[-1] if stage is Stage.RUN else any(values[:-3]))
     )
 
@@ -140,7 +141,7 @@ def test_examples() -> None:
 
 
 def ended_well(facts: Facts) -> bool:
-    """An oracle for `may_be_harmed` by the reasons for which a run is graded, instead of by the kinds of ends."""
+    """An oracle for `may_be_harmed`. It uses the reasons for which a run is graded, instead of the kinds of ends."""
     if facts.hung_up or facts.engine_failed:
         return False
     match facts.end:
@@ -188,7 +189,7 @@ def test_a_rule_has_a_reason_or_a_cause() -> None:
 
 @cache
 def fitting() -> tuple[frozenset[int], ...]:
-    """For each rule, the numbers of the facts that it fits."""
+    """Return, for each rule, the indices in `all_facts` of the facts that the rule fits."""
     return tuple(frozenset(n for n, facts in enumerate(all_facts()) if rule.fits(facts)) for rule in RULES)
 
 
@@ -220,7 +221,7 @@ def mutants() -> Iterator[tuple[str, tuple[BlameRule, ...]]]:
 
 
 def rivals(place: int) -> bool:
-    """Whether the order of a rule and the next rule matters for some facts."""
+    """Return True if the order of a rule and the next rule matters for some facts."""
     earlier = frozenset[int]().union(*fitting()[:place])
     return bool(fitting()[place] & fitting()[place + 1] - earlier)
 

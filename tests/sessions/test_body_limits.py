@@ -1,4 +1,4 @@
-"""Bodies are judged while they arrive: by size, by number of JSON values, and by the bytes already held."""
+"""Request bodies are checked while they arrive: by size, by number of JSON values, and by the bytes already held."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def pictures() -> BodyCapacity:
 
 
 def values_in(value: Any) -> int:
-    """The number of objects, lists, and commas in them."""
+    """Return the number of objects, lists and commas of `value` in JSON."""
     if not isinstance(value, list | dict):
         return 0
     inner = list(value.values()) if isinstance(value, dict) else value

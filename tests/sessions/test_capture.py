@@ -1,4 +1,5 @@
-"""Engines that only take messages: their ids are captured where they report any, and nothing is ever spliced."""
+"""Engines that take only messages. The ids that such an engine reports are captured, and recorded ids are never spliced
+into a prompt."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ RESULT = SessionResult(session_id="s", group_id="g", sample_index=0, attempt=1, 
 
 
 class Told:
-    """A chat engine that reports the given (prompt ids, output ids) call by call, and no ids for a call that has
-    None."""
+    """A chat engine that reports the given pairs (prompt ids, output ids), one per call, and no ids for a call whose
+    entry is None."""
 
     name = "told"
     logprob_kind = LogprobKind.RAW
@@ -120,7 +121,8 @@ async def test_a_prompt_that_extends_the_record_is_appended(tmp_path: Path) -> N
 
 
 async def test_a_prompt_that_extends_a_restored_record_is_appended(tmp_path: Path) -> None:
-    """The service is lost after two turns, and the first one of another call was never stored."""
+    """The conversation is restored from its two stored turns, as after a restart. The third turn is appended and stores
+    only its new message."""
     first, second, third = ([1, 2, 3], [7, 8]), ([1, 2, 3, 7, 8, 4], [9]), ([1, 2, 3, 7, 8, 4, 9, 5], [6])
     async with told(tmp_path, first, second, third) as (world, turns):
         hello = {"role": "assistant", "content": "hello"}
@@ -233,7 +235,7 @@ async def test_a_replaced_image_alone_is_a_rewritten_history(tmp_path: Path) -> 
 
 
 async def test_an_image_that_moved_into_the_known_history_is_not_lost(tmp_path: Path) -> None:
-    """A client may merge two messages, and then the image is in a message whose number is already recorded."""
+    """A client may merge two messages. The image is then in a message whose number is already recorded."""
     async with told(tmp_path, ([1], [2]), ([1, 2, 3], [4])) as (world, turns):
         await world.ask(USER)
         await world.ask({"role": "user", "content": "hello"}, picture(b"new"))
@@ -241,7 +243,8 @@ async def test_an_image_that_moved_into_the_known_history_is_not_lost(tmp_path: 
 
 
 async def test_a_tools_image_is_given_to_the_engine_and_a_text_for_its_other_files(tmp_path: Path) -> None:
-    """The text is noted with the turn whose request adds the file."""
+    """The engine gets a text in place of a tool's PDF. The turn whose request adds the PDF records this in
+    `ignored`."""
     engine = Told([([1], [2]), ([1, 2, 3], [4])])
     said = {"role": "assistant", "content": "hello"}
     document = {"type": "file", "file": {"file_data": "data:application/pdf;base64,QUJD"}}
@@ -262,7 +265,8 @@ async def test_a_tools_image_is_given_to_the_engine_and_a_text_for_its_other_fil
 
 
 async def test_a_call_that_continues_a_turn_names_the_turns_ids(tmp_path: Path) -> None:
-    """Servers that render messages may keep these ids (NeMo RL's do), so that the next prompt extends them."""
+    """Servers that render messages may keep these ids (NeMo RL's servers do), so that the next prompt extends the
+    ids."""
     said = {"role": "assistant", "content": "hello"}
     rewritten = {"role": "assistant", "content": "hello!"}
     engine = Told([([1], [2]), ([1, 2, 3], [4]), None, None, None, None])

@@ -39,7 +39,7 @@ async def test_time_in_which_the_service_stood_still_is_not_charged() -> None:
     stood = 0.0
     budget = Budget(0.2, lambda: stood)
     async with budget.spend():
-        time.sleep(0.3)  # noqa: ASYNC251  # the loop stands still
+        time.sleep(0.3)  # noqa: ASYNC251  # blocks the event loop
         stood = 0.3
         await asyncio.sleep(0)
     assert 0 < budget.remaining <= 0.2
@@ -72,7 +72,8 @@ async def test_a_cutoff_ends_its_block_and_nothing_before_or_after_it() -> None:
 
 
 async def test_a_second_cut_of_a_block_does_nothing() -> None:
-    """A limit may be reached by a call that goes on while the run ends because of a turn that could not be stored."""
+    """A block may be cut twice: first because a turn could not be stored, then because a call that is still running
+    reaches a limit."""
     cutoff = Cutoff()
 
     async def cut_twice() -> None:
@@ -97,7 +98,8 @@ def test_a_stopwatch_books_everything_between_laps() -> None:
 
 
 async def test_a_clock_that_stands_still_is_not_looked_at_all_the_time() -> None:
-    """A policy may be paused for minutes, even when almost nothing is left."""
+    """While a policy is paused, which may take minutes, a budget with almost nothing left reads its clock only every
+    LOOK_AGAIN seconds."""
     loop = asyncio.get_running_loop()
     began, looks = loop.time(), 0
 

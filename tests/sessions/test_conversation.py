@@ -1,4 +1,5 @@
-"""A model call from messages to a stored turn: what the engine receives is what is recorded and trained on."""
+"""A model call, from messages to a stored turn. The ids that the engine receives and samples are recorded and trained
+on."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ BREAKS_OFF = {"when": "hello there", "reply": "some words and more<|im_end|>", "
 
 
 async def test_a_call_beside_the_one_that_failed_does_not_make_up_for_it(tmp_path: Path) -> None:
-    """The newest call to end has succeeded, but the agent has not continued."""
+    """The last call to end has succeeded, but it began before the failure. It does not show that the agent has
+    continued."""
     async with a_world(tmp_path, [BREAKS_OFF, {"reply": "a title<|im_end|>", "stall": 1}]) as world:
         async with asyncio.TaskGroup() as group:
             beside = group.create_task(world.ask(TITLE, tools=[BASH]))
@@ -156,7 +158,7 @@ async def test_a_call_for_a_title_does_not_show_that_the_work_goes_on(
 
 
 async def test_an_engines_failure_outranks_a_prompt_that_was_too_long(tmp_path: Path) -> None:
-    """The prompt may be a side call's, after which the attempt would be graded."""
+    """The overlong prompt may belong to a side call. If it outranked the failure, the attempt would be graded."""
     async with a_world(tmp_path, [BREAKS_OFF], context_tokens=256) as world:
         with pytest.raises(EngineUnavailable):
             await world.ask(USER, tools=[BASH])
@@ -165,7 +167,7 @@ async def test_an_engines_failure_outranks_a_prompt_that_was_too_long(tmp_path: 
         assert isinstance(world.conversation.failure, EngineUnavailable)
 
 
-@pytest.mark.deep  # each of nine calls is tried again
+@pytest.mark.deep  # nine calls, and each is tried again
 async def test_failures_that_nothing_makes_up_for_are_not_heaped_up(tmp_path: Path) -> None:
     async with a_world(tmp_path, [BREAKS_OFF]) as world:
         for tools in ([BASH], [], []) * 3:
@@ -287,7 +289,7 @@ async def test_an_image_is_not_counted_where_the_model_is_given_text_only(tmp_pa
 
 
 async def test_a_turn_that_cannot_be_stored_is_known_though_its_caller_has_left(tmp_path: Path) -> None:
-    """An agent may end while its last call is under way."""
+    """An agent may end while its last call is under way. A failure to store the call's turn is still recorded."""
     async with a_world(tmp_path, ["one<|im_end|>"]) as world:
         world.store_failure = ServiceError("disk full")
         async with asyncio.TaskGroup() as callers:

@@ -18,8 +18,8 @@ USER = {"role": "user", "content": "hello there"}
 
 
 class Echoing(ScriptedEngine):
-    """The first chunk returns the prompt's ids, `changed` of them altered; the last one reports `more` tokens than the
-    prompt has."""
+    """An engine whose first chunk returns the prompt's ids, the first `changed` of them altered, and whose last chunk
+    reports a prompt length that is `more` tokens too large."""
 
     def __init__(self, options: EngineOptions, *, changed: int | None, more: int | None) -> None:
         super().__init__(options)

@@ -1,4 +1,4 @@
-"""A lane never gives out more slots than it has, serves by priority, and survives cancelled waits."""
+"""A lane never gives out more slots than it has, serves by priority, and stays correct if waits are cancelled."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_a_session_that_steps_aside_leaves_its_slot_to_others_and_is_the_n
                     await line_moves.wait()
             served.append(name)
             line_moves.set()
-            while name == "first" and lane.stats().waiting < 3:  # noqa: ASYNC110  # nothing tells of who waits
+            while name == "first" and lane.stats().waiting < 3:  # noqa: ASYNC110  # no event for this
                 await asyncio.sleep(0)
 
     async with asyncio.TaskGroup() as group:

@@ -1,5 +1,5 @@
-"""Limits of turns and tokens of a session with concurrent calls: never exceeded, and no call is harmed before the
-limit."""
+"""Limits on the turns and tokens of a session with concurrent calls. A limit is never exceeded, and it harms no call
+before it is reached."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def settled() -> None:
 
 
 async def length_of(folder: Path) -> int:
-    """The length of the reply when it runs alone."""
+    """Return the length of the reply if no other call runs."""
     async with a_world(folder, [WORDS]) as world:
         await world.ask(asking(0))
         return lengths(world.turns)[0]
@@ -65,7 +65,7 @@ async def test_parallel_calls_sample_no_more_than_the_limit_together(tmp_path: P
         told = world.limits_told
         replies = await all_of(world, 64, **fields)
         assert sum(lengths(world.turns)) == 100
-        # Whole replies one after the other, the last one cut, and the rest refused: not 64 pieces of a reply.
+        # Whole replies, one cut reply, and refusals for the other calls: not 64 pieces of a reply.
         assert sorted(lengths(world.turns), reverse=True) == [whole] * (100 // whole) + [100 % whole] * (
             100 % whole > 0
         )
@@ -118,7 +118,7 @@ async def test_a_call_has_all_that_is_free_beyond_its_promise(tmp_path: Path) ->
 
 
 async def test_a_call_beyond_its_promise_is_cut_where_another_was_promised_the_rest(tmp_path: Path) -> None:
-    """The other call, which has sampled nothing yet, ends as it would alone."""
+    """The other call ends as it would alone."""
     replies = [
         {"ids": [7] * 5000, "when": "question 1", "stall": PROMISED_TOKENS},
         {"ids": [8] * 40, "when": "question 2"},

@@ -1,4 +1,4 @@
-"""The callers recorded in a session's turns, and their use afterwards."""
+"""Conversations in a session's turns: who made a call, and what this means for transcripts, forks, drift and rows."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_a_tasks_policy_reaches_the_rows(tmp_path: Path) -> None:
 
 
 async def test_a_captured_conversation_goes_on_with_other_tools_or_another_system_prompt(tmp_path: Path) -> None:
-    """The engine renders the whole prompt anew, but the conversation is the same."""
+    """The engine renders the whole prompt anew, but the conversation stays the same."""
     ids = [([1, 2], [3]), ([7, 2, 3, 4], [5]), ([1, 2, 3, 4, 5, 6], [8]), ([1, 9, 2, 3, 4, 5, 6, 8, 6], [9])]
     history = [TASK, {"role": "assistant", "content": "hello"}, user("And?")]
     longer = [*history, {"role": "assistant", "content": "hello"}, user("Then?")]

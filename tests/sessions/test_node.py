@@ -35,14 +35,14 @@ def a_node(files: Path) -> LocalNode:
 
 
 def traces() -> tuple[set[str], int]:
-    """The child processes of this process, and the number of its descriptors."""
+    """Return the ids of this process's child processes, and the number of its file descriptors."""
     tasks = Path("/proc/self/task").glob("*/children")
     return {pid for path in tasks for pid in path.read_text().split()}, len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 async def test_a_node_whose_start_is_cancelled_leaves_nothing(temporary: Path, number: int) -> None:
-    """Cancelled while its folder is made, and in the sweeps that follow."""
+    """The start is cancelled while the node's folder is made, or during one of the sweeps that follow."""
     before = traces()
     node = a_node(temporary)
     assert await cancelled_late(node.__aenter__(), number=number)

@@ -1,5 +1,4 @@
-"""Resources are never given out twice, smaller requests do not delay larger ones, and the capacity of a machine is
-found."""
+"""Resources are never given out twice, smaller requests do not delay larger ones, and a machine's capacity is found."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ def cpus(number: float) -> ResourceAmount:
 
 
 class Line:
-    """A line of takers that record when they are served and leave on command."""
+    """Takers that wait for resources. `served` has their names in the order in which they were served. A taker gives
+    its resources back when `leaves` is called."""
 
     def __init__(self, resources: NodeResources, group: asyncio.TaskGroup) -> None:
         self.resources = resources
@@ -63,7 +63,7 @@ class Line:
 
 
 async def settled() -> None:
-    """Wait until every task is blocked: none takes more than a few steps."""
+    """Wait until every task is blocked. No task needs more than a few steps of the event loop."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -152,8 +152,8 @@ async def test_who_wants_nothing_of_what_others_wait_for_passes_and_delays_nobod
         await line.comes("all gpus", ResourceAmount(gpus=3))
         await line.comes("next gpu", ResourceAmount(gpus=1, cpus=2))
         await line.comes("later gpu", ResourceAmount(gpus=1, cpus=2))
-        await line.comes("too many cpus", cpus(3))  # the first in line will get two of the four
-        await line.comes("few cpus", cpus(1))  # there would be room, but the first in line waits for cpus
+        await line.comes("too many cpus", cpus(3))  # the first in line will get two of the four cpus
+        await line.comes("few cpus", cpus(1))  # there is room, but an earlier taker waits for cpus
         await line.comes("memory", ResourceAmount(memory_mb=500))
         assert line.served == ["all gpus", "memory"]
         await line.leaves("all gpus")
@@ -172,7 +172,7 @@ async def test_cpus_are_given_out_while_many_wait_for_gpus() -> None:
         names = [f"gpu {number}" for number in range(9)]
         for name in names:
             await line.comes(name, ResourceAmount(gpus=1, cpus=0.5))
-        await line.comes("cpus", cpus(2))  # all that three have left, minus the need of the first in line
+        await line.comes("cpus", cpus(2))  # what three takers leave free, less the need of the first in line
         assert line.served == [*names[:3], "cpus"]
         for name in [*names, "cpus"]:
             await line.leaves(name)
@@ -207,7 +207,7 @@ def test_no_gpu_is_given_to_two_at_once(steps: list[tuple[int, int, int, int]]) 
                 case 0 | 1 if held:
                     held.pop(choice % len(held)).release()
                 case 2 if waiting:
-                    waiting[0].cancel()  # perhaps in the moment it is served
+                    waiting[0].cancel()  # perhaps at the moment when it is served
                 case 3 if (share := resources.try_take(ResourceAmount(gpus=wanted, cpus=wanted_cpus))) is not None:
                     held.append(share)
                 case _:
@@ -301,7 +301,7 @@ async def test_what_one_can_do_without_is_taken_only_where_nobody_waits() -> Non
 
 
 def laid_out(folder: Path, group: str, files: dict[str, str]) -> Path:
-    """A /proc and a /sys/fs/cgroup below `folder`."""
+    """Write a /proc and a /sys/fs/cgroup below `folder`. Returns `folder`."""
     for name, text in {"proc/self/cgroup": group, **{f"cgroup/{name}": text for name, text in files.items()}}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -360,7 +360,7 @@ def test_no_bound_of_version_1(tmp_path: Path) -> None:
 
 
 def gpus_of(folder: Path, *, settings: SandboxesConfig) -> tuple[str, ...]:
-    """The GPUs that are found on a machine with two."""
+    """Return the GPUs of a node with these settings on a machine with two GPUs."""
     for number, bus in enumerate(("0000:07:00.0", "0000:0a:00.0")):
         (folder / "proc/gpus" / bus).mkdir(parents=True)
         text = f"Model: Test\nGPU UUID: GPU-{number}{number}\nDevice Minor: {number}\n"

@@ -1,4 +1,5 @@
-"""One attempt over fakes: an agent written by the test, a sandbox in memory, a scripted engine, lists as the store."""
+"""One attempt with fakes: an agent written by the test, a sandbox in memory, a scripted engine, and lists as the
+store."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ GRADER = "sessions.test_rollout:grade"
 
 
 class Script:
-    """The events of one attempt."""
+    """The script of one attempt: its agent, the failures to inject, and the outcomes that were graded."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -139,7 +140,7 @@ class Stalls(Watchdog):
 
 
 class Bench:
-    """`await bench.run(agent)` is the result of one attempt."""
+    """`await bench.run(agent)` returns the result of one attempt."""
 
     def __init__(self, world: World, store: Turns, services: NodeServices) -> None:
         self.world = world
@@ -402,7 +403,7 @@ async def test_a_failed_collection_is_an_error_and_the_log_has_how_the_run_ended
     agent: Agent,
     ended_with: str,
 ) -> None:
-    """No program of the agent is running then, so that the failure is not the agent's."""
+    """No program of the agent runs during the collection, so the failure is not the agent's."""
 
     async def fails(*args: object) -> None:
         raise failure

@@ -20,8 +20,8 @@ SEEDED = SamplingSpec(seed=(1 << 63) - 1)
 
 
 async def seeds(folder: Path, *asked: int | None, sample_index: int = 0, sampling: SamplingSpec = SEEDED) -> list[Any]:
-    """The seeds of a session's calls, one for each of `asked`, as the engine received them and as the turns have
-    them."""
+    """Return the seeds of a session's calls as the engine received them, one per entry of `asked`. Checks that the
+    turns have the same seeds."""
     async with a_world(folder, ["hi<|im_end|>"], sampling=sampling, sample_index=sample_index) as world:
         for seed in asked:
             await world.ask(USER, **({} if seed is None else {"seed": seed}))
