@@ -1,39 +1,41 @@
-# The few commands of this project, the same for people and for CI. Needs GNU make and Python 3.11 or newer.
-# Everything is installed into $(VENV); a target installs what it needs first, which is instant when it is there.
+# The commands of this project, the same for people and for CI. Needs GNU make and Python 3.11 or newer. Each target
+# first installs missing packages into $(VENV) or into an environment beside it.
 
 PYTHON ?= python3
 VENV ?= .venv
-# What pip is asked for as torch. Where pip finds only the CUDA build it takes that one, which works and is
-# large: for the small one, name PyTorch's index of CPU wheels in PIP_EXTRA_INDEX_URL.
+# The requirement of torch for pip. If pip finds only the CUDA build, it installs this build, which works but is large.
+# For the small build, name PyTorch's index of CPU wheels in PIP_EXTRA_INDEX_URL.
 TORCH ?= torch==2.13.0
-# A file of exact versions for pip; .ci/run names its own.
+# A file of exact versions for pip, such as .ci/constraints.txt, which .ci/run uses.
 CONSTRAINTS ?=
-# What the tests of trainers need besides the trainer.
+# The packages that the tests of trainers need besides the trainer.
 TEST_TOOLS := hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
-# By itself: all that it depends on would be 362 MB, and its grading, which tests compare ours with, needs none of it.
+# Installed without its dependencies, which take 362 MB: tests compare Outrider's grading with swebench's, which needs
+# none of them but unidiff.
 SWEBENCH := "swebench>=5.0.2,<6" "unidiff>=0.7"
-# Likewise: only its pages are used.
+# Also installed without its dependencies, because tests use only its pages.
 MINIWOB := "miniwob>=1.1,<1.2"
-# Further arguments, such as `make test ARGS="-k tree"` or `make demo ARGS=--json`.
+# Further arguments of a command, such as `make test ARGS="-k tree"` or `make demo ARGS=--json`.
 ARGS ?=
 
-# Trainers bring hundreds of packages, in versions of their own: they are installed beside $(VENV).
+# Trainers need hundreds of packages in their own versions, so each is installed into an environment beside $(VENV).
 TRL_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
-# For SkyRL and OpenRLHF, whose packages for GPUs are left out.
+# For SkyRL and OpenRLHF, without their packages for GPUs.
 SKYRL_VENV ?= .venv-skyrl
 GYM_VENV ?= .venv-gym
 TINKER_VENV ?= .venv-tinker
 VERIFIERS_VENV ?= .venv-verifiers
 
-# Where test-real keeps the agent programs that it installs.
+# The folder of the agent programs that test-real installs.
 PROGRAMS ?= $(CURDIR)/.cache/outrider
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 CONSTRAINT := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
-# `$(INSTALL) VENV ARGUMENT...` installs with uv, which takes an eighth of pip's processor time, or with pip if uv fails:
-# uv does not read the settings of pip, which may name another registry. Torch is always left to pip, see TORCH.
+# `$(INSTALL) VENV ARGUMENT...` installs with uv, which takes an eighth of pip's processor time. If uv fails, it
+# installs with pip, because uv does not read pip's settings, which may name another registry. Only pip installs torch,
+# see TORCH.
 INSTALL := install_into() { venv=$$1; shift; \
 	"$$venv/bin/python" -m uv pip install --quiet --python "$$venv/bin/python" "$$@" || \
 	{ echo "uv has failed: trying pip"; "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@"; }; }; \
@@ -44,15 +46,15 @@ NEW_VENV := new_venv() { \
 	{ echo "$(PYTHON) must be Python 3.11 or newer: name another one with make PYTHON=..." >&2; return 1; }; \
 	test -x "$$1/bin/python" || $(PYTHON) -m venv "$$1" || return 1; \
 	"$$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINT) uv $(TORCH); }; new_venv
-# `$(PYTHON_312)` prints a Python of 3.12 or 3.13, if there is one. pyenv's commands may be there without a version behind
-# them.
+# `$(PYTHON_312)` prints the command of a Python 3.12 or 3.13, if one is installed. Candidates are run, because a
+# command of pyenv may exist without an installed version.
 PYTHON_312 := python_312() { \
 	for name in $(PYTHON) python3.12 python3.13 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.1[23].*/bin/python); do \
 	"$$name" -c 'import sys, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null && \
 	{ echo "$$name"; return; }; done; }; python_312
-# Tests and benchmarks run side by side: torch must not spin on every core in each of them.
+# Tests and benchmarks run several processes at once, so torch must not use every core in each process.
 ONE_THREAD := OMP_NUM_THREADS=1
-# Tests start hundreds of Python programs: without compiled files, each would compile all that it imports again.
+# Tests start hundreds of Python programs. Without stored compiled files each would compile its imports again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
@@ -70,15 +72,15 @@ demo: $(STAMPS)/demo ## roll out 32 sessions with a real (tiny) model in real sa
 train: $(TRL_VENV)/.stamps/train ## train the demo's policy with TRL until it is right nearly every time (minutes)
 	$(TRL_VENV)/bin/outrider demo --train $(ARGS)
 
-# Three workers, also on two cores: many tests wait for other processes. A fourth costs more to start than it saves.
+# Three workers, even on two cores, because many tests wait for other processes. A fourth costs more than it saves.
 test: $(STAMPS)/dev ## the fast tests
 	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
 
-test-deep: $(STAMPS)/dev ## what takes long: storms, floods, PostgreSQL, restarts
+test-deep: $(STAMPS)/dev ## the slow tests: storms, floods, PostgreSQL, restarts
 	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "deep and not real and not nightly" \
 		--timeout 600 --durations 25 --durations-min 5 $(ARGS)
 
-test-nightly: $(STAMPS)/real $(VERL_VENV)/.stamps/dev $(TRL_VENV)/.stamps/dev ## what .ci/run leaves out: hundreds of random examples, every pair and variant, a campaign, a soak
+test-nightly: $(STAMPS)/real $(VERL_VENV)/.stamps/dev $(TRL_VENV)/.stamps/dev ## the tests that .ci/run leaves out: hundreds of random examples, every pair and variant, a campaign, a soak
 	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "(nightly or hypothesis) and not real and not trainers" \
 		--hypothesis-profile nightly --timeout 600 --durations 25 --durations-min 5 $(ARGS)
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m "nightly and real" \
@@ -91,73 +93,74 @@ check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# Folders in the order in which their tests begin: those that run one after the other are the longest row. Three workers
-# for two processors, because the tests often wait for the programs that they start.
-test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, agents, Helm (installs them; 4 GB), container engines that are there
+# The folders are in the order in which their tests begin. The tests outside of tests/real run one after another (see
+# RealPrograms in tests/conftest.py), which takes longest, so they begin first. Three workers for two processors,
+# because the tests often wait for the programs that they start.
+test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, agents, Helm (installs them; 4 GB), and installed container engines
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m "real and not nightly" \
 		--durations 25 --durations-min 5 tests/runtimes tests/sandboxes tests/bench tests/evaluators tests/rootfs tests/deploy tests/real $(ARGS)
 
-# Each trainer has packages of its own, and an environment of its own.
+# Makes the environments of all trainers.
 trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev $(GYM_VENV)/.stamps/dev $(TINKER_VENV)/.stamps/dev $(VERIFIERS_VENV)/.stamps/dev
 
-# Two trainers at a time: most of their tests keep one core busy.
+# Two trainers at a time on two cores, because most of their tests keep one core busy.
 TRAINERS_AT_ONCE ?= 2
 test-trainers: trainers ## tests with the packages of real trainers (installs them)
 	$(MAKE) --no-print-directory --jobs $(TRAINERS_AT_ONCE) --output-sync test-verl test-trl test-skyrl test-gym test-tinker test-verifiers
 
-# The imports of verl and of the last two warn of much that is not ours.
+# Warnings are not errors here, because verl, tinker and verifiers cause many when they are imported.
 test-verl: $(VERL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m "trainers and not nightly" tests/trainers/verl tests/fleet $(ARGS)
 
-# Then the tests that need transformers, which `make test` and `make test-deep` skip.
+# The second command runs the tests that need transformers, which `make test` and `make test-deep` skip.
 test-trl: $(TRL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m "trainers and not nightly" tests/trainers/trl $(ARGS)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m transformers tests/relay tests/engines/test_embedded.py tests/test_pixels.py \
 		tests/trainers/test_slime_images.py tests/demo/test_policy.py $(ARGS)
 
-# One after the other: SkyRL 0.4 would take the stand-ins for vLLM, which the tests of OpenRLHF import, for vLLM.
+# Two runs of pytest, because SkyRL 0.4 would use the stand-ins for vLLM that the tests of OpenRLHF import.
 test-skyrl: $(SKYRL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/skyrl $(ARGS)
 	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/openrlhf $(ARGS)
 
-# pydantic's and Ray's warnings are not ours.
+# Warnings are not errors here, because pydantic and Ray cause some.
 test-gym: $(GYM_VENV)/.stamps/dev
 	@test -x $(GYM_VENV)/bin/pytest || echo "NeMo Gym needs Python 3.12, which is not here: its tests are skipped"
 	test ! -x $(GYM_VENV)/bin/pytest || \
 		$(ONE_THREAD) $(GYM_VENV)/bin/pytest -W default -m trainers tests/trainers/nemo_gym $(ARGS)
 
-# Training runs on SkyRL's server of Tinker's interface, in which JAX must see no other device than the processor.
+# The tests train on SkyRL's server for Tinker's interface, in which JAX must use the processor only.
 test-tinker: $(TINKER_VENV)/.stamps/dev
 	$(ONE_THREAD) JAX_PLATFORMS=cpu $(TINKER_VENV)/bin/pytest -W default -m trainers tests/trainers/tinker $(ARGS)
 
-# pydantic's warnings are not ours.
+# Warnings are not errors here, because pydantic causes some.
 test-verifiers: $(VERIFIERS_VENV)/.stamps/dev
 	$(ONE_THREAD) $(VERIFIERS_VENV)/bin/pytest -W default -m trainers tests/trainers/verifiers $(ARGS)
 
 check-latest: $(STAMPS)/dev ## try the bridges with the newest versions of the trainers: ARGS="trl --json"
 	$(BIN)/python scripts/check_latest.py $(ARGS)
 
-fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
+fuzz: $(STAMPS)/dev ## send 100,000 odd and broken requests to the gateway in each dialect (minutes per dialect)
 	$(foreach dialect,chat responses messages gemini,\
 		$(ONE_THREAD) $(BIN)/python scripts/fuzz_gateway.py --dialect $(dialect) $(ARGS) &&) true
 
-campaign: $(STAMPS)/dev ## break a running service at random: ARGS="--runs 20 --seed 1 --json" (half a minute a run)
+campaign: $(STAMPS)/dev ## break a running service at random: ARGS="--runs 20 --seed 1 --json" (half a minute per run)
 	$(ONE_THREAD) $(BIN)/python -m campaign $(ARGS)
 
-bench: $(STAMPS)/dev ## the benchmarks, as a table and JSON in bench/results
+bench: $(STAMPS)/dev ## run the benchmarks, and write tables and JSON into bench/results
 	$(ONE_THREAD) $(BIN)/python -m bench $(ARGS)
 
-page: ## build the page's bundle of its sources in page/, with npm
+page: ## build the page's bundle from the sources in page/, with npm
 	cd page && npm ci --no-audit --no-fund && npx tsc --noEmit && node build.mjs $(ARGS)
 
 policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
 	$(BIN)/python scripts/train_policy.py $(ARGS)
 
-clean: ## remove all that these commands installed or cached
+clean: ## remove everything that these commands installed or cached
 	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) $(GYM_VENV) $(TINKER_VENV) $(VERIFIERS_VENV) .venv-routers .venv-harbor .venv-kubernetes .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp is newer than what it was made from, so that make knows when there is nothing to install.
+# A stamp file records an installation. If the stamp is newer than its prerequisites, make installs nothing.
 
 $(STAMPS)/torch:
 	@echo "Making $(VENV) with $$($(PYTHON) --version), and installing $(TORCH): this may take some minutes"
@@ -169,12 +172,12 @@ $(STAMPS)/demo: $(STAMPS)/torch pyproject.toml
 	@$(INSTALL) $(VENV) $(CONSTRAINT) --editable ".[demo]"
 	@touch $@
 
-# Sandboxes show this environment read-only, so that they could not store what they compile.
+# All modules are compiled here, because sandboxes mount this environment read-only and could not store compiled files.
 $(STAMPS)/dev: $(STAMPS)/demo
 	@echo "Installing the tools for tests and checks"
 	@$(INSTALL) $(VENV) $(CONSTRAINT) --editable ".[demo,dev]"
 	@$(INSTALL) $(VENV) $(CONSTRAINT) --no-deps $(SWEBENCH)
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # templates among the packages are no valid Python
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages have templates that are not valid Python
 	@touch $@
 
 $(STAMPS)/real: $(STAMPS)/dev
@@ -185,7 +188,7 @@ $(STAMPS)/real: $(STAMPS)/dev
 		echo "reasoning-gym cannot be installed here (see above; pycosat may need a C compiler): its tests are skipped"
 	@$(INSTALL) $(VENV) $(CONSTRAINT) --editable ".[page-tests]" || \
 		echo "Playwright cannot be installed here (see above): the tests of the page in a browser are skipped"
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # the tests would take warnings of the compiler for errors
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # in the tests, warnings of the compiler would be errors
 	@touch $@
 
 $(TRL_VENV)/.stamps/train: pyproject.toml
@@ -199,16 +202,17 @@ $(TRL_VENV)/.stamps/dev: $(TRL_VENV)/.stamps/train
 	@$(INSTALL) $(TRL_VENV) $(CONSTRAINT) --editable ".[train,dev]"
 	@touch $@
 
-# Without CONSTRAINTS: verl asks for older versions of what Outrider's own tests use. Samples are exported for the last two.
+# Without CONSTRAINTS, because verl requires older versions of packages than Outrider's own tests. The tests export
+# samples for tinker and verifiers.
 $(VERL_VENV)/.stamps/dev: pyproject.toml
 	@echo "Installing $(TORCH), verl and the tools for its tests into $(VERL_VENV)"
 	@$(NEW_VENV) $(VERL_VENV)
 	@$(INSTALL) $(VERL_VENV) --editable ".[verl]" $(TEST_TOOLS) tinker==0.24.1 verifiers==0.4.0
 	@mkdir -p $(@D) && touch $@
 
-# Both packages ask for CUDA extensions and pin different versions of what they share; their tests need what is named here.
-# SkyRL 0.4 asks for Python 3.12, for which pip may find only the CUDA build of torch, 5 GB. All of it that the tests import
-# also works on Python 3.11.
+# Both packages require CUDA extensions, and pin different versions of the same packages. They are therefore installed
+# without dependencies, beside the packages that their tests need. SkyRL 0.4 requires Python 3.12, for which pip may
+# find only the CUDA build of torch (5 GB). The modules that the tests import also work on Python 3.11.
 $(SKYRL_VENV)/.stamps/dev: pyproject.toml
 	@echo "Installing $(TORCH), SkyRL, OpenRLHF and what their tests need into $(SKYRL_VENV)"
 	@$(NEW_VENV) $(SKYRL_VENV)
@@ -219,8 +223,9 @@ $(SKYRL_VENV)/.stamps/dev: pyproject.toml
 		openrlhf==0.11.2 skyrl==0.4.0 skyrl-gym==0.4.0
 	@mkdir -p $(@D) && touch $@
 
-# Without torch, and with only what NeMo Gym's agent servers and its client import. NeMo Gym 0.7 asks for Python 3.13.14;
-# what the tests import also works on Python 3.12. Without Python 3.12 there is no stamp.
+# Without torch, and with only the packages that NeMo Gym's agent servers and client import. NeMo Gym 0.7 requires
+# Python 3.13.14, but the modules that the tests import also work on Python 3.12. If neither Python 3.12 nor 3.13 is
+# installed, nothing is installed and there is no stamp.
 $(GYM_VENV)/.stamps/dev: pyproject.toml
 	@python=$$($(PYTHON_312)); test -n "$$python" || exit 0; \
 	echo "Installing NeMo Gym and what its tests need into $(GYM_VENV)"; \
@@ -232,8 +237,9 @@ $(GYM_VENV)/.stamps/dev: pyproject.toml
 		nemo-gym==0.7.0 || exit 1; \
 	mkdir -p $(@D) && touch $@
 
-# The cookbook asks for a package of renderers for one family of models, which nothing here imports and which may not be
-# there. SkyRL's server is needed without SkyRL's trainers, and asks for an older tinker than the cookbook.
+# The cookbook and SkyRL are installed without dependencies. The cookbook requires a package of renderers for one family
+# of models, which may not be available and which no test imports. SkyRL's server is used without SkyRL's trainers, and
+# requires an older tinker than the cookbook.
 $(TINKER_VENV)/.stamps/dev: pyproject.toml
 	@echo "Installing $(TORCH), tinker-cookbook and SkyRL's server into $(TINKER_VENV)"
 	@$(NEW_VENV) $(TINKER_VENV)
@@ -245,7 +251,8 @@ $(TINKER_VENV)/.stamps/dev: pyproject.toml
 		tinker-cookbook==0.6.1 skyrl==0.4.0
 	@mkdir -p $(@D) && touch $@
 
-# Without torch, which only prime-rl's trainer imports, and without CONSTRAINTS: verifiers asks for an older openai.
+# Without torch, which only prime-rl's trainer imports, and without CONSTRAINTS, because verifiers requires an older
+# openai.
 $(VERIFIERS_VENV)/.stamps/dev: pyproject.toml
 	@echo "Installing verifiers and the tools for its tests into $(VERIFIERS_VENV)"
 	@test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)

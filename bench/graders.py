@@ -1,9 +1,9 @@
 """The cost of grading an outcome by kind of evaluator, warm: alone, and 32 at once, each compared with its floor.
 
-Milliseconds of wall clock and of processor time, from `evaluate` to its verdict, without a session. The processor time
-includes this process and all its descendants. The floor of a kind is its indispensable work, done as simply as
-possible: the library's own comparison in a process that has the library loaded, the bare program, or the bare HTTP
-request to the same server, which replies from a script. Each concurrent verdict has a sandbox of its own, of kind
+The figures are milliseconds of wall clock and of processor time, from `evaluate` to its verdict, without a session. The
+processor time includes this process and all its descendants. The floor of a kind is its indispensable work, done as
+simply as possible: the library's own comparison in a process that has the library loaded, the bare program, or the bare
+HTTP request to the same server, which replies from a script. Each concurrent verdict has a sandbox of its own, of kind
 `namespace` if the machine can run it. Kinds whose library or sandbox is missing are left out, and listed in the result.
 Answers differ from one verdict to the next, so that no cache helps.
 """

@@ -196,8 +196,8 @@ def _write(kind: SampleFormat, samples: Sequence[Sample], folder: Path) -> int:
 
 
 async def _stored_group(store: Store, corpus: Corpus, number: int) -> None:
-    """Store a group whose sessions are done. Their texts differ; so do their ids, which are drawn, because only their
-    number counts."""
+    """Store a group of finished sessions with different texts and token ids. The ids are random, because only their
+    number matters."""
     name, now = f"group-{number}", time.time()
     row = GroupRow(id=name, n=GROUP_SIZE, priority=0, created=now)
     await store.create_group(row, b"{}", [f"{name}.{index}" for index in range(GROUP_SIZE)])

@@ -3,9 +3,9 @@ real.
 
 Rollout times are drawn from a Pareto distribution, like those of agents: most are short, a few take a hundred times as
 long. A fraction of the prompts teaches nothing and is filtered out. All ways get the same slots and the same draws, and
-differ only in the time at which they submit groups: `asynchronous` submits as soon as a group is done; `synchronous` in
-waves (of one batch, and of three), when all groups of the last wave are done and the batch is not full; `static` one
-unfiltered batch. The trainer takes no time, which favours the ways that wait.
+differ only in the time at which they submit groups. `asynchronous` submits as soon as a group is done. `synchronous`
+submits in waves (of one batch, and of three), when all groups of the last wave are done and the batch is not full.
+`static` submits one unfiltered batch. The trainer takes no time, which favours the ways that wait.
 
 The simulated part runs on a simulated clock, without real waits. The real part is the whole service with sandboxes in
 memory and an agent that sleeps. All draws are seeded.

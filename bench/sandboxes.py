@@ -127,7 +127,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def unshared_kib(pid: int) -> int:
-    """Return the memory that only this process uses plus its part of the memory that it shares with others, in KiB."""
+    """Return the proportional set size (Pss) of a process in KiB: its own memory plus its share of shared memory."""
     lines = of_process(pid, "smaps_rollup").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 

@@ -1,6 +1,6 @@
 """The cost of one more turn in a long conversation: 500 new tokens on a history of 1k, 10k and 100k.
 
-Two measurements. `own_ms` is the service's work alone, in this process: the processor time, over all its threads, from
+There are two figures. `own_ms` is the service's work alone, in this process: the processor time, over all threads, from
 the request's bytes to the reply's (parsing, joining, rendering, calling the engine over HTTP, reading the reply,
 storing the turn); waiting for the engine costs no processor time. `added_ms` is the client's view: the time of a turn
 through a service in another process, minus the time of posting as many ids to the engine. All figures are medians, in

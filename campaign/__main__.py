@@ -1,7 +1,8 @@
-"""`python -m campaign [--runs N] [--seed S] [--store sqlite|postgresql] [--json]`: the fault campaign, run after run.
+"""`python -m campaign [--runs N] [--seed S] [--store sqlite|postgresql] [--json]`: run the fault campaign.
 
-Run number i has the seed S + i. The last line is the sum of all runs as JSON. After a finding, the run's folder is not
-removed: it has the logs of all programs and the database. The folder and the seed are printed, and the exit code is 1.
+The runs follow one another, with the seeds S, S + 1, and so on. The last line printed is the sum of all runs as JSON.
+After a finding, the run's folder, which has the logs of all programs and the database, is not removed. The folder and
+the seed are printed, and the exit code is 1.
 """
 
 from __future__ import annotations

@@ -51,8 +51,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """The replies that the clients of a run received: the accepted groups by idempotency key, once for each 2xx; the
-    groups returned to each reader; the bodies of the pushes; and the keys of the pushes that the receiver accepted."""
+    """The replies that the clients of a run received.
+
+    `accepted` has the ids of the accepted groups by idempotency key, one id for each 2xx. `readers` has the groups
+    returned to each reader. `with_callback` has the ids of the groups with a callback. `pushes` has the bodies of the
+    pushes by group id, and `taken` the ids of the groups whose push the receiver accepted.
+    """
 
     accepted: Mapping[str, Sequence[str]]
     readers: Mapping[str, Sequence[GroupView]]

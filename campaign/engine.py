@@ -1,8 +1,8 @@
 """The engine of a campaign: vLLM's protocol, replies that are never the same, and a log of every token that it
 samples.
 
-`main(log, port, knobs)` serves it. A call is logged as a line of JSON (`Call`) before its first token is sent. So the
-log has every token that any client can have received, even after a kill.
+`main(log, port, knobs)` serves the engine. A call is logged as a line of JSON (`Call`) before its first token is sent,
+so that the log has every token that a client can have received, even after a kill.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ class FaultKind(StrEnum):
     SERVICE_STOPPED = "service stopped in order"
     ENGINE_KILLED = "engine killed"
     ENGINE_HUNG = "engine hung"  # for its `seconds`; then killed, if its `share` is below a half
-    ENGINE_FROZEN = "engine frozen"  # SIGSTOP for ten to forty-five seconds, then SIGCONT
-    # For ten to forty-five seconds the model generates nothing, while its server responds.
+    ENGINE_FROZEN = "engine frozen"  # SIGSTOP for 9 to 45 seconds, then SIGCONT
+    # For 9 to 45 seconds the model generates nothing, while its server responds.
     ENGINE_SILENT = "engine silent"
-    ENGINE_DRIPS = "engine drips"  # for ten to forty-five seconds the engine sends a chunk every few seconds
+    ENGINE_DRIPS = "engine drips"  # for 9 to 45 seconds the engine sends a chunk every few seconds
     # Open connections to the engine forward nothing more and stay open; new connections work.
     ENGINE_LOST = "engine lost"
     ENGINE_ODD = "engine odd"  # for its `seconds`, a proxy replies in the engine's place: 200, with a page of HTML
@@ -40,7 +40,7 @@ class FaultKind(StrEnum):
     CONNECTION_SLOW = "connection slow"  # nothing is forwarded for eight times its `seconds`, and then everything
     # As CONNECTION_SLOW, but for so long that the service declares the machine lost.
     CONNECTION_SILENT = "connection silent"
-    AGENTS_KILLED = "agents killed"  # a `share` of all processes in sandboxes
+    AGENTS_KILLED = "agents killed"  # up to a quarter of all processes in sandboxes, more with a larger `share`
     READER_KILLED = "reader killed"
     POWER_LOST = "power lost"  # the service is killed, and all that it had not synced to its disk is lost
     DISK_FULL = "disk full"  # for its `seconds`
@@ -98,7 +98,7 @@ class Fault(msgspec.Struct, frozen=True, order=True):
 
 
 DRAWN = 6
-"""Number of faults of any kind in a run, besides the faults that every run has."""
+"""Number of faults of kinds outside SILENCES in a run, besides the faults that every run has."""
 SILENT = 2
 DRAWN_ON_MACHINES = 3
 """Number of further faults of machines that join, in runs that have machines."""

@@ -1,4 +1,4 @@
-"""A machine that joins the service of a campaign: `outrider nodes join` itself, as a program of the nursery."""
+"""A machine that joins the service of a campaign: `outrider nodes join`, as a program of the starter process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The campaign's client of the nursery, and a supervisor that restarts a program as soon as it has ended."""
+"""The campaign's client of the starter process (`campaign.starter`), and a supervisor that restarts a program as soon
+as it has ended."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ PAUSE_SECONDS = 0.2
 
 
 class ProgramStarter:
-    """Client of the nursery. `pid` is the nursery's process; all processes of the campaign's programs descend from
-    it."""
+    """The client of the starter process. `pid` is the starter process; all processes of the campaign's programs descend
+    from it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.pid = process.pid
@@ -61,7 +62,7 @@ class ProgramStarter:
 
 @asynccontextmanager
 async def program_starter(module: str = "campaign.starter") -> AsyncIterator[ProgramStarter]:
-    """Run a nursery during the block. At the end, all processes that its programs have left are killed."""
+    """Run a starter process during the block. At the end, all processes that its programs have left are killed."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=pipe, stdout=pipe, cwd=ROOT)
     assert process.stdin is not None

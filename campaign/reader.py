@@ -1,7 +1,7 @@
 """A consumer that reads the results by cursor, and stores each page together with its cursor.
 
-`main(url, file)` runs it as a process, which may be killed at any moment. Invariant: a page and the cursor after the
-page are stored in one transaction, so that each group is in the file exactly as often as the service returned it.
+`main(url, file)` runs the consumer as a process, which may be killed at any moment. Invariant: a page and the cursor
+after the page are stored in one transaction, so that the file has each group as often as the service returned it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Reader:
 
     def __init__(self, file: Path) -> None:
         self._kept = sqlite3.connect(file, isolation_level=None, timeout=30)
-        # A kill of the process loses no commit, and the campaign does not crash the machine.
+        # SQLite need not sync: a kill of the process loses no commit, and the campaign does not crash the machine.
         self._kept.execute("PRAGMA journal_mode=WAL")
         self._kept.execute("PRAGMA synchronous=OFF")
         self._kept.execute("CREATE TABLE IF NOT EXISTS pages (cursor INTEGER, groups BLOB)")

@@ -74,8 +74,8 @@ CUT_PAUSE_SECONDS = 0.7
 SLOW = 8
 """A slow connection is blocked for this many times the `seconds` of its fault. After ten seconds a node dials again."""
 SILENT_SECONDS = 22.0
-"""Minimum length of a silence. After twenty seconds the service declares a node lost, after thirty the node the
-service."""
+"""Minimum length of a silence. The service declares a node lost after 20 seconds, and a node declares the service lost
+after 30."""
 DIRECTIONS = (tuple(Direction), (Direction.TO_SERVICE,), (Direction.FROM_SERVICE,))
 """The directions in which a connection can be slow or silent."""
 JOIN_SECONDS = 90.0
@@ -516,7 +516,8 @@ class Run:
         return [leaks.Home(self._temporary, self._fleet.processes), *joined]
 
     def _kill_agents(self, share: float) -> None:
-        """Kill a `share` of all processes in sandboxes: agents, their children, and the sandboxes' own processes."""
+        """Kill processes in sandboxes: agents, their children, and the sandboxes' own processes. On each node, one
+        process is killed, and in addition a quarter of the `share` of all."""
         for folder in (folder for home in self._homes() for folder in home.temporary.iterdir()):
             sandboxes = (each for each in sorted(folder.glob("s-*")) if each.is_dir())
             marked = [

@@ -1,9 +1,9 @@
 """Faults that have to be injected inside a process: a clock that jumps, a slow disk, a silent or slow engine.
 
-`install` puts them into the standard library, before Outrider is imported: `time.time` and `time.time_ns` have an
-offset, and a COMMIT of SQLite first waits. Offset and wait are set from outside, in a file that the processes share; a
-process that has not called `Knobs.apply_state` sees the true time and the true disk. Nothing else of the service is
-touched.
+`install` patches the standard library for the first two, before Outrider is imported: `time.time` and `time.time_ns`
+get an offset, and a COMMIT of SQLite first waits. Offset and wait are set from outside, in a file that the processes
+share; both are 0 in a process that has not called `Knobs.apply_state`. The engine reads its own faults from the file.
+Nothing else of the service is changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = struct.Struct("d")
 
 
 class Knobs:
-    """The shared file at `path`: numbers, all 0 at first."""
+    """The numbers in the shared file at `path`, all 0 at first."""
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:

@@ -25,7 +25,7 @@ TABLE = "CREATE TABLE campaign_stale (session_id TEXT, attempt INTEGER, newest I
 STALE = "(SELECT attempt <> NEW.attempt OR lease_until IS NULL FROM sessions WHERE id = NEW.session_id)"
 NOTE = "INSERT INTO campaign_stale SELECT id, NEW.attempt, attempt, state FROM sessions WHERE id = NEW.session_id;"
 FOUND = "SELECT session_id, attempt, newest, state FROM campaign_stale"
-# A trigger sees each turn in the transaction that stores it, because only there the attempt that is under way is
+# A trigger checks each turn within the transaction that stores the turn, because only there the current attempt is
 # certain.
 SQLITE = f"{TABLE} CREATE TRIGGER campaign_watch AFTER INSERT ON turns WHEN {STALE} BEGIN {NOTE} END;"
 POSTGRESQL = f"""{TABLE}
@@ -87,9 +87,9 @@ class Cluster:
         return PostgresqlUnderTest(self._server, name)
 
     async def restart(self, number: signal.Signals, *, away: float = 0.0) -> None:
-        """Stop the server and start it again, `away` seconds later. The start blocks the event loop, including the
-        campaign's consumers, because it must be in the main thread: the server is killed when the thread that started
-        it ends."""
+        """Stop the server, and start it again `away` seconds later. The start blocks the event loop, including the
+        campaign's consumers. It must run in the main thread, because the server is killed when its starting thread
+        ends."""
         async with self._breaking:
             self._server.kill(number)
             await asyncio.sleep(away)

@@ -30,13 +30,14 @@ SAMPLES = 8
 
 
 def task(number: int) -> Mapping[str, Any]:
-    """The task of prompt `number`; always the same one."""
+    """Return the task of prompt `number`. The same number always gives the same task."""
     body: dict[str, Any] = group_spec(make_task(random.Random(f"own loop {number}")), SAMPLES)["task"]
     return body
 
 
 def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The clipped policy-gradient loss. Each rollout has the same weight, however many rows and tokens it has."""
+    """Return the clipped policy-gradient loss. Each rollout has the same weight, whatever its numbers of rows and
+    tokens."""
     losses = []
     for group in batch.groups:
         results = [session.result for session in group.sessions if session.result is not None]
@@ -60,8 +61,8 @@ def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def train(client: Client, folder: str, checkpoint: Path, *, steps: int, groups: int = 4) -> list[float]:
-    """Train until `steps` steps are done, those before the checkpoint included. Returns the mean reward of each step's
-    batch."""
+    """Train until `steps` steps are done, including the steps before the checkpoint. Returns the mean reward of each
+    step's batch."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     means: list[float] = []

@@ -29,7 +29,7 @@ class Trainer(ServiceLogprobs, GRPOTrainer):  # type: ignore[misc]  # TRL is not
 
 
 def task(number: int) -> Mapping[str, Any]:
-    """The task of prompt `number`; always the same one."""
+    """Return the task of prompt `number`. The same number always gives the same task."""
     body: dict[str, Any] = group_spec(make_task(random.Random(f"example {number}")), SAMPLES)["task"]
     return body
 

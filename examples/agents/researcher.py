@@ -1,7 +1,7 @@
-"""The built-in agent with one more tool: a search of the web, by a SearXNG server of the operator's.
+"""The built-in agent with one more tool: a web search through the operator's SearXNG server.
 
-The agent runs inside the service, so the sandbox needs no network. The address is the operator's to choose, so it is
-read from the service's environment: a task that could name it could make the service call anything.
+The agent runs inside the service, so the sandbox needs no network. The server's address is in the service's environment
+and not in the task, because a task with the address could make the service call any server.
 
     SEARCH_URL=http://10.0.0.9:8080/search PYTHONPATH=examples/agents \
         outrider serve --config outrider.toml --allow-plugin researcher
@@ -25,8 +25,8 @@ class Researcher(ToolAgent):
         self._url = os.environ["SEARCH_URL"]
 
     async def search(self, context, arguments):
-        """What the model is shown. A search server that fails is no fault of the model's: the error ends the session,
-        which is tried again."""
+        """Return the results as a text for the model. If the search server fails, the model is not at fault: the error
+        ends the session, which is tried again."""
         async with httpx.AsyncClient(timeout=20, trust_env=False) as client:
             answer = await client.get(self._url, params={"q": arguments["query"], "format": "json"})
             answer.raise_for_status()

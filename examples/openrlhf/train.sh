@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with OpenRLHF 0.11 on one node of 8 GPUs, its agents in sandboxes of an Outrider service.
+# Runs GRPO with OpenRLHF 0.11 on one node of 8 GPUs. The agents run in sandboxes of an Outrider service.
 # The service must reach an engine that serves the policy and gets OpenRLHF's new weights; see docs/trainers/openrlhf.md.
 set -euo pipefail
 : "${MODEL:?the folder of the model}"

@@ -18,7 +18,7 @@ def bash(command: str) -> str:
 
 
 set_tracing_disabled(True)  # traces would go to the vendor
-set_default_openai_api("chat_completions")  # without this line: Responses
+set_default_openai_api("chat_completions")  # the default is Responses
 agent = Agent(name="worker", instructions="Work with your tool.", tools=[bash], model=os.environ["OUTRIDER_MODEL"])
 result = Runner.run_sync(agent, sys.argv[1], max_turns=50)
 print(result.final_output)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# slime's own arguments for its model, its engines and its optimiser come behind: examples/slime/train.sh --hf-checkpoint ...
-# Run it in slime's folder (its package is not on PyPI), with Outrider installed beside it.
+# Run this script in slime's folder (slime is not on PyPI), in an environment that also has Outrider. Append slime's own
+# arguments for the model, the engines and the optimiser: examples/slime/train.sh --hf-checkpoint ...
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 

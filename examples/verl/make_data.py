@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def point_to(file: Path, link: Path) -> None:
-    """Make `link` the name of the newest file, which train.sh trains on: after an edit of the data there are two."""
+    """Point `link` to the newest file, on which train.sh trains. After an edit of the data there are two files."""
     draft = link.with_name(f".{link.name}.draft")
     draft.unlink(missing_ok=True)
     draft.symlink_to(file.name)

@@ -1,10 +1,10 @@
-// Requests to the control API, with the caller's token, or answers from the data in the page itself (`outrider show --html`).
+// Requests to the control API, with the user's token. A page of `outrider show --html` has recorded replies instead.
 
 import type { ErrorRecord } from "./model"
 
 type Recorded = { json: unknown } | { base64: string; type: string }
 const island = document.getElementById("outrider-data")
-/** The recorded replies by path, in a page that is a file of its own. */
+/** The recorded replies by path, in a page of `outrider show --html`; otherwise null. */
 export const recorded: { made: string; replies: Record<string, Recorded> } | null = island
     ? JSON.parse(island.textContent ?? "null")
     : null
@@ -16,7 +16,7 @@ export class ApiError extends Error {
     ) {
         super(record.message)
     }
-    /** The service has no such route: an older service, or a part that it does not serve. */
+    /** True if the service (an older one, or one without this part) or the recorded replies lack the route. */
     get notServed() {
         return this.status === 404 && /is not served here|not in this file/.test(this.message)
     }
@@ -133,7 +133,7 @@ export function onEvents(listener: Listener): () => void {
         }
     }
 }
-/** Watch the stream of changes: whether it is there, and null where there is none, as over a finished run. */
+/** Call `watcher` when the stream of events is connected (true), is interrupted (false), or is not served (null). */
 export function onLive(watcher: (live: boolean | null) => void): () => void {
     watchers.add(watcher)
     return () => watchers.delete(watcher)

@@ -22,18 +22,19 @@ export function layout(turns: Turn[]): { dots: Dot[]; columns: number } {
         if (turn.parent !== null) lastChild.set(turnKey({ index: turn.parent, model: turn.model }), row)
     })
     const rooted = turns.some((turn) => turn.kind === "main" && !turn.model)
-    if (rooted) ends.push(null) // the first column is that of the task's own conversation
+    if (rooted) ends.push(null) // the first column is reserved for the main conversation
     const latest = (fits: (turn: Turn) => boolean) => [...dots].reverse().find((dot) => !dot.turn.model && fits(dot.turn)) ?? null
     turns.forEach((turn, row) => {
         const from = turn.parent ?? (turn.cause !== null ? turn.forked_from : null)
         let parent = from === null ? null : byKey.get(turnKey({ index: from, model: turn.model })) ?? null
-        // a conversation of its own is drawn as started by the last turn of the conversation above
+        // A turn that begins a conversation of its own is drawn as a child of the last turn of a conversation above it
+        // or, after a compaction, of the last turn of the previous compaction at the same depth.
         if (!parent && turn.kind === "compaction") parent = latest((other) => other.kind === "compaction" && other.depth === turn.depth)
         if (!parent && (turn.kind === "subagent" || turn.model)) parent = latest((other) => other.depth < Math.max(1, turn.depth) && other.kind !== "auxiliary")
         let column = turn.parent !== null && parent && ends[parent.column] === parent && parent.turn.kind === turn.kind ? parent.column : -1
         if (rooted && turn.kind === "main" && !turn.model && ends[0] === null) column = 0
         if (column < 0) {
-            // a column whose last turn has no later child is free again, but never the one that this turn leaves
+            // a column can be reused if its last turn has no later child and is not this turn's parent
             column = ends.findIndex((end, at) => at > 0 && end !== null && (lastChild.get(turnKey(end.turn)) ?? -1) < row && end !== parent && turn.kind !== "main")
             if (column < 0) column = ends.length
         }

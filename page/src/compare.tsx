@@ -1,4 +1,4 @@
-// Two sessions of a group, and where they part.
+// Two sessions, usually of one group, side by side from their first difference.
 
 import { useMemo, useState } from "preact/hooks"
 import { path } from "./api"
@@ -25,7 +25,7 @@ function itemsOf(turns: Turn[]): Item[] {
         return [...tokens.messages.map((message) => ({ message, sampled: false, turn })), ...(tokens.reply ? [{ message: tokens.reply, sampled: true, turn }] : [])]
     })
 }
-/** A message as one text, in which ids that differ by chance are left out. */
+/** A message as one text, without ids of tool calls, which differ by chance. */
 function textOf(message: Message): string {
     const calls = (message.tool_calls ?? []).map((call) => `${call.name}(${call.arguments})`)
     return [message.role, message.reasoning ?? "", message.content ?? "", ...calls].join("\n")
@@ -35,7 +35,7 @@ const plain = (message: Message) => [message.reasoning ?? "", message.content ??
 function parting(a: string, b: string): number {
     let at = 0
     while (at < a.length && at < b.length && a[at] === b[at]) at++
-    // a word is not cut in its middle
+    // the first difference is moved to the beginning of its word
     while (at > 0 && /\w/.test(a[at - 1] ?? "") && /\w/.test((a[at] ?? "") + (b[at] ?? ""))) at--
     return at
 }

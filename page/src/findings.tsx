@@ -1,4 +1,5 @@
-// The doctor of runs: what is wrong with some groups, on request, because the service reads many sessions for it.
+// The service's findings about faults of groups. A button requests them, because the service reads many sessions for
+// them.
 
 import { useState } from "preact/hooks"
 import { ApiError, get, withQuery, type Params } from "./api"

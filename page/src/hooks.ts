@@ -9,7 +9,8 @@ export interface Loaded<T> {
     again: () => void
 }
 
-/** The reply of a GET, again whenever `again` is called, and every `every` milliseconds. The old reply stays until then. */
+/** The reply of a GET. The request is repeated when `again` is called and, unless `every` is 0, at least `every`
+ * milliseconds after each reply. Until the next reply arrives, the last one is returned. */
 export function useGet<T>(url: string | null, every = 0): Loaded<T> {
     const [state, set] = useState<{ url: string | null; data: T | null; error: ApiError | null; took: number }>({
         url: null, data: null, error: null, took: 0,
@@ -96,7 +97,7 @@ export function useNarrow(): boolean {
     return narrow
 }
 
-// --- the place in the page: #/path?query
+// --- the user's place in the page, from the URL: #/path?query
 
 export interface Place {
     parts: string[]
@@ -132,7 +133,7 @@ export function link(parts: string[], query: Record<string, string | undefined> 
 export const go = (url: string) => {
     location.hash = url
 }
-/** Change the query of the place, without a new entry in the history. */
+/** Change the place's query, without a new entry in the browser's history. */
 export function setQuery(place: Place, changes: Record<string, string | undefined>) {
     const query = new URLSearchParams(place.query)
     for (const [name, value] of Object.entries(changes)) value ? query.set(name, value) : query.delete(name)

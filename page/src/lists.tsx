@@ -80,7 +80,7 @@ function usePages<T>(read: (after: string | null, signal: AbortSignal) => Promis
     const [rows, set] = useState<T[]>([])
     const [error, setError] = useState<ApiError | null>(null)
     const [busy, setBusy] = useState(true)
-    const state = useRef({ after: null as string | null, whole: true, busy: false, read }) // the effect below begins
+    const state = useRef({ after: null as string | null, whole: true, busy: false, read }) // the effect below loads
     const load = useCallback(async (fresh: boolean) => {
         const now = state.current
         if (now.busy || (!fresh && now.whole)) return
@@ -88,10 +88,10 @@ function usePages<T>(read: (after: string | null, signal: AbortSignal) => Promis
         setBusy(true)
         try {
             const page = await now.read(fresh ? null : now.after, new AbortController().signal)
-            if (state.current !== now) return // other filters since
+            if (state.current !== now) return // the filters have changed meanwhile
             setError(null)
             if (fresh && now.after !== null) {
-                // the newest page again: its rows replace the old ones, and the pages after it stay
+                // the first page was read again: its rows replace the old ones, and the rows of later pages stay
                 set((old) => {
                     const known = new Set(page.rows.map(keyOf))
                     return [...page.rows, ...old.filter((row) => !known.has(keyOf(row)))]
@@ -102,7 +102,7 @@ function usePages<T>(read: (after: string | null, signal: AbortSignal) => Promis
                 now.whole = page.after === null
             }
         } catch (fault) {
-            if (state.current !== now) return // other filters since
+            if (state.current !== now) return // the filters have changed meanwhile
             setError(fault as ApiError)
             now.whole = !fresh
         } finally {
@@ -137,7 +137,7 @@ export function Groups({ place }: { place: Place }) {
         }
         const reply = await get<{ groups: GroupSummary[]; after?: string | null }>(withQuery("/v1/groups", params))
         const from = since(query) ?? 0, low = amount(query, "min_reward"), high = amount(query, "max_reward")
-        // an older service ignores filters that it does not have
+        // filter here as well, because an older service ignores filters that it lacks
         const rows = reply.groups.filter((group) =>
             (!query.get("state") || group.state === query.get("state")) && labelled(group.labels, query) && group.created >= from &&
             (low === undefined || (group.mean_reward ?? -Infinity) >= low) && (high === undefined || (group.mean_reward ?? Infinity) <= high))

@@ -1,4 +1,4 @@
-// The replies of the control API, as far as the page reads them (schemas.py, trajectory.py, timeline.py of the service).
+// The parts of the control API's replies that the page reads (in the service: schemas.py, trajectory.py, timeline.py).
 
 export interface ErrorRecord {
     boundary: string

@@ -1,4 +1,4 @@
-// What the service does now: sessions, curves, lanes, engines, errors by cause, rewards by label.
+// The overview of a running service: sessions, curves, lanes, engines, errors by cause, rewards by label.
 
 import { useMemo } from "preact/hooks"
 import { recorded, withQuery } from "./api"

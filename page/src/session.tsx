@@ -14,7 +14,7 @@ import { Badge, Choice, Confirm, Copy, ErrorBox, Failed, Labels, Loading, LongTe
 const MODES = [["messages", "Messages"], ["tokens", "Tokens"]] as const
 const COLOURS = [["origin", "Origin"], ["logprob", "Log-probability"], ["version", "Version"]] as const
 
-/** The turns with their tokens, or as text for a token that may not read tokens. */
+/** The turns with their tokens; as text only, if the user's token may not read the tokens of turns. */
 export function useTurns(id: string, live: boolean) {
     const [textOnly, setTextOnly] = useState(false)
     const url = withQuery(path("sessions", id, "turns"), textOnly ? {} : { tokens: true, pieces: true })
@@ -125,7 +125,7 @@ function Legend({ colour, turns, sampled }: { colour: Colour; turns: Turn[]; sam
     return <div class="legend tokens-legend" aria-label="Legend">{rows.map(([name, text]) => <span key={text}><i class={`t ${name}`}>ab</i>{text}</span>)}</div>
 }
 
-const MOST_KINDS = 8 // of failed calls; the others are folded
+const MOST_KINDS = 8 // kinds of failed calls that are shown unfolded
 const Kinds = ({ calls }: { calls: [string, number][] }) => (
     <ul>{calls.map(([name, n]) => <li key={name}><span class="dim">{count(n)} ×</span> <code>{line(name, 120)}</code></li>)}</ul>
 )
@@ -228,7 +228,7 @@ function Files({ session }: { session: SessionRecord }) {
     )
 }
 
-/** A script for `outrider serve --engine scripted=FILE`, which gives the same replies as the policy gave here. */
+/** A script for `outrider serve --engine scripted=FILE` with the policy's replies of this session. */
 function replay(turns: Turn[]): string {
     return JSON.stringify({ replies: turns.filter((turn) => !turn.model).map((turn) => turn.sampled) }, null, 2)
 }

@@ -1,7 +1,8 @@
-// Text of agents as text: what would be invisible, or would change the order of the text around it, is written out.
+// Formats texts and numbers. In texts of agents, invisible characters and characters that change the order of the text
+// around them are replaced by their code points.
 
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\ufff9-\ufffb]|[\u{e0000}-\u{e007f}]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/gu
-const KEPT = /\ufe0f|\u200d/u // parts of emoji, which are harmless between them
+const KEPT = /\ufe0f|\u200d/u // parts of emoji, which are kept after an emoji character
 
 function written(char: string, at: number, whole: string): string {
     if (KEPT.test(char) && /\p{Extended_Pictographic}/u.test(whole.slice(Math.max(0, at - 3), at))) return char

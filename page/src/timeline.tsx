@@ -7,7 +7,7 @@ import { noTip, tip } from "./ui"
 
 const TITLES: [string, string][] = [["stage", "Stages"], ["sandbox", "Sandbox"], ["call", "Model calls"], ["failed_call", "Failed calls"], ["command", "Commands"], ["process", "Processes"], ["network", "Network"], ["error", "Errors"]]
 
-/** Spans of a service without timelines: the stages' seconds in their order, and the model calls. */
+/** The spans of a session without a recorded timeline: its stages one after another, and its model calls. */
 export function fromTurns(session: Session, turns: Turn[]): Span[] {
     const spans: Span[] = []
     let at = session.created

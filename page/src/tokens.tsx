@@ -8,7 +8,8 @@ import { noTip, tip } from "./ui"
 export type Colour = "origin" | "logprob" | "version"
 export type Origin = "prompt" | "trained" | "masked" | "dropped" | "sampled"
 
-/** By turn of the policy: the fate of the turn's sampled tokens. Null until the session has samples. */
+/** Return a function with the fate of the sampled token at a position of a turn. Every fate is "sampled" until the
+ * session has samples, and "dropped" for turns of other models than the policy. */
 export function fates(samples: Sample[] | null): ((turn: Turn, at: number) => Origin) {
     if (!samples) return () => "sampled"
     const masks = new Map<number, Int8Array>()
@@ -31,7 +32,7 @@ export function fates(samples: Sample[] | null): ((turn: Turn, at: number) => Or
             found = []
             for (const sample of samples!) {
                 const place = sample.turns.indexOf(turn.index)
-                // a turn's prompt has prompt_tokens ids, and the row begins with the whole prompt of its path
+                // the row begins with the turn's whole prompt, so its sampled tokens come after prompt_tokens ids
                 if (place >= 0) found.push({ sample, start: turn.prompt_tokens })
             }
             spans.set(turn.index, found)
@@ -62,7 +63,7 @@ export function TurnTokens({ turn, colour, fate }: { turn: Turn; colour: Colour;
     const tokens = turn.tokens!
     const prompt = tokens.prompt_delta.length
     const all = prompt + tokens.output_ids.length
-    // of a long prompt, the end is next to the reply: the beginning is shown on request
+    // of a long prompt, only the end is shown at first, next to the reply
     const [from, setFrom] = useState(Math.max(0, prompt - (prompt > 2 * BEFORE ? BEFORE : prompt)))
     const [to, setTo] = useState(Math.min(all, prompt + 2 * FIRST))
     useEffect(() => {

@@ -20,7 +20,7 @@ export const StateBadge = ({ session }: { session: Session }) => (
     <Badge name={session.state === "done" ? session.result?.stop_reason ?? "done" : session.state} />
 )
 
-/** A row's text about a session: its error, or its failed model calls and the verdict's reason or the answer. */
+/** The text about a session in a row: its error, or its failed model calls and the verdict's reason or the answer. */
 export function What({ session, most }: { session: Session; most: number }) {
     const error = session.result?.error ?? session.last_error
     if (error) return <span class="bad-text" title={line(error.message, 400)}>{error.code}: {line(error.message, most)}</span>
@@ -92,7 +92,7 @@ export function Panel({ title, aside, children, id, flush }: {
     )
 }
 
-/** A region that scrolls sideways, also by the keyboard. */
+/** A region that scrolls sideways, also with the keyboard. */
 export const Scroll = ({ label, children }: { label: string; children: ComponentChildren }) => (
     <div class="scroll" tabIndex={0} role="region" aria-label={label}>{children}</div>
 )
@@ -275,7 +275,7 @@ export function LongList<T>({ rows, columns, keyOf, hrefOf, height, more, label,
     )
 }
 
-// --- one tooltip for the whole page: thousands of tokens and spans need no element of their own
+// --- one tooltip for the whole page, because thousands of tokens and spans cannot have an element each
 
 let showTip: (tip: { x: number; y: number; rows: [string, string][]; head?: string } | null) => void = () => {}
 export const tip = (event: MouseEvent, head: string, rows: [string, string][]) =>

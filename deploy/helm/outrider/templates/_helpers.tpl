@@ -1,6 +1,6 @@
 {{/*
-All objects are called RELEASE-service or RELEASE-nodes. A release's name has at most 53 characters, so nothing is cut
-off, and no two releases of a namespace can have an object of the same name.
+The names of objects begin with RELEASE-service or RELEASE-nodes. A release's name has at most 53 characters, so no name
+is cut off, and two releases of a namespace never have objects of the same name.
 */}}
 {{- define "outrider.service" -}}{{ .Release.Name }}-service{{- end }}
 {{- define "outrider.nodes" -}}{{ .Release.Name }}-nodes{{- end }}
@@ -32,7 +32,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ ternary "http" "https" .Values.tls.insecure }}://{{ include "outrider.service" . }}.{{ .Release.Namespace }}.svc:8700
 {{- end }}
 
-{{/* An environment variable from a Secret: `from` of the values, or the chart's own Secret with `key`. */}}
+{{/* An environment variable from a Secret: the existing one that `from` names, or `key` of the chart's own Secret. */}}
 {{- define "outrider.secretVariable" -}}
 - name: {{ .name }}
   valueFrom:
@@ -41,7 +41,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
       key: {{ ternary .from.key .key (ne .from.existingSecret "") | quote }}
 {{- end }}
 
-{{/* One value as TOML, in one line. (Helm's own toToml writes 64 as 64.0.) Strings, numbers and booleans look as in JSON. */}}
+{{/* A value as TOML, in one line. Strings, numbers and booleans are as in JSON. (Helm's toToml writes 64 as 64.0.) */}}
 {{- define "outrider.tomlValue" -}}
 {{- if kindIs "map" . -}}
 {{- $fields := list -}}
@@ -60,7 +60,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end }}
 
-{{/* A tree of settings as TOML, a line for each. Lists come first: behind a section they would belong to it. */}}
+{{/* A tree of settings as TOML, a line for each. Lists come first: below a section they would be part of it. */}}
 {{- define "outrider.toml" -}}
 {{- range $name, $value := . }}
 {{- if kindIs "slice" $value }}
@@ -80,7 +80,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
-{{/* All engines of the settings, those of frozen models included. */}}
+{{/* All engines of the settings, including those of frozen models, as a JSON list. */}}
 {{- define "outrider.engines" -}}
 {{- $engines := .Values.settings.engines | default list -}}
 {{- range .Values.settings.frozen -}}{{- $engines = concat $engines (.engines | default list) -}}{{- end -}}
@@ -101,7 +101,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- toJson (uniq $ports | sortAlpha) -}}
 {{- end }}
 
-{{/* What the schema cannot say. */}}
+{{/* Checks that the schema cannot express. */}}
 {{- define "outrider.check" -}}
 {{- if not .Values.image.repository }}{{ fail "image.repository is missing: build deploy/Dockerfile, push it where the cluster can pull it, and name that" }}{{ end }}
 {{- if and .Values.token.value .Values.token.existingSecret }}{{ fail "token.value and token.existingSecret are both given: give one" }}{{ end }}

@@ -1,3 +1,3 @@
 #!/bin/sh
-# For both steps, with the sum that they expect.
+# Both steps call this script with the expected sum.
 [ "$(cat sum.txt)" = "$1" ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Only the artifact is here.
+# This sandbox has only the artifact.
 reward=0
 if [ "$(pwd)" = /grading ] && [ ! -e /app/notes.txt ] && [ "$(cat /app/out/length.txt)" = 8 ]; then
     reward=1

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The agent's own sandbox: what it has written and started in both steps is here.
+# This is the agent's own sandbox, with its files and processes of both steps.
 reward=0
 if [ "$(cat /app/report.txt)" = "8 with the shell" ] && kill -0 "$(cat /app/running)"; then
     reward=1
