@@ -1,4 +1,4 @@
-"""Destinations: what their patterns match and cover, and what the settings refuse."""
+"""Destinations: which servers a pattern matches and covers, and which network settings are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PATTERNS = tuple(
 )
 def test_what_a_destination_matches(text: str, matched: set[tuple[str, int]]) -> None:
     if "[2606:2800:0::1]" in text:
-        with pytest.raises(ValueError, match="is no destination"):  # one spelling of an address, and no other
+        with pytest.raises(ValueError, match="is no destination"):  # each address has only one valid spelling
             Destination.read(text)
         text = "[2606:2800::1]:22"
     found = Destination.read(text)
@@ -49,7 +49,8 @@ def test_what_a_destination_matches(text: str, matched: set[tuple[str, int]]) ->
 
 
 def test_what_is_covered_is_matched() -> None:
-    """For all pairs of patterns: nothing that the covered one matches is missed by the other. Each covers itself."""
+    """If a pattern covers another pattern, it matches every server that the other matches. Each pattern covers
+    itself."""
     pairs = 0
     for wide, narrow in product(PATTERNS, PATTERNS):
         one, other = Destination.read(wide), Destination.read(narrow)

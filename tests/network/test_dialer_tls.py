@@ -1,4 +1,4 @@
-"""The proxy's TLS connections keep the end of a reply, on the event loop that the service uses."""
+"""A TLS connection of the proxy delivers a reply up to its last byte, on uvloop and on asyncio's event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(60),
 ]
 BODY = bytes(range(256)) * 8192
-"""Much more than a reader holds before it stops reading."""
+"""Much larger than the buffer of a reader, which stops reading when its buffer is full."""
 
 
 async def nobody(host: str, port: int, named: bool) -> Sequence[Address]:
@@ -33,7 +33,8 @@ async def nobody(host: str, port: int, named: bool) -> Sequence[Address]:
 
 
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Thread]:
-    """A server for one connection over TLS: answers with BODY, and closes the connection."""
+    """Start a TLS server in a thread. It accepts one connection, replies with BODY, and closes the connection. Returns
+    its port and its thread."""
     pair = made(folder, "mirror")
     monkeypatch.setenv("SSL_CERT_FILE", str(pair.certificate))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -47,7 +48,7 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Thread]:
             client.sendall(BODY)
             client.setblocking(False)
             with client, suppress(ssl.SSLWantReadError):
-                client.unwrap()  # TLS ends behind the reply, and the server does not wait
+                client.unwrap()  # end TLS right after the reply, without waiting for the client
 
     thread = Thread(target=serve, name="mirror")
     thread.start()

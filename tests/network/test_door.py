@@ -1,4 +1,4 @@
-"""The door of a sandbox: its rules, what it counts, the model gateway behind it."""
+"""The door of a sandbox: its rules, its counts, its mirrors and records, and the model gateway behind it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_other_connections_go_to_the_model_gateway(tmp_path: Path) -> None
     heard: list[bytes] = []
 
     async def gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _ in range(2):  # a connection that stays open carries further requests
+        for _ in range(2):  # the connection stays open for a second request
             heard.append(await reader.readuntil(b"\r\n\r\n"))
             writer.write(HELLO)
         writer.close()
@@ -79,7 +79,8 @@ async def test_other_connections_go_to_the_model_gateway(tmp_path: Path) -> None
 
 
 async def test_requests_to_the_gateway_and_to_others_share_a_connection(tmp_path: Path) -> None:
-    """As Bun sends them: over any open connection to the one address that both have."""
+    """A connection may carry requests to the gateway and then one through the proxy. Bun sends requests this way,
+    because both have the same address."""
     heard: list[bytes] = []
 
     async def gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -113,12 +114,12 @@ async def test_requests_to_the_gateway_and_to_others_share_a_connection(tmp_path
             tunnel = connect("127.0.0.1:61080").encode() + call
             assert await replies(tmp_path, call, tunnel, end=True) == HELLO + established + HELLO
             assert heard[-1] == 2 * call
-            # the rest of a connection goes to the gateway if the end of a request is not known from its head
+            # if a request's head does not give the request's length, the rest of the connection goes to the gateway
             for fields in (b"Transfer-Encoding: chunked", b"Upgrade: x", b"Content-Length: 1\r\nContent-Length: 2"):
                 odd = b"POST /v1/messages HTTP/1.1\r\n%s\r\n\r\n%s" % (fields, END)
                 assert await replies(tmp_path, call, odd, other + END, end=True) == 3 * HELLO
                 assert heard[-1] == call + odd + other + END
-            # so do a head that is too long, and one that does not end
+            # the same holds for a head that is too long and for a head that never ends
             for rest in (b"GET /" + b"x" * (100 << 10) + END, b"GET /v1" + END):
                 assert await replies(tmp_path, call, rest, end=True) == 2 * HELLO
                 assert heard[-1] == call + rest
@@ -128,8 +129,8 @@ END = b"the end"
 
 
 async def replies(folder: Path, *requests: bytes, end: bool = False) -> bytes:
-    """What the door answers to requests that follow each other on one connection. With `end`, the client ends its input
-    after the last request."""
+    """Send requests one after the other on one connection to the door. Return the replies. If `end` is true, the client
+    shuts down its sending side after the last request."""
     async with asyncio.timeout(10):
         reader, writer = await asyncio.open_unix_connection(folder / "door")
         try:
@@ -146,8 +147,8 @@ async def replies(folder: Path, *requests: bytes, end: bool = False) -> bytes:
 
 
 async def test_the_operators_proxy_leads_to_servers(tmp_path: Path) -> None:
-    """Its password stays outside. Names that this machine cannot resolve are the proxy's business; an address that is
-    private stays refused."""
+    """The door itself sends the password of the operator's proxy. A name that this machine cannot resolve is passed on
+    to that proxy. A private address is refused."""
     async with a_server(b"HTTP/1.1 200 Fine\r\n\r\nthrough") as server:
         environ = {"https_proxy": f"http://me:s%40t@127.0.0.1:{server.port}", "no_proxy": "direct.test"}
         names = {"inner.test": [["10.0.0.1"]]}
@@ -164,8 +165,7 @@ PAGE = b'<a href="https://files.test/x.whl">x</a> <a href="http://index.test:POR
 
 
 async def test_a_mirror_has_a_name_of_its_own(tmp_path: Path) -> None:
-    """The operator's address of an index is not shown in the sandbox, pages lead to the mirror, and nothing is
-    published."""
+    """Pages and redirects lead to the mirror's name instead of the index's address. Uploads are refused."""
 
     async def index(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         page = PAGE.replace(b"PORT", str(server.port).encode())
@@ -232,7 +232,7 @@ async def test_a_record_is_replayed(tmp_path: Path) -> None:
             assert door.record is not None
             (tmp_path / "record").write_bytes(record_file([door.record]))
     spec = {"allow": [place], "replay": "record"}
-    async with a_door(tmp_path, spec=spec) as (door, fake):  # neither the server nor its name exists any more
+    async with a_door(tmp_path, spec=spec) as (door, fake):  # the server is stopped, and its name does not resolve
         assert [await said(tmp_path, request) for _ in range(3)] == [*said_first, said_first[1]]
         other = await said(tmp_path, get(f"http://{place}/other"))
         assert other.startswith("HTTP/1.1 504")
@@ -263,7 +263,7 @@ async def test_a_reply_cut_off_is_not_recorded(tmp_path: Path) -> None:
 
 
 async def test_a_long_folder_has_a_door(tmp_path: Path) -> None:
-    """The path of a socket may have 107 bytes only."""
+    """The path of the folder is longer than 107 bytes, the maximum for the path of a Unix socket."""
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
     async with a_door(folder, "files.test"):
@@ -272,7 +272,8 @@ async def test_a_long_folder_has_a_door(tmp_path: Path) -> None:
 
 
 async def test_a_mirror_with_a_private_address_is_a_failure(tmp_path: Path) -> None:
-    """Nothing that a program does leads there, so a grade that follows is no grade of the program."""
+    """A mirror whose host has a private address counts as broken. No program can cause this failure, so the reward that
+    follows does not grade the program."""
     private = {"packages.test": [["10.1.2.3"]]}
     async with a_door(tmp_path, "mirror:apt", names=private, phase=Phase.VERIFIER, apt_hosts=["packages.test"]) as (
         door,

@@ -1,4 +1,4 @@
-"""Attacks on a sandbox's door: what an agent's program may try to reach more than its task's destinations."""
+"""Attacks on a sandbox's door: ways in which an agent's program may try to get past its task's destinations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PRIVATE = [
 
 @pytest.mark.parametrize("host", [*METADATA, *PRIVATE])
 async def test_no_spelling_of_a_private_address_is_reached(tmp_path: Path, host: str) -> None:
-    """Although the task may reach every host at every port."""
+    """Private addresses are refused even if the task may reach every host at every port."""
     names = {"localhost": [["127.0.0.1", "::1"]]}
     async with a_server() as server, a_door(tmp_path, "*:*", names=names) as (door, _):
         for request in (connect(f"{host}:{server.port}"), get(f"http://{host}:{server.port}/latest/meta-data/")):
@@ -39,8 +39,7 @@ async def test_no_spelling_of_a_private_address_is_reached(tmp_path: Path, host:
 
 
 async def test_a_name_that_resolves_to_a_private_address_is_refused(tmp_path: Path) -> None:
-    """Also where one of several addresses is private, and where the name changes between look-ups (DNS rebinding): the
-    checked address is the one that is connected to."""
+    """The name is refused even if only one of its addresses is private."""
     table = {
         "one.evil.test": [["127.0.0.1"]],
         "two.evil.test": [["93.184.216.34", "127.0.0.1"]],
@@ -59,13 +58,14 @@ async def test_a_name_is_resolved_once_for_a_connection(tmp_path: Path) -> None:
     async with a_server() as server, a_door(tmp_path, f"evil.test:{server.port}", names=rebinding) as (_, names):
         assert (await said(tmp_path, connect(f"evil.test:{server.port}"))).startswith("HTTP/1.1 403")
         assert names.asked == ["evil.test"]
-        # The second connection is checked anew, and its address is refused, too.
+        # The next look-up returns another address (DNS rebinding), which is checked and refused as well.
         assert (await said(tmp_path, get(f"http://evil.test:{server.port}/"))).startswith("HTTP/1.1 403")
         assert server.heard == []
 
 
 async def test_the_connection_goes_to_the_checked_address(tmp_path: Path) -> None:
-    """A second look-up by the operating system would lead nowhere: the name does not exist."""
+    """The name is looked up once. A second look-up would return another address, and in the operating system the name
+    does not exist."""
     names = {"files.test": [["127.0.0.1"], ["203.0.113.9"]]}
     async with a_server() as server:
         place = f"files.test:{server.port}"
@@ -81,7 +81,7 @@ async def test_an_internal_name_never_leads_to_credentials(tmp_path: Path) -> No
 
 
 async def test_the_control_api_is_never_reached(tmp_path: Path) -> None:
-    """Not even if the operator has named its address."""
+    """The control API is refused even if the operator names its address in network.internal."""
     names = {"api.test": [["127.0.0.1"]]}
     async with a_server() as server:
         places = [f"127.0.0.1:{server.port}", f"api.test:{server.port}"]
@@ -133,7 +133,7 @@ async def test_no_header_is_smuggled(tmp_path: Path, fields: str) -> None:
         names = {"files.test": [["127.0.0.1"]]}
         async with a_door(tmp_path, place, names=names, internal=[place]):
             got = await said(tmp_path, f"POST http://{place}/x HTTP/1.1\r\n{fields}\r\n12345")
-        if fields == "\r\n":  # the head ends here, and the rest is no part of the request
+        if fields == "\r\n":  # the head ends here; the rest is not part of the request
             assert server.heard == [f"POST /x HTTP/1.1\r\nHost: {place}\r\nConnection: close\r\n\r\n".encode()]
         else:
             assert got.startswith(("HTTP/1.1 400", "HTTP/1.1 411")), got
@@ -173,7 +173,8 @@ async def test_a_target_with_two_meanings_is_refused(tmp_path: Path, target: str
 
 
 async def test_each_request_on_a_connection_is_checked(tmp_path: Path) -> None:
-    """A connection carries one request. A second one, to another host, is not read, and not passed on as a body."""
+    """A connection carries one request. A second request, to another host, is neither served nor passed on as a
+    body."""
     async with a_server() as server:
         place = f"files.test:{server.port}"
         names = {"files.test": [["127.0.0.1"]]}
@@ -187,7 +188,8 @@ async def test_each_request_on_a_connection_is_checked(tmp_path: Path) -> None:
 
 
 async def test_no_redirect_is_followed(tmp_path: Path) -> None:
-    """The redirect of an allowed host leads a client to the proxy again, which refuses the other host."""
+    """The redirect of an allowed host is passed to the client. If the client follows it, the proxy refuses the other
+    host."""
     async with a_server() as evil:
         redirect = f"HTTP/1.1 302 Found\r\nLocation: http://evil.test:{evil.port}/?secret\r\nContent-Length: 0\r\n\r\n"
         async with a_server(redirect.encode()) as server:
@@ -231,7 +233,7 @@ async def test_a_reply_with_two_meanings_is_not_passed_on(tmp_path: Path, reply:
 
 
 async def test_a_tunnel_does_not_outlive_its_phase(tmp_path: Path) -> None:
-    """A program of the agent cannot keep a connection for the time in which it is graded, or the other way round."""
+    """A tunnel that was opened in the agent's phase is closed when the grading begins."""
     held = asyncio.Event()
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
@@ -316,7 +318,8 @@ async def test_many_requests_end_at_the_limit(tmp_path: Path) -> None:
 
 
 async def test_a_slow_drip_ends(tmp_path: Path) -> None:
-    """Neither a head that never ends nor a reply that drips holds a connection for ever."""
+    """A connection ends after `ProxyWaits.head` if its head is incomplete, and after `ProxyWaits.connection` even while
+    a slow reply arrives."""
     waits = ProxyWaits(head=0.2, silence=5.0, connection=0.5)
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
@@ -376,7 +379,8 @@ async def test_connections_at_once_are_bounded(tmp_path: Path) -> None:
 
 
 async def test_connections_of_all_sandboxes_are_bounded(tmp_path: Path) -> None:
-    """Silent connections: a sandbox that takes all it can leaves LEAST_CONNECTIONS to each of the others."""
+    """A sandbox that holds all connections of the pool, all silent, leaves LEAST_CONNECTIONS connections to each other
+    sandbox."""
     pool = ConnectionPool(5)
     one, two = (a_door(tmp_path, "files.test", name=name, connections=pool) for name in ("one", "two"))
     async with one, two, asyncio.timeout(20):
@@ -404,11 +408,12 @@ async def test_connections_of_all_sandboxes_are_bounded(tmp_path: Path) -> None:
     ],
 )
 async def test_a_refusal_is_read_although_the_request_is_not(tmp_path: Path, request_: str, status: str) -> None:
-    """A connection that is closed with unread bytes is reset, and the client would not see the reason."""
+    """The door reads the rest of a refused request before it closes. Otherwise the kernel resets the connection because
+    of the unread bytes, and the client does not get the reason."""
     async with a_door(tmp_path, "files.test"), asyncio.timeout(20):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "door")
         writer.write(request_.encode())
-        await writer.drain()  # an error, if the other side no longer reads
+        await writer.drain()  # raises if the other side no longer reads
         assert (await reader.read()).startswith(f"HTTP/1.1 {status}".encode())
         writer.close()
 
@@ -423,7 +428,8 @@ async def test_invented_names_are_counted_together(tmp_path: Path) -> None:
 
 
 async def test_a_made_up_name_is_no_failure_of_the_network(tmp_path: Path) -> None:
-    """Otherwise an agent could veto its grade: a name below a pattern need not exist."""
+    """A name that only a pattern allows never counts as broken. Otherwise an agent could veto its grade with a name
+    that does not exist."""
     async with a_door(tmp_path, "*.test:80", "files.test:80") as (door, _):
         assert (await said(tmp_path, get("http://nothing.other.test/"))).startswith("HTTP/1.1 502")
         assert door.broken(Phase.AGENT) is None
@@ -433,7 +439,8 @@ async def test_a_made_up_name_is_no_failure_of_the_network(tmp_path: Path) -> No
 
 
 async def test_another_sandbox_is_not_reached(tmp_path: Path) -> None:
-    """Each door counts for itself, and leads to no other door: their sockets have no address."""
+    """Each door counts its own requests. No door leads to another door, because doors listen on Unix sockets, which
+    have no network address."""
     async with a_server() as server:
         place = f"files.test:{server.port}"
         names = {"files.test": [["127.0.0.1"]]}
@@ -442,7 +449,7 @@ async def test_another_sandbox_is_not_reached(tmp_path: Path) -> None:
         async with mine as (one, _), other as (two, _):
             assert (await said(tmp_path, get(f"http://{place}/"))).endswith("hi")
             assert (await said(tmp_path, get(f"http://{place}/"), name="other")).startswith("HTTP/1.1 403")
-            # The endpoint's own address leads to the sandbox's own model gateway, of which there is none here.
+            # The endpoint's address leads to the sandbox's own model gateway, which does not run in this test.
             assert await said(tmp_path, connect("127.0.0.1:61080")) == ""
             assert (await said(tmp_path, connect("127.0.0.1:61081"))).startswith("HTTP/1.1 403")
             assert [use.requests for use in one.uses.values()] == [1, 0]
@@ -450,7 +457,7 @@ async def test_another_sandbox_is_not_reached(tmp_path: Path) -> None:
 
 
 def test_clients_that_hang_up_leave_no_traceback(tmp_path: Path) -> None:
-    """On the event loop of a service, in the middle of a head, a body, a tunnel or a reply."""
+    """On uvloop, the service's event loop, clients hang up in the middle of a head, a body, a tunnel or a reply."""
     faults: list[str] = []
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:

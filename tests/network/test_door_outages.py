@@ -1,5 +1,8 @@
-"""Servers and name servers that fall silent, slow down or cut off: each ends with a spelled-out error within a limit,
-and counts as what it is. A program in the sandbox can turn none of it against its grade."""
+"""Servers and name servers that fall silent, slow down or cut off their replies.
+
+A request ends within a time limit and with an error that names the cause. The server counts as broken, unless a program
+in the sandbox may have caused the failure to prevent its grade.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ START = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nhalf"
 
 @asynccontextmanager
 async def an_index(tmp_path: Path, answer: Answer, waits: ProxyWaits = WAITS) -> AsyncIterator[tuple[Door, Server]]:
-    """A door with a package index that answers so."""
+    """Yield a door with a package index that replies as `answer` does, and the index's server."""
     async with a_server(answer=answer) as server:
         index = f"http://index.test:{server.port}/simple/"
         names = {"index.test": [["127.0.0.1"]]}
@@ -48,7 +51,7 @@ async def cut_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, he
 
 
 async def give_up(folder: Path, text: str, taken: int) -> None:
-    """Ask, read some bytes of the reply, wait a little and hang up, as a client with a time limit does."""
+    """Send a request, read `taken` bytes of the reply, wait 0.3 s and hang up, as a client with a time limit does."""
     reader, writer = await asyncio.open_unix_connection(folder / "door")
     writer.write(text.encode())
     if taken:
@@ -63,7 +66,7 @@ async def give_up(folder: Path, text: str, taken: int) -> None:
 async def test_an_index_that_is_silent_when_the_phase_ends_has_failed(
     tmp_path: Path, answer: Answer, reason: str
 ) -> None:
-    """The client gives up long before the proxy does, as pip does after 15 s."""
+    """The client gives up long before the proxy's own limit for silence. pip, for example, gives up after 15 s."""
     async with an_index(tmp_path, answer, ProxyWaits(answer=0.2)) as (door, _):
         await give_up(tmp_path, get(PAGE), 4 if answer is stalled else 0)
         await asyncio.sleep(0.1)
@@ -74,7 +77,7 @@ async def test_an_index_that_is_silent_when_the_phase_ends_has_failed(
 
 
 async def test_a_request_just_before_the_end_is_no_failure(tmp_path: Path) -> None:
-    """Otherwise a program could veto its grade: it asks, and ends at once."""
+    """Otherwise a program could veto its grade: it would send a request and exit at once."""
     async with an_index(tmp_path, silent) as (door, server):
         asked = asyncio.create_task(said(tmp_path, get(PAGE)))
         await until(lambda: server.heard)
@@ -91,7 +94,8 @@ async def test_an_index_that_cuts_its_reply_off_has_failed(tmp_path: Path) -> No
 
 
 async def test_a_client_that_hangs_up_or_reads_slowly_is_no_failure_of_the_index(tmp_path: Path) -> None:
-    """A program may stop reading until the server gives up."""
+    """A client that hangs up, or that stops reading until the server gives up, does not make the server count as
+    broken."""
     gone = asyncio.Event()
 
     async def impatient(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
@@ -102,7 +106,7 @@ async def test_a_client_that_hangs_up_or_reads_slowly_is_no_failure_of_the_index
         reader, writer = await asyncio.open_unix_connection(tmp_path / "door", limit=1)
         writer.write(get(PAGE).encode())
         await reader.read(1)
-        await asyncio.sleep(0.5)  # the buffers are full, and nobody reads
+        await asyncio.sleep(0.5)  # the buffers are full, because the client does not read
         gone.set()
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await reader.readexactly(3_000_000)
@@ -116,7 +120,7 @@ async def test_a_client_that_hangs_up_or_reads_slowly_is_no_failure_of_the_index
 
 
 async def test_a_later_answer_counts_more_than_an_older_silence(tmp_path: Path) -> None:
-    """A client gave a first request up, and its second one was answered."""
+    """A server that answers the second request is not broken, although the first request got no reply."""
     calls = 0
 
     async def second(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
@@ -147,7 +151,8 @@ async def test_a_new_grading_forgets_also_the_requests_under_way(tmp_path: Path)
 
 
 class SlowNames:
-    """A name server that answers for `files.test`, and for other names only once `go` is set. Runs in threads."""
+    """A name server, called in threads. It resolves `files.test` at once. Other names fail when `go` is set, or after
+    20 s."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -183,8 +188,9 @@ async def a_failure(lookups: Lookups, host: str, named: bool, seconds: float) ->
 
 
 async def test_made_up_names_hold_up_no_name_of_the_task(tmp_path: Path) -> None:
-    """A program asks for names whose servers never answer, so that its task's server cannot be reached, and its bad
-    grade would be an error. A thread counts until it ends, also if nobody waits for it any more."""
+    """Look-ups of invented names whose name servers never answer do not delay a declared name. Otherwise a program
+    could make its task's server unreachable, and so turn a bad grade into an error. A look-up counts until its thread
+    ends, even if no request waits for it any more."""
     async with slow_names() as (names, named, others):
         mine, theirs = (Lookups(named, others, names.look_up) for _ in range(2))
         for number in range(4):
@@ -195,7 +201,7 @@ async def test_made_up_names_hold_up_no_name_of_the_task(tmp_path: Path) -> None
 
 
 async def test_requests_for_one_name_share_a_look_up(tmp_path: Path) -> None:
-    """So that a program cannot make its task's server late by asking for it many times at once."""
+    """Otherwise a program could delay its task's server with many simultaneous requests for its name."""
     async with slow_names() as (names, named, others):
         mine = Lookups(named, others, names.look_up)
         async with asyncio.TaskGroup() as group:
@@ -228,7 +234,8 @@ async def test_a_name_server_that_never_answers_is_said(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_is_not_reached_before_the_phase_ends_has_failed(tmp_path: Path) -> None:
-    """An agent with a time limit shorter than that of a connection."""
+    """A declared server is broken if a request has waited longer than `ProxyWaits.connect` when the phase ends. This
+    covers an agent whose time limit is shorter than CONNECT_SECONDS."""
     for patience, failure in ((0.1, "named.test:80 was not reached before the network of the phase ended"), (9, None)):
         waits = ProxyWaits(connect=patience)
         async with a_door_with_slow_names(tmp_path, "named.test", "*.test:80", waits=waits) as (door, _):
@@ -240,8 +247,8 @@ async def test_a_server_that_is_not_reached_before_the_phase_ends_has_failed(tmp
 
 
 async def test_a_tunnel_that_is_reset_or_never_ends(tmp_path: Path) -> None:
-    """A server that resets the connection in a tunnel, and a client that ends its half of a tunnel and keeps the
-    other."""
+    """A tunnel ends if its server resets the connection, and after `ProxyWaits.silence` if its client has shut down
+    only the sending side. Neither counts as a failure."""
 
     async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
         if b"reset" in head:
@@ -269,7 +276,8 @@ async def test_a_tunnel_that_is_reset_or_never_ends(tmp_path: Path) -> None:
 
 
 async def test_a_connection_that_is_reset_while_it_is_opened_ends_the_request(tmp_path: Path) -> None:
-    """The client resets its connection while the name is looked up: the door serves on."""
+    """The client resets its connection during the look-up of the name. The door ends the request and serves the next
+    client."""
     async with a_door_with_slow_names(tmp_path, "named.test") as (door, names):
         _reader, writer = await asyncio.open_unix_connection(tmp_path / "door")
         writer.write(connect("named.test:443").encode())

@@ -1,4 +1,5 @@
-"""The pages of a package index, whose addresses are replaced while the pages pass. A program chooses the pages."""
+"""The proxy replaces addresses in the pages of a package index while it passes them on. A program in the sandbox
+chooses the pages, so they may be huge, cut off or malformed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nTransfer-Encoding: chunke
 
 
 async def page(tmp_path: Path, answer: Answer, *, version: str = "HTTP/1.1") -> tuple[str, Any]:
-    """The reply to a page of an index that answers so, and the use of the index."""
+    """Request a page of an index that replies as `answer` does. Return the reply and the door's counts for the
+    index."""
     async with a_server(answer=answer) as server:
         index = f"http://index.test:{server.port}/simple/"
         names = {"index.test": [["127.0.0.1"]]}
@@ -45,7 +47,7 @@ async def test_addresses_are_replaced_wherever_a_page_is_divided(tmp_path: Path,
 
 
 def test_the_longest_address_is_replaced() -> None:
-    """One address may begin with another one."""
+    """If one address is the beginning of another, the longer one is replaced."""
     replacer = AddressReplacer([("http://a", "http://one"), ("http://a.b", "http://two")])
     assert replacer.replaced(b"http://a.b/ http://a/ http:/") + replacer.replaced(b"/a", last=True) == (
         b"http://two/ http://one/ http://one"
@@ -53,7 +55,8 @@ def test_the_longest_address_is_replaced() -> None:
 
 
 async def test_a_huge_page_takes_little_memory(tmp_path: Path) -> None:
-    """A program may ask for the whole list of packages, many times at once."""
+    """A page of 40 MiB takes less than 8 MiB of memory. A program may request the whole list of packages many times at
+    once."""
     block = b"<a href='x'>x</a>\n" * 58_254
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:

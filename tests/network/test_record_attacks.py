@@ -1,4 +1,5 @@
-"""Attacks on the record of a network and on its replay: its size, what secrets it holds, and which files it reads."""
+"""Attacks on network records and replays: the size of a record, secrets in a record, and the files that a replay may
+read."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def lines(data: bytes) -> list[dict[str, str]]:
 
 
 def test_long_addresses_count() -> None:
-    """10,000 requests for addresses of 60 KiB, each with a reply of two bytes, would be 600 MB."""
+    """The URLs count towards the size of a record: 400 URLs of 60,000 bytes, each with a small reply, exceed
+    MAX_BYTES."""
     record = NetworkRecord(lambda: Phase.AGENT)
     for number in range(400):
         request = read_request(get(f"http://files.test/{number:03}?{'x' * 60_000}").encode())
@@ -42,7 +44,7 @@ def test_long_addresses_count() -> None:
 
 
 async def test_replies_that_never_end_share_the_room_of_the_record(tmp_path: Path) -> None:
-    """Each of 20 replies at once sends 3 MiB and no end: 60 MiB would be held."""
+    """20 simultaneous replies of 3 MiB each, none of which ends, hold at most MAX_BYTES together instead of 60 MiB."""
     sent = 0
     done = asyncio.Event()
 
@@ -103,7 +105,8 @@ async def test_a_query_is_not_shown_in_the_timeline(tmp_path: Path) -> None:
 
 
 async def test_a_replay_says_that_it_has_no_https(tmp_path: Path) -> None:
-    """Where a destination is HTTPS only, the task is refused; elsewhere the tunnel is."""
+    """A task with a replay is refused if one of its destinations can only be HTTPS. Otherwise each tunnel is
+    refused."""
     (tmp_path / "record").write_bytes(b"")
     async with a_door(tmp_path, spec={"allow": ["files.test"], "replay": "record"}) as (door, _):
         got = await said(tmp_path, connect("files.test:443"))
@@ -116,8 +119,8 @@ async def test_a_replay_says_that_it_has_no_https(tmp_path: Path) -> None:
 
 
 async def test_a_replay_reads_only_files_that_tasks_may_read(tmp_path: Path) -> None:
-    """Another tenant's artifacts are no files of tasks. The errors are those of uploads, and do not depend on whether a
-    file exists."""
+    """A replay cannot read another tenant's artifacts. The errors are the same as for uploads, and do not show whether
+    a file exists."""
     theirs, files = tmp_path / "data" / "artifacts" / "theirs", tmp_path / "files"
     for folder in (theirs.parent, files / "folder"):
         folder.mkdir(parents=True)

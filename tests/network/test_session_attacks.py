@@ -38,11 +38,11 @@ for text in json.load(open("requests.json")):
     replies.append(got.decode("latin-1"))
 json.dump(replies, open(sys.argv[1], "w"))
 """
-"""Sends each request on a connection of its own, and notes the replies."""
+"""A program that sends each request on a new connection, and writes the replies to a file."""
 
 
 def own_addresses() -> list[str]:
-    """The addresses of this machine's interfaces that lead out."""
+    """Return this machine's own addresses on its routes to other networks."""
     found = []
     for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -55,7 +55,7 @@ def own_addresses() -> list[str]:
 
 
 def asking(requests: list[bytes], network: dict[str, Any]) -> dict[str, Any]:
-    """A task whose agent sends these requests, and keeps the replies as an artifact."""
+    """Return a task whose agent sends these requests and leaves the replies as an artifact."""
     made = task("python3 ask.py replies.json", network)
     encoded = json.dumps([base64.b64encode(one).decode() for one in requests])
     made["runtime"]["prepare"] += [{"write": ASK, "to": "ask.py"}, {"write": encoded, "to": "requests.json"}]
@@ -74,8 +74,9 @@ async def replies_of(url: str, made: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 async def test_the_control_api_is_reached_in_no_way(tmp_path: Path) -> None:
-    """Although the task may reach every host, and the operator has named the service's place as internal: by every
-    spelling of its addresses, by names, by a second request on a connection, by the model gateway, and by a `Host`."""
+    """The control API is refused even if the task may reach every host and the operator lists the service's addresses
+    as internal. The agent tries every spelling of the addresses, host names, a second request on a connection, the
+    model gateway, and the header `Host`."""
     port = free_port()
     hosts = ["127.0.0.1", "127.1", "127.0.0.2", "0.0.0.0", "0", "2130706433", "0x7f000001", "017700000001", "0x7f.1"]
     hosts += ["[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]"]
@@ -145,8 +146,8 @@ while time.time() < end:
 
 @pytest.mark.deep
 async def test_a_program_of_an_earlier_phase_has_the_rights_of_the_present_one(tmp_path: Path) -> None:
-    """A program that `prepare` has started and left running reaches nothing while the agent runs, and nothing between
-    the phases; one of the agent reaches nothing of the verifier's in a sandbox of the graders."""
+    """A program that a prepare step left running reaches nothing while the agent runs. A program that the agent left
+    running does not use the verifier's network if the grading has its own sandbox."""
     async with a_server() as server:
         place = f"127.0.0.1:{server.port}"
         async with a_service(tmp_path, allow=[place], internal=[place]) as (_, url):
@@ -162,7 +163,8 @@ async def test_a_program_of_an_earlier_phase_has_the_rights_of_the_present_one(t
     assert used["agent", "prepare"]["refused"] == 0
     assert used["agent", "agent"]["requests"] == 0
     assert used["agent", "agent"]["refused"] > 10, "both programs asked on"
-    # The task's own prepare steps run again in the grader's sandbox, with their program. The agent's is not there.
+    # The task's prepare steps run again in the grading sandbox and start their program there. The agent's program does
+    # not run there.
     assert used["grading", "verifier"]["requests"] > 2
     assert server.heard
     assert not any(b"/agent" in head for head in server.heard)
@@ -170,7 +172,8 @@ async def test_a_program_of_an_earlier_phase_has_the_rights_of_the_present_one(t
 
 @pytest.mark.deep
 async def test_graded_in_place_a_program_of_the_agent_has_the_network_of_the_verifier(tmp_path: Path) -> None:
-    """As docs/network.md says: it is not a safe way to grade."""
+    """If the outcome is graded in the agent's sandbox, a program that the agent left running uses the verifier's
+    network. docs/network.md therefore recommends `carry`."""
     async with a_server() as server:
         place = f"127.0.0.1:{server.port}"
         async with a_service(tmp_path, allow=[place], internal=[place]) as (_, url):
@@ -186,8 +189,8 @@ async def test_graded_in_place_a_program_of_the_agent_has_the_network_of_the_ver
 
 @pytest.mark.nightly
 async def test_a_silent_index_is_never_a_zero_reward(tmp_path: Path) -> None:
-    """pip gives the index up before the proxy does, and the verifier writes 0. `test_door_outages.py` shows the door's
-    part, and `test_sessions.py` an index that is overloaded."""
+    """pip gives up before the proxy does, so the verifier's command fails. The session ends with an error instead of
+    reward 0. `test_door_outages.py` tests the door's part, and `test_sessions.py` tests an overloaded index."""
     async with a_server(answer=_silent) as server:
         index = f"http://127.0.0.1:{server.port}/simple/"
         async with a_service(tmp_path, allow=["mirror:pip"], pip_index=index) as (_, url):
@@ -230,8 +233,8 @@ with multiprocessing.Pool(16) as pool:
     "count", [2_000, pytest.param(100_000, marks=[pytest.mark.deep, pytest.mark.nightly, pytest.mark.timeout(600)])]
 )
 async def test_a_flood_of_requests_leaves_a_short_timeline_and_other_sessions(tmp_path: Path, count: int) -> None:
-    """With more names than the timeline counts one by one. Another session runs beside it, without a delay of a
-    minute."""
+    """The requests name more hosts than the timeline counts one by one. Another session that runs at the same time ends
+    within a minute."""
     async with a_service(tmp_path, allow=["files.test"]) as (_, url):
         made = task(f"python3 flood.py {count}", {"allow": ["files.test"]})
         made["runtime"]["prepare"].append({"write": FLOOD, "to": "flood.py"})

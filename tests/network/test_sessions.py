@@ -1,4 +1,4 @@
-"""Sessions whose tasks have a network: real sandboxes, and a package index on this machine."""
+"""Sessions whose tasks have a network, in real sandboxes and with a package index on this machine."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ python3 -m pip install --quiet --no-cache-dir --target /verifier/packages tinyte
 PYTHONPATH=/verifier/packages python3 -m tinytest /tests/test_answer.py
 if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
 """
-"""The form of Terminal-Bench's verifiers: they install their test runner, and run it."""
+"""A verifier in the form of Terminal-Bench's: it installs its test runner and runs it."""
 CHECK = "def test_answer():\n    assert open('/work/answer').read().strip() == '42'\n"
 
 
 def wheel() -> bytes:
-    """A wheel of the package `tinytest`, which runs test functions."""
+    """Return a wheel of the package `tinytest`, which runs test functions."""
     files = {
         "tinytest/__init__.py": "",
         "tinytest/__main__.py": RUNNER,
@@ -76,7 +76,8 @@ def wheel() -> bytes:
 
 
 class Index:
-    """An index with one package. While `down`, it answers as an overloaded server does."""
+    """A package index with one package. While `down` is true, it replies with status 503, as an overloaded server
+    does."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -144,8 +145,8 @@ async def run(url: str, task: dict[str, Any]) -> SessionView:
 
 
 async def spans(url: str, session: str, count: int = 1) -> list[SpanView]:
-    """The spans of the network, once `count` of them are stored with their ends: a node stores the last ones a moment
-    after the session's end."""
+    """Poll the timeline until `count` network spans are stored and complete. Return the network spans. A node stores
+    the last ones shortly after the session's end."""
     async with AsyncClient(url) as client, asyncio.timeout(20):
         while True:
             found = [span for span in (await client.timeline(session)).spans if span.kind == "network"]
@@ -192,7 +193,7 @@ async def test_the_same_in_a_sandbox_of_the_graders(tmp_path: Path) -> None:
 
 
 async def test_a_network_that_fails_is_never_a_zero_reward(tmp_path: Path) -> None:
-    """The verifier's index is down: test.sh writes 0, but the session ends as an error."""
+    """If the verifier's index is down, the session ends with an error although test.sh writes 0."""
     zero = TEST.replace("|| exit 1", "|| { echo 0 > /logs/verifier/reward.txt; exit 0; }")
     async with an_index() as index:
         index.down = True
@@ -207,7 +208,7 @@ async def test_a_network_that_fails_is_never_a_zero_reward(tmp_path: Path) -> No
             assert session.result.error is not None
             assert "the network failed while the outcome was graded" in session.result.error.message
             assert "pip.mirror.internal:80 answered with status 503" in session.result.error.message
-            # The agent's network fails: a reward that is not positive is no reward, and a positive one stays.
+            # If the agent's network fails, a reward that is not positive becomes an error, and a positive reward stays.
             fetch = "python3 -m pip download -q tinytest"
             for answer, reward in (("41", None), ("42", 1.0)):
                 made = task(f"{fetch}; echo {answer} > answer", {"agent": ["mirror:pip"]})
@@ -245,7 +246,8 @@ open("/work/reached", "w").write(" ".join(found))
 
 
 async def test_no_other_route_leads_out(tmp_path: Path) -> None:
-    """Neither to the control API nor to another server of this machine, by any address of it, and not by DNS."""
+    """An agent that may reach every host reaches neither the control API nor another server of this machine, directly
+    or through the proxy."""
     async with a_server() as server, a_service(tmp_path, allow=["*:*"]) as (_, url):
         port = int(url.rpartition(":")[2])
         at = [f"{host}:{one}" for host in ("127.0.0.1", "0.0.0.0", "169.254.169.254") for one in (port, server.port)]
@@ -309,7 +311,7 @@ async def test_a_task_that_asks_for_more_is_refused_when_submitted(tmp_path: Pat
             assert refused_field(service, asking("docs.example", "*.docs.example"), caller) == f"{field}.allow.1"
             assert refused_field(service, asking(agent=["*"]), caller) == f"{field}.agent.0"
             assert refused_field(service, asking(verifier=["mirror:pip"]), caller) == f"{field}.verifier.0"
-        # A second tenant has none of what the first is allowed; an admin may use every list.
+        # A tenant may not use the list of another tenant. An admin may use every list.
         for wanted in ("a.alice.org:443", "*.b.alice.org:443"):
             assert refused_field(service, asking(wanted), alice) is None
             assert refused_field(service, asking(wanted), bob) == f"{field}.allow.0"
@@ -366,7 +368,8 @@ async def test_a_reply_of_the_index_is_recorded_and_replayed(tmp_path: Path) -> 
 
 @pytest.mark.deep
 async def test_a_harbor_folder_with_a_public_network_is_graded_through_a_mirror(tmp_path: Path) -> None:
-    """Nothing in the folder says how its packages come: its test.sh is as for the public Internet."""
+    """The folder does not mention a mirror: its test.sh installs packages as from the public Internet. It is graded if
+    the examples are read with the mirror as their network."""
     folder = tmp_path / "tasks" / "answer"
     (folder / "tests").mkdir(parents=True)
     (folder / "task.toml").write_text("[agent]\ntimeout_sec = 60\n")
@@ -393,7 +396,8 @@ async def test_a_harbor_folder_with_a_public_network_is_graded_through_a_mirror(
 
 
 async def test_a_network_that_was_taken_away_ends_the_session_in_an_error(tmp_path: Path) -> None:
-    """A node checks the task again: the settings may have changed since the group was submitted."""
+    """A node checks the task's network again when it makes the sandbox, because the settings may have changed since the
+    group was submitted."""
     async with running_node(tmp_path=tmp_path, network={"allow": ["docs.example"]}) as (opened, _):
         sandboxes = opened.own_node._services.sandboxes
         sandboxes._network = NetworkRules(Config())

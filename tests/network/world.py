@@ -1,4 +1,4 @@
-"""A door with invented names, and servers on this machine behind it."""
+"""Helpers: a door that resolves invented names, and servers on this machine behind the door."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Any]
 
 
 class Server:
-    """A server that answers each connection with `reply`, or as `answer` does, and notes the heads that it got."""
+    """A server that replies to each connection with `reply`, or calls `answer` instead. `heard` lists the request heads
+    that it received."""
 
     def __init__(self, reply: bytes, answer: Answer | None) -> None:
         self.heard: list[bytes] = []
@@ -56,7 +57,8 @@ async def a_server(reply: bytes = HELLO, answer: Answer | None = None) -> AsyncI
 
 
 class FakeNames:
-    """Resolves names by a table: each name has the addresses of its next look-up, the last ones for ever."""
+    """Resolves names by a table, which lists for each name the addresses of its look-ups in order. The last addresses
+    are repeated. `asked` lists the names that were looked up."""
 
     def __init__(self, table: Mapping[str, Sequence[Sequence[str]]]) -> None:
         self._table = {name: list(answers) for name, answers in table.items()}
@@ -86,8 +88,8 @@ async def a_door(
     connect_seconds: float = CONNECT_SECONDS,
     **settings: Any,
 ) -> AsyncIterator[tuple[Door, FakeNames]]:
-    """An open door at `folder / name`. The operator allows what the task asks for. `resolve` looks names up instead of
-    the table `names`. `settings` are those of the section network."""
+    """Open a door at `folder / name`. The operator allows all destinations of the task. `resolve` replaces look-ups in
+    the table `names`. `settings` are further settings of the section `network`."""
     spec = {"allow": list(allow), **spec}
     asked = [text for value in spec.values() if isinstance(value, list) for text in value]
     config = Config.model_validate({"port": port, "network": {"allow": asked, **settings}})
@@ -113,8 +115,8 @@ async def a_door(
 
 
 async def said(folder: Path, text: str | bytes, *, then: bytes = b"", name: str = "door", seconds: float = 10) -> str:
-    """What the door answers to these bytes, up to the end of the connection. `then` is sent after the first head of the
-    answer."""
+    """Send `text` to the door, and return its reply up to the end of the connection. `then` is sent after the first
+    head of the reply. If the connection is reset, the result ends with "[reset]"."""
     async with asyncio.timeout(seconds):
         reader, writer = await asyncio.open_unix_connection(folder / name)
         try:
@@ -140,7 +142,7 @@ def connect(place: str) -> str:
 
 
 def chunks(text: str) -> str:
-    """The text of a chunked body."""
+    """Return the text of a chunked body."""
     found, rest = "", text
     while size := int((line := rest.partition("\r\n"))[0], 16):
         found, rest = found + line[2][:size], line[2][size + 2 :]

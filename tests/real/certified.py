@@ -1,4 +1,4 @@
-"""Certifies an installed preset in namespace sandboxes, as `outrider harness check` does, and hands back its rows."""
+"""Certifies a preset's program in namespace sandboxes, as `outrider harness check` does."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from outrider.lab.certify.run import certify
 from outrider.spec import HarnessSpec, RuntimeSpec
 
 ECHOES = ("reasoning", "json-spacing", "unicode", "parallel-calls", "malformed-call")
-"""Rows that show what a program makes of what the model said. `reasoning` has the three turns of the plainest row."""
+"""Rows that test in which form a program sends the model's output back. `reasoning` includes the turns of the simplest
+row, `three-turns`."""
 STREAMED = ("streaming", *ECHOES)
 SUB_AGENT = "sub-agent"
 IMAGE = "image"
 OTHER_DIALECT = ("streaming", "reasoning", "parallel-calls")
-"""For a dialect that is not the program's default: what is written differently in it. Sub-agents make the same calls in
-every dialect."""
+"""Rows for a dialect that is not the program's default: what the dialect writes differently. Sub-agents make the same
+calls in every dialect."""
 
 
 async def certified(preset: str, rows: Iterable[str], *, dialect: str | None = None) -> dict[str, RowVerdict]:
-    """The verdicts of these rows, by name; the program is installed first. Unless given, `dialect` is its default."""
+    """Install the program, and certify these rows. Returns the verdicts by the rows' names. `dialect` defaults to the
+    preset's first dialect. Fails if the preset declares another result for images or sub-agents."""
     await asyncio.to_thread(install, preset)
     known = load_preset(preset)
     dialect = dialect or known.dialects[0]
@@ -40,7 +42,7 @@ async def certified(preset: str, rows: Iterable[str], *, dialect: str | None = N
     for done in certificate.rows:
         told = " ".join([*(f"{kind} {count}" for kind, count in done.branches.items()), *done.labels])
         print(f"{preset} ({dialect}) {done.row}: {done.verdict} {done.reason} {told} {done.seconds} s")
-        # What the table of programs in docs/harnesses.md says of the default dialect.
+        # The table of programs in docs/harnesses.md shows these results, for the default dialect.
         if done.verdict != "does not hold" and dialect == known.dialects[0] and done.row in (IMAGE, SUB_AGENT):
             declared = known.certified.image if done.row == IMAGE else known.certified.subagent
             assert done.found == declared, f"{preset}.toml declares {declared!r} for {done.row}: {done.reason}"
@@ -48,15 +50,16 @@ async def certified(preset: str, rows: Iterable[str], *, dialect: str | None = N
 
 
 def assert_exact(row: RowVerdict) -> None:
-    """It did its task, and every token that was sampled is accounted for."""
+    """Check that the row holds, that no token drifted, and that sampled tokens are trained."""
     assert row.verdict == "holds", f"{row.row}: {row.reason}\n{row.log_tail}"
     assert row.drift_tokens == 0
     assert 0 < row.trained_tokens <= row.sampled_tokens
 
 
 def assert_one_conversation(row: RowVerdict, *, label: str | None = None, typed: bool = True) -> None:
-    """Besides, what it sends back is what the model said: one branch, and in the row `sub-agent` one for that, of this
-    `label` unless it is one that the program makes up. A program whose sub-agents are not `typed` has no labels."""
+    """Call `assert_exact`, and check that the program sends the model's output back unchanged: there are no forks and
+    one branch, and in the row `sub-agent` a second branch. `label` is the label of the second branch; None allows any
+    label. A program whose sub-agents are not `typed` has no labels."""
     assert_exact(row)
     assert row.forks == {}, f"{row.row}: {row.reason}"
     if row.row != SUB_AGENT:

@@ -1,4 +1,4 @@
-"""The real programs that the tests of this folder drive."""
+"""Fixtures with real programs: an installed preset, the demo's policy, and vLLM for CPU."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .vllm_cpu import CONTEXT_TOKENS, SharedVllm, VllmServer, vllm_environment
 FOLDER = Path(__file__).parent
 SYNONYMS = {"<think>": "It", "</think>": " in"}
 LAST = "test_vllm_policy.py"
-"""The file whose tests come last: they change the weights of the server that all tests share, and then end it."""
-TEST_SECONDS = 1200  # the first test also waits for what it drives to be installed and started
+"""The file whose tests run last, because they change the weights of the shared server and then stop the server."""
+TEST_SECONDS = 1200  # the first test also waits until its program is installed and started
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def installed(request: pytest.FixtureRequest) -> None:
-    """The module's PRESET; in $OUTRIDER_HOME, where that is set, so that later runs are quick."""
+    """Installs the module's PRESET. With $OUTRIDER_HOME set, it is installed there, so that later runs are quick."""
     install(request.module.PRESET)
 
 
@@ -45,16 +45,20 @@ def policy_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_prefix() -> Path:
-    """An environment with vLLM for CPU, made now if need be; skips with the reason where that cannot be."""
+    """A Python environment with vLLM for CPU, installed if it is missing. Skips if vLLM cannot be installed."""
     return vllm_environment(install=True)
 
 
 @pytest.fixture(scope="session")
 def roomy_policy(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy said to have a context long enough for an agent's prompts; it was trained on far shorter ones,
-    so it makes no sense there, but its log-probabilities are as well defined. The marks of reasoning, which it never
-    learned, are made to mean words that it often says, so that it reasons now and then. It has an output layer of its
-    own: vLLM for CPU (0.32) keeps a tied one as it was when it reloads."""
+    """A copy of the policy with three changes:
+
+    - Its configuration declares a context that is long enough for an agent's prompts. The policy was trained with far
+      shorter ones, so its output there is meaningless, but its log-probabilities are well defined.
+    - The marks of reasoning, which were not in its training, get the embeddings of two frequent words, so that the
+      policy reasons now and then.
+    - It has its own output layer, because vLLM for CPU (0.32) does not update a tied output layer when it reloads.
+    """
     folder = tmp_path_factory.mktemp("policy") / "policy"
     shutil.copytree(policy_folder, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -68,7 +72,8 @@ def roomy_policy(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def make_synonyms(folder: Path, synonyms: Mapping[str, str]) -> None:
-    """Give each key's token the row of its value's in the tied embedding: the model reads and says both alike."""
+    """Copy the embedding of each value's token to its key's token. The embedding is tied, so the model reads and
+    samples both tokens alike."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     weights = safetensors.load_file(folder / "model.safetensors")
     rows = weights["model.embed_tokens.weight"]
@@ -89,7 +94,6 @@ async def shared_vllm(vllm_prefix: Path, roomy_policy: Path) -> AsyncIterator[Sh
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def vllm_url(shared_vllm: SharedVllm) -> AsyncIterator[VllmServer]:
-    """One vLLM serving the demo's policy for all tests of the session: `.url`, `.model`, `.model_folder`. A start takes
-    a minute."""
+    """The vLLM server of all tests of the session, with the model of `roomy_policy`. A start takes a minute."""
     yield await shared_vllm.server()
     await shared_vllm.drop_if_ended()

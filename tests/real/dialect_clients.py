@@ -1,10 +1,12 @@
-"""Clients of the four dialects, written from the APIs' references: requests written, replies read, histories echoed.
+"""Clients of the four dialects, written from the APIs' references. They write requests, read replies, and echo
+histories.
 
-They know no HTTP, no service and no token. A history is a list of the dialect's own items (messages, input items,
-contents). Invariant: what a client sends back of a reply is what it was told, as the clients of that dialect keep it.
+They do not depend on HTTP, on the service or on tokens. A history is a list of the dialect's own items (messages, input
+items, contents). Invariant: a client sends a reply back as it received it, in the form in which the dialect's real
+clients keep it.
 
-Sources: OpenAI API reference (Chat Completions, Responses), Anthropic API reference (Messages), Google AI API
-reference (generateContent).
+Sources: OpenAI API reference (Chat Completions, Responses), Anthropic API reference (Messages), Google AI API reference
+(generateContent).
 """
 
 from __future__ import annotations
@@ -26,22 +28,22 @@ PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "
 
 
 class Way(msgspec.Struct, frozen=True):
-    """How a client asks for a reply to be sampled."""
+    """Sampling parameters of a request."""
 
     max_tokens: int
     temperature: float
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A reply as its client was told it, and the items by which the client sends it back."""
+    """A reply as its client received it. `echo` is the reply as the client sends it back."""
 
     reply: Message
     echo: list[Item]
 
 
 class DialectClient(Protocol):
-    """One dialect's client. `read` takes a one-piece reply, `gather` the events of a stream; `forgetting` is what is
-    sent back of a reply by a client that does not keep reasoning."""
+    """The client of one dialect. `read` parses a reply that is not streamed, and `gather` the events of a streamed
+    reply. `forgetting` removes the reasoning from an echo, for a client that does not keep reasoning."""
 
     name: str
     headers: ClassVar[dict[str, str]]
@@ -57,13 +59,13 @@ class DialectClient(Protocol):
 
 
 def events_of(stream: bytes) -> list[Item]:
-    """The JSON of each server-sent event."""
+    """Return the JSON object of each server-sent event."""
     lines = [line.removeprefix(b"data: ") for line in stream.split(b"\n") if line.startswith(b"data: ")]
     return [json.loads(line) for line in lines if line != b"[DONE]"]
 
 
 class ChatClient:
-    """Keeps text and calls, writes arguments anew, and forgets reasoning."""
+    """Keeps text and calls, formats arguments anew, and drops reasoning."""
 
     name = "chat"
     headers: ClassVar[dict[str, str]] = {}
@@ -191,7 +193,7 @@ class MessagesClient:
 
 
 class ResponsesClient:
-    """Has nothing stored, and keeps the items of a reply as they are, sealed reasoning included."""
+    """Stores nothing on the server, and keeps the items of a reply as they are, encrypted reasoning included."""
 
     name = "responses"
     headers: ClassVar[dict[str, str]] = {}
@@ -228,7 +230,7 @@ class ResponsesClient:
         return Answer(_message("".join(texts), "".join(thoughts), self._calls(items)), items)
 
     def gather(self, events: Sequence[Item]) -> Answer:
-        """What its deltas say; what is sent back is the items it was told as done."""
+        """Take the texts from the deltas, and the echo from the finished items."""
         items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
         texts, thoughts = (
             "".join([event["delta"] for event in events if event["type"] == f"response.{kind}.delta"])
@@ -245,7 +247,7 @@ class ResponsesClient:
 
 
 class GeminiClient:
-    """Keeps the parts of a reply, those of a stream joined where they are texts of one kind."""
+    """Keeps the parts of a reply. Successive texts of the same kind are joined."""
 
     name = "gemini"
     headers: ClassVar[dict[str, str]] = {}
@@ -305,7 +307,7 @@ def _message(content: str | None, reasoning: str | None, calls: Sequence[ToolCal
 
 
 def _rewritten(arguments: str) -> str:
-    """Arguments as a client writes them that has read them; what is no JSON stays as it is."""
+    """Return arguments as a client writes them that has parsed them. Text that is not JSON stays unchanged."""
     try:
         return json.dumps(json.loads(arguments), indent=1)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`outrider serve` and `outrider eval` as processes of their own."""
+"""Helpers that run `outrider serve` and `outrider eval` as processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ async def serving(words: Sequence[str]) -> AsyncIterator[tuple[asyncio.subproces
     process = await program("serve", *words)
     assert process.stdout is not None
     assert process.stderr is not None
-    logs = asyncio.ensure_future(process.stderr.read())  # else it stops when the pipe is full
+    logs = asyncio.ensure_future(process.stderr.read())  # otherwise the program blocks when the pipe is full
     try:
         ready = (await process.stdout.readline()).decode()
         assert ready, (await logs).decode()
@@ -27,7 +27,7 @@ async def serving(words: Sequence[str]) -> AsyncIterator[tuple[asyncio.subproces
 
 
 async def evaluated(*words: str) -> str:
-    """What `outrider eval` printed."""
+    """Run `outrider eval`, and return its output."""
     process = await program("eval", *words)
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()

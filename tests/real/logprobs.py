@@ -1,6 +1,6 @@
-"""The log-probabilities a trainer would compute: Hugging Face transformers, float32, on the recorded ids.
+"""The log-probabilities that a trainer would compute, with Hugging Face transformers in float32, for the recorded ids.
 
-An oracle that shares no code with Outrider or with an engine. Log-probabilities are natural and before
+The computation shares no code with Outrider or with an engine. Log-probabilities are natural logarithms, before
 temperature: `log_softmax(logits)`.
 """
 
@@ -18,9 +18,9 @@ Span = tuple[int, int]
 
 
 def recompute(model_folder: Path, ids: Sequence[int], spans: Sequence[Span]) -> list[float]:
-    """Of each position in the half-open `spans`, in order, the log-probability of its id given all ids before.
+    """Return the log-probability of the id at each position of the half-open `spans`, given all ids before it.
 
-    Raises ValueError for a span that is empty, reaches outside `ids`, or holds position 0, which has no prefix.
+    Raises ValueError for a span that is empty, reaches outside `ids`, or contains position 0, which has no prefix.
     """
     for start, end in spans:
         if not 0 < start < end <= len(ids):
@@ -33,9 +33,10 @@ def recompute(model_folder: Path, ids: Sequence[int], spans: Sequence[Span]) -> 
 
 
 def assert_agrees(samples: Iterable[Sample], model_folder: Path, tolerance: float = 1e-4) -> float:
-    """Every trained position's recorded log-probability equals the recomputed one; returns the largest gap.
+    """Check that the recorded log-probability of every trained position equals the recomputed one, within `tolerance`.
 
-    Fails too when there is nothing to compare, or when a sample's rows differ in length.
+    Also fails if there is nothing to compare, or if the columns of a sample differ in length. Returns the largest
+    difference.
     """
     largest, compared = 0.0, 0
     for sample in samples:

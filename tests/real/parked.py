@@ -1,7 +1,7 @@
-"""A service with one session whose agent does nothing: whoever runs the test makes the session's model calls over HTTP.
+"""A service with one session whose agent only waits: the test makes the session's model calls over HTTP.
 
-It knows no dialect and no engine. Invariant: what answers a call is the whole service, and the session ends when the
-test says so, or fails.
+The module does not depend on a dialect or an engine. Invariant: the whole service handles each call, and the session
+ends when the test ends it or fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARK_SECONDS = 60.0
 
 
 class ParkedAgent:
-    """Tells its session's base URL to the local port in its options, and ends when that connection does."""
+    """Connects to the local port in its options, sends its session's base URL, and exits when the connection ends."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._port = int(options["port"])
@@ -46,12 +46,12 @@ class ParkedAgent:
 
 
 def grade(outcome: Outcome) -> Verdict:
-    """The evaluator: every outcome is a good one."""
+    """The evaluator, which gives every outcome the reward 1."""
     return Verdict(reward=1.0)
 
 
 class ParkedSession:
-    """`base_url` is where its model is, without the dialect's path."""
+    """A running session. `base_url` is the URL of its model, without the dialect's path."""
 
     def __init__(self, service: Service, client: AsyncClient, group_id: str, base_url: str, line: Line) -> None:
         self.base_url = base_url
@@ -61,20 +61,20 @@ class ParkedSession:
         self._line = line
 
     async def end(self) -> GroupView:
-        """The group once its session has been ended and graded, with its samples."""
+        """End the session, and wait until it is graded. Returns its group with the samples."""
         self._line.hang_up()
         async with asyncio.timeout(PARK_SECONDS):
             await self._client.wait([self._group_id])
         return await self._client.group(self._group_id, samples=True)
 
     async def turns(self) -> list[Turn]:
-        """The session's turns as they are stored."""
+        """Return the session's stored turns."""
         (session,) = await self._service.store.sessions(self._group_id)
         return await self._service.store.turns(session.id)
 
 
 class Line:
-    """The test's end of the connection to the agent. `base_url` is what the agent tells."""
+    """The test's end of the connection to the agent. `base_url` is a future for the URL that the agent sends."""
 
     def __init__(self) -> None:
         self.base_url = asyncio.get_running_loop().create_future()
@@ -93,7 +93,7 @@ class Line:
 async def a_parked_session(
     folder: Path, policy: Path, engine: EngineSpec, *, renderer: str
 ) -> AsyncIterator[ParkedSession]:
-    """A running session of a service of its own; `policy` is a folder with a tokenizer."""
+    """Start a service, and yield a running session of it. `policy` is a folder with a tokenizer."""
     model = ModelConfig(tokenizer=str(policy), renderer=renderer)
     config = Config(port=0, data=folder, model=model, engines=(engine,), plugins=PluginsConfig(allow=("*",)))
     line = Line()
@@ -119,7 +119,7 @@ def _group(port: int) -> dict[str, Any]:
         "harness": {"agent": f"{__name__}:{ParkedAgent.__name__}", "options": {"port": port}},
         "runtime": {"kind": "memory"},
         "evaluator": {"kind": "callable", "path": f"{__name__}:{grade.__name__}"},
-        "branches": {"retry": "train"},  # so that all tokens are held against the model
+        "branches": {"retry": "train"},  # so that all tokens train and are compared with the model
         "max_attempts": 1,
     }
     return {"task": task, "n": 1}

@@ -1,7 +1,8 @@
-"""One rollout of a real agent program on the scripted engine, watched from both ends of its model calls.
+"""Rollouts of real agent programs on the scripted engine, with a record of both ends of their model calls.
 
-It knows no program. The wire between the sandbox and the gateway is watched by a relay that takes the place of the
-gateway's Unix socket: what it has passed on has left the service. Invariant: nothing of the service is changed.
+The module does not depend on a particular program. A relay takes the place of the gateway's Unix socket and records the
+traffic between the sandbox and the gateway: recorded replies have left the service. Invariant: the service itself is
+not changed.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ GRADED = '[ "$(cat out.txt)" = hello ]'
 
 
 def call(tool: str, **arguments: Any) -> str:
-    """A tool call, as the model writes it."""
+    """Return a tool call as the model writes it."""
     body = msgspec.json.encode({"name": tool, "arguments": arguments}).decode()
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
 class Wire:
-    """A relay on the gateway's socket. `sent` is what programs have sent, `received` what they were sent, so far."""
+    """A relay at the gateway's socket. `sent` and `received` are the bytes that programs have sent and received so
+    far."""
 
     def __init__(self) -> None:
         self.sent = bytearray()
@@ -49,7 +51,7 @@ class Wire:
         self._passed = asyncio.Condition()
 
     async def until(self, seen: Callable[[Wire], bool]) -> None:
-        """Wait until what was passed on satisfies `seen`."""
+        """Wait until `seen` returns True for the traffic so far."""
         async with self._passed:
             await self._passed.wait_for(lambda: seen(self))
 
@@ -66,7 +68,7 @@ class Wire:
 
 @asynccontextmanager
 async def watched(socket: Path) -> AsyncIterator[Wire]:
-    """Watch a bound Unix socket: a relay takes its path, and it moves aside."""
+    """Move a bound Unix socket aside, and run a relay at its path."""
     wire, behind = Wire(), socket.with_suffix(".behind")
     await asyncio.to_thread(socket.rename, behind)
     calls = set[asyncio.Task[None]]()
@@ -95,7 +97,7 @@ async def watched(socket: Path) -> AsyncIterator[Wire]:
 
 
 class World:
-    """A service with one scripted engine, and the wire to its gateway."""
+    """A service with one scripted engine, and the relay at its gateway."""
 
     def __init__(self, client: AsyncClient, engine: RecordingEngine, wire: Wire) -> None:
         self.client = client
@@ -103,7 +105,7 @@ class World:
         self.wire = wire
 
     async def group(self, preset: str, **task: Any) -> GroupView:
-        """Run one session to its end, however it ends."""
+        """Run one session until it ends, with or without an error. Returns its group."""
         submitted = await self.client.submit({"task": a_task(preset, **task), "n": 1})
         async with asyncio.timeout(ROLLOUT_SECONDS):
             async for done in self.client.follow(samples=True):
@@ -112,15 +114,15 @@ class World:
         raise AssertionError("the results ended")
 
     async def run(self, preset: str, *, reward: float = 1.0, **task: Any) -> Rollout:
-        """Run one session. Raises AssertionError when it failed, earned another reward, or lost or mislabelled a
+        """Run one session. Raises AssertionError if it failed, earned another reward, or lost or mislabelled a
         token."""
         done = await self.group(preset, **task)
         return Rollout(done, await self.client.turns(done.sessions[0].id), reward)
 
     async def run_through_a_stall(self, preset: str, text: str, delta: str, **task: Any) -> Rollout:
-        """`run` with an engine that stalls in the middle of a reply, and is released when `text`, the beginning of
-        that reply, has been passed on to the program: `delta` is a pattern whose group is a delta of text on the
-        wire. Raises TimeoutError when it is not."""
+        """Like `run`, with an engine that stalls in the middle of a reply. The engine is released when the program has
+        received `text`, the beginning of the reply. `delta` is a pattern whose group is a text delta on the wire.
+        Raises TimeoutError if the program does not receive `text` in STREAM_SECONDS."""
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self.run(preset, **task))
             async with asyncio.timeout(ROLLOUT_SECONDS):
@@ -156,8 +158,8 @@ async def a_world(
     traces_to: str | None = None,
     network: NetworkConfig | None = None,
 ) -> AsyncIterator[World]:
-    """A service whose model says `replies`; `policy` is a folder with a tokenizer, `allow` what tasks may mount, and
-    `network` what they may reach."""
+    """Run a service whose model gives `replies`. `policy` is a folder with a tokenizer, tasks may mount the paths in
+    `allow`, and `network` determines which servers tasks may reach."""
     engine = RecordingEngine(
         EngineOptions(
             name="scripted",
@@ -185,7 +187,7 @@ async def a_world(
 
 
 class Row(NamedTuple):
-    """What a training row says of its branch, and how many of its tokens train."""
+    """The branch of a training row, and the number of its trained tokens."""
 
     kind: BranchKind
     turns: tuple[int, ...]
@@ -196,7 +198,8 @@ class Row(NamedTuple):
 
 
 class Rollout:
-    """A finished session that earned this reward, with every token accounted for."""
+    """A finished session. The constructor checks its reward, and that each sampled token is trained, masked or
+    dropped."""
 
     def __init__(self, group: GroupView, turns: Sequence[TurnView], reward: float) -> None:
         self.group = group
@@ -224,7 +227,7 @@ class Rollout:
         return session
 
     def shape(self) -> list[tuple[str, int | None]]:
-        """Of each turn, how it joined the session's tree and which turn it went on from."""
+        """Return for each turn how it joined the session's tree, and its parent turn."""
         return [(turn.join, turn.parent) for turn in self.turns]
 
     def rows(self) -> list[Row]:
@@ -234,12 +237,12 @@ class Rollout:
         ]
 
     def said(self, *turns: int) -> int:
-        """How many tokens were sampled in these turns."""
+        """Return the number of tokens that were sampled in these turns."""
         return sum(self.turns[at].output_tokens for at in turns)
 
     def assert_trained_once(self, given: Sequence[Given]) -> None:
-        """Each token that the engine sampled, by its own record, is trained in exactly one row, behind the prompt that
-        it was sampled for and with its log-probability; no other token is."""
+        """Check that each token in the engine's own record is trained in exactly one row, after its prompt and with its
+        log-probability, and that no other token is trained."""
         rows = self.group.samples or ()
         left = [{at for at, mask in enumerate(row.loss_mask) if mask} for row in rows]
         for one in given:
@@ -252,12 +255,14 @@ class Rollout:
         assert not any(left)
 
     def kinds(self) -> list[tuple[BranchKind, tuple[int, ...]]]:
-        """Of each training row, its branch's kind and turns."""
+        """Return the kind and the turns of each training row's branch."""
         return [(sample.kind, sample.turns) for sample in self.group.samples or ()]
 
 
 def assert_saw_only_its_session(environment: str, wire: Wire, secret: str) -> None:
-    """`environment` is the program's, line by line; `secret` is what the service has in its own."""
+    """Check that the program's endpoints are those of its session, and that `secret`, a value in the service's own
+    environment, is neither in the program's environment nor in the bytes that it has sent. `environment` is the
+    program's environment, one variable per line."""
     places = re.findall(r"^[A-Z_]*BASE(?:_URL)?=(.*)$", environment, re.MULTILINE)
     assert len(places) >= 5
     assert all(place.startswith(f"{BRIDGE_URL}/s/") for place in places)

@@ -1,7 +1,8 @@
-"""`python -m real.storm_node TALLY ARGUMENTS`: `outrider serve ARGUMENTS` on the stage that a storm's agents need.
+"""`python -m real.storm_node TALLY ARGUMENTS` runs `outrider serve ARGUMENTS` with the stage that a storm's agents
+need.
 
-A session's runtime `real.storm_node:Counted` is the namespace runtime; each sandbox that it starts adds a byte to the
-file TALLY, which no kill takes back.
+The runtime `real.storm_node:Counted` is the namespace runtime with a count: each started sandbox appends one byte to
+the file TALLY. The bytes stay when the process is killed.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.real, pytest.mark.usefixtures("installed")]
 
 PRESET = "claude-code"
 COMPACTING_TOKENS = 100_000
-"""Claude Code keeps 29 thousand of them free, and counts what its last call used. The policy's tokenizer needs 52
-thousand for the first request and 33 thousand for the output that follows."""
+"""Context size with which Claude Code compacts during the test. It keeps 29 thousand tokens free, and counts the tokens
+of its last call. With the policy's tokenizer, the first request takes 52 thousand tokens, and the output that follows
+takes 33 thousand."""
 
 
 def shell(command: str) -> str:
@@ -30,7 +31,7 @@ def agent(**arguments: Any) -> str:
 
 
 def agents_of(wire: Wire) -> set[str]:
-    """What the program calls its sub-agents."""
+    """Return the program's ids of its sub-agents."""
     return {found.decode() for found in re.findall(rb"(?im)^x-claude-code-agent-id: *(\S+)", bytes(wire.sent))}
 
 
@@ -52,7 +53,8 @@ async def test_a_subagent_is_a_conversation_of_its_own(policy_folder: Path, tmp_
 
 
 async def test_a_subagent_in_the_background_runs_beside_its_parent(policy_folder: Path, tmp_path: Path) -> None:
-    """As it does unless it is told otherwise. Who calls first after the start is a matter of chance."""
+    """A sub-agent runs in the background by default. After its start, the order of the calls of parent and sub-agent
+    varies."""
     replies: list[str | dict[str, Any]] = [
         {"when": "[SYSTEM NOTIFICATION", "reply": "All done." + END},
         {"when": "Async agent launched", "reply": "I wait for it." + END},
@@ -70,7 +72,8 @@ async def test_a_subagent_in_the_background_runs_beside_its_parent(policy_folder
 
 
 async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_path: Path) -> None:
-    """It has all but the last call summed up, beside that call, and goes on from the summary and the call."""
+    """Claude Code requests a summary of everything before its last call, and continues from the summary and that
+    call."""
     replies = [
         "Counting." + shell("seq 1 6000") + END,
         shell("wc -l /dev/null") + END,

@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.real, pytest.mark.usefixtures("installed")]
 
 PRESET = "codex"
 COMPACTING_TOKENS = 36_000
-"""Codex compacts when nine tenths of them are used. The policy's tokenizer needs 25 thousand for the first request and
-10 thousand for the output that follows."""
+"""Context size with which Codex compacts during the test. It compacts when nine tenths are used. With the policy's
+tokenizer, the first request takes 25 thousand tokens, and the output that follows takes 10 thousand."""
 
 
 def shell(command: str) -> str:
@@ -24,7 +24,8 @@ def shell(command: str) -> str:
 
 
 async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_path: Path) -> None:
-    """It asks for a summary of all before it, without tools, and goes on from the instruction and the summary."""
+    """Codex requests a summary of the whole history, without tools, and continues from the instruction and the
+    summary."""
     replies = [
         "Counting." + shell("seq 1 3000") + END,
         shell("wc -l /dev/null") + END,
@@ -44,6 +45,6 @@ async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_
 
 
 async def test_codex_is_certified() -> None:
-    """Its main agent waits for its sub-agent with a tool of its own."""
+    """In the row `sub-agent`, Codex's main agent waits for its sub-agent with a special tool."""
     for row in (await certified(PRESET, (*STREAMED, "unknown-tool", "long-output", IMAGE, SUB_AGENT))).values():
         assert_one_conversation(row)

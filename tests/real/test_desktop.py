@@ -31,7 +31,7 @@ pytestmark = pytest.mark.real
 PAGES = ("click-test", "click-button", "click-checkboxes", "drag-box", "enter-text", "login-user")
 MODELS = {"/v1/models": {"data": [{"id": "m", "max_model_len": 65_536}]}}
 BUTTON = '{"x": 60, "y": 283}'
-"""Where click-test has it for seed 0, whatever the fonts."""
+"""Position of click-test's button for seed 0. It does not depend on the fonts."""
 VENDORS_CALLS = {
     "anthropic": [
         ("computer", '{"action": "screenshot"}'),
@@ -60,7 +60,7 @@ def _needs_pages() -> None:
 
 
 def says(prompt: list[int], output: list[int], **delta: Any) -> Answer:
-    """A streamed reply with its ids, as vLLM gives them."""
+    """Return a streamed reply with its ids, in vLLM's format."""
     content = [{"token": "t", "logprob": -0.5}] * len(output)
     choice = {
         "index": 0,
@@ -78,7 +78,7 @@ def calls(prompt: list[int], output: list[int], name: str, arguments: str) -> An
 
 
 def acting(action: str, arguments: str) -> tuple[Answer, ...]:
-    """The replies of a model that looks at the screen, does one thing, and looks again."""
+    """Return the replies of a model that takes a screenshot, performs one action, and takes another screenshot."""
     return (
         calls([1, 2], [3], "screenshot", "{}"),
         calls([1, 2, 3, 4], [5], action, arguments),
@@ -108,7 +108,7 @@ async def test_known_solutions_earn_1_and_doing_nothing_0(tmp_path: Path) -> Non
     ("action", "arguments", "reward", "why"),
     [
         ("click", BUTTON, 1.0, "the page gives 1"),
-        # Keys of the browser for other pages, windows and tools, all of which the page takes away from it.
+        # The page blocks the browser's keys for tabs, windows and tools, except for alt+F4, which closes the page.
         ("key", '{"keys": "ctrl+w"}', 0.0, "the page waits for its end"),
         ("key", '{"keys": "ctrl+shift+Delete"}', 0.0, "the page waits for its end"),
         ("key", '{"keys": "ctrl+n"}', 0.0, "the page waits for its end"),
@@ -172,8 +172,8 @@ async def test_a_scripted_model_uses_a_vendors_computer_tool(tmp_path: Path, ven
 
 @pytest.mark.usefixtures("_needs_pages")
 async def test_a_page_is_evaluated_by_the_programs(tmp_path: Path) -> None:
-    """`outrider eval` against `outrider serve`: the page's own reward is the figure, and what the model saw is in the
-    samples. Asked again, the run has the same figures without another call of the model."""
+    """`outrider eval` reports the page's own reward, and the samples contain the screenshots that the model received. A
+    second evaluation of the run has the same figures, without another model call."""
     answers = acting("click", BUTTON)
     async with upstream(*answers, pages=MODELS) as (server_url, server):
         settings = tmp_path / "outrider.toml"

@@ -1,4 +1,4 @@
-"""`outrider eval` against `outrider serve`, as programs: tasks of real data sets, and runs that are killed."""
+"""`outrider eval` and `outrider serve` as processes: tasks of real data sets, and a run that is killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOURCES = [f"reasoning-gym:{name}" for name in SETS]
 
 
 def perfect(folder: Path) -> list[str]:
-    """Flags for a model that knows each task's own answer by its question."""
+    """Return the flags of a service whose model replies to each question with the task's own answer."""
     examples = [example for name in SETS for example in reasoning_gym_examples(name, size=EACH)]
     replies = []
     for example in examples:
@@ -44,7 +44,7 @@ def perfect(folder: Path) -> list[str]:
 
 
 def policy(folder: Path) -> list[str]:
-    """Flags for the demo's own model, which has learned none of this."""
+    """Return the flags of a service with the demo's model, which was not trained for these tasks."""
     return [
         *("--port", "0", "--data", str(folder / "data"), "--engine", f"embedded={POLICY}"),
         *("--tokenizer", str(POLICY), "--renderer", RENDERER),
@@ -52,12 +52,12 @@ def policy(folder: Path) -> list[str]:
 
 
 def words_of(run: str, url: str) -> tuple[str, ...]:
-    """The arguments of `outrider eval`."""
+    """Return the arguments of `outrider eval`."""
     return (*SOURCES, "--limit", str(EACH), "--resume", run, "--url", url)
 
 
 def figures(document: str) -> dict[str, Any]:
-    """Of a run, without what two runs of the same sessions may differ in: times."""
+    """Return the figures of a run without its times, in which two runs of the same sessions may differ."""
     found = json.loads(document)
     found["metrics"].pop("check_seconds", None)
     return {name: found[name] for name in ("name", "reward", "metrics", "graded", "failures", "versions")}
@@ -67,7 +67,7 @@ def figures(document: str) -> dict[str, Any]:
 async def test_a_run_that_was_killed_half_way_ends_with_the_table_of_one_that_was_not(
     tmp_path: Path, model: Any
 ) -> None:
-    """Both the command and the service are killed, by SIGKILL, and started again."""
+    """Both the command and the service are killed with SIGKILL and started again."""
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: see `make test-real`")
     words = model(tmp_path)
     async with serving(words) as (service, url), AsyncClient(url) as client:

@@ -1,4 +1,4 @@
-"""Agents that run elsewhere, real ones: Claude Code in processes of its own, and an agent in a container."""
+"""Real external agents: Claude Code in processes outside of any sandbox, and an agent in a container."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIMITS = [
         ("nproc", 1024, resource.getrlimit(resource.RLIMIT_NPROC)),
     )
 ]
-"""Without limits of its own, a container gets podman's, which this machine may not allow."""
+"""A container without limits gets podman's defaults, which this machine may not allow."""
 MODELS = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_FABLE_MODEL")
 IN_CONTAINER = """
 import json, sys, urllib.request
@@ -60,7 +60,7 @@ for question in ("Where is it?", "Read it."):
 
 
 async def claude(session: ExternalSession, folder: Path) -> None:
-    """Run Claude Code as a user would, and report whether its file is there."""
+    """Run Claude Code as a user would, and report the reward 1 if its file has the right content."""
     (folder / "work").mkdir(parents=True)
     places = installation(load_preset(PRESET))
     assert places is not None
@@ -82,7 +82,8 @@ async def claude(session: ExternalSession, folder: Path) -> None:
 
 
 def trained(sample: Sample) -> list[int]:
-    """The ids that train. Their log-probabilities depend on the prompt, which shows the working directory."""
+    """Return the ids that train. Their log-probabilities are not compared, because they depend on the prompt, which
+    contains the working directory."""
     return [id for id, mask in zip(sample.ids.tolist(), sample.loss_mask.tolist(), strict=True) if mask]
 
 
@@ -96,8 +97,8 @@ async def delivered(client: AsyncClient, group_id: str) -> GroupView:
 
 
 async def test_a_group_of_claude_codes_elsewhere(policy_folder: Path, tmp_path: Path) -> None:
-    """Its rows train the same tokens as those of the same program in a sandbox of Outrider's. The prompts differ: each
-    shows its own working directory."""
+    """The rows of external sessions train the same tokens as the rows of the same program in one of Outrider's
+    sandboxes. The prompts differ, because each contains its own working directory."""
     async with a_world(tmp_path / "data", policy_folder, REPLIES) as world:
         client = world.client
         ours = await world.group(PRESET)

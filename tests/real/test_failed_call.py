@@ -1,5 +1,5 @@
-"""A model call that fails for good, with programs that must not repeat it: the session ends with the engine's failure,
-also if the program exits with 0."""
+"""A model call that fails for good is not repeated by the program, and the session ends with the engine's error, even
+if the program exits with 0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHELL = {
 async def test_a_failed_call_is_made_once_and_is_the_sessions_error(
     preset: str, tmp_path: Path, policy_folder: Path
 ) -> None:
-    """Before the failure the program has done what the evaluator would reward."""
+    """There is no verdict, although the program has solved the task before the failure."""
     await asyncio.to_thread(install, preset)
     async with a_world(tmp_path, policy_folder, [SHELL[preset], {"fail": "unavailable"}]) as world:
         done = await world.group(preset)

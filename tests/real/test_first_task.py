@@ -1,5 +1,5 @@
-"""The agent programs, each in a sandbox without network against the gateway and the scripted engine: a first task whose
-text is shown as it is sampled, what they see of where they are, and a model that breaks off."""
+"""Agent programs, each in a sandbox without network, with the gateway and the scripted engine: a first task with
+streamed text, the program's environment, and a model whose reply breaks off."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.real
 
 SECRET = "the-services-own"
 TITLE: dict[str, Any] = {"when": "Generate a title for this conversation", "reply": "A file that says hello" + END}
-"""What OpenCode asks for beside its first call."""
+"""The reply to OpenCode's request for a title, which OpenCode makes beside its first call."""
 
 
 class Program(NamedTuple):
-    """A preset, the version of it, the dialect that it speaks, its shell tool with that one's argument, and the pattern
-    of a delta of text on the wire."""
+    """A preset, its version, its dialect, its shell tool, the name of the tool's argument, and the pattern of a text
+    delta on the wire."""
 
     preset: str
     version: str
@@ -35,7 +35,7 @@ class Program(NamedTuple):
     delta: str
 
     def run(self, command: str) -> str:
-        """The tool call."""
+        """Return a call of the shell tool."""
         return call(self.shell, **{self.argument: command})
 
 
@@ -49,7 +49,7 @@ PROGRAMS = (
 
 @pytest.fixture(scope="module", params=PROGRAMS, ids=[program.preset for program in PROGRAMS])
 def program(request: pytest.FixtureRequest) -> Program:
-    """Installed once; in $OUTRIDER_HOME, where it is set, so that later runs are quick."""
+    """An installed program. With $OUTRIDER_HOME set, it is installed there, so that later runs are quick."""
     found: Program = request.param
     install(found.preset)
     return found
@@ -83,7 +83,7 @@ async def test_it_does_a_task_and_shows_text_as_it_is_sampled(
 
 
 async def test_a_model_that_breaks_off_is_asked_once(program: Program, policy_folder: Path, tmp_path: Path) -> None:
-    """Retries are the gateway's: the program ends, and the failure is the engine's."""
+    """Retries are the gateway's task, so the program makes none. The session ends with the engine's error."""
     replies: list[str | dict[str, Any]] = [
         TITLE,
         {"reply": "Some words and more of them." + END, "fail": "rejected", "after": 3},

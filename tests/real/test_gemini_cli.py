@@ -1,4 +1,4 @@
-"""Gemini CLI, the real program: the certification's rows."""
+"""The certification of Gemini CLI, the real program."""
 
 from __future__ import annotations
 

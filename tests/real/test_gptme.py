@@ -1,4 +1,4 @@
-"""gptme, a program that Outrider has no preset for, by the example of the page `bring-your-own-agent.md`."""
+"""The certification of gptme, a program without a preset, with the example in docs/bring-your-own-agent.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("gptme==0.35.1",)
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """Where its virtual environment is, as uv makes it, with no module compiled; kept in $OUTRIDER_HOME."""
+    """The folder of gptme's virtual environment, kept in $OUTRIDER_HOME. uv makes it without compiled modules."""
     made = cache_home().absolute() / "harnesses" / PACKAGES[0] / "gptme"
 
     def build() -> None:
@@ -35,7 +35,8 @@ def folder() -> Path:
 
 
 def test_gptme_is_certified(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every row that a program without sub-agents must pass. It does not send its thinking back: a fork each time."""
+    """gptme passes every row except those for sub-agents and images, which are not tried. It does not send its
+    reasoning back, so the row `reasoning` holds with a remark about its forks."""
     task = tmp_path / "gptme.toml"
     task.write_text(TASK.replace("/srv/agents", str(folder)))
     code = main(["harness", "check", "--task", str(task), "--runtime", "namespace", "--seconds", "300", "--json"])
@@ -47,7 +48,7 @@ def test_gptme_is_certified(folder: Path, tmp_path: Path, capsys: pytest.Capture
         "no tool started a sub-agent; not called, because it takes no free text: complete; "
         "not called, because its use is known from its declaration: shell",
     )
-    assert told.pop("image")[0] == "not tried"  # it has no tool that looks at an image
+    assert told.pop("image")[0] == "not tried"  # gptme has no tool for images
     assert {verdict for verdict, _ in told.values()} == {"holds"}
     assert {name for name, (_, reason) in told.items() if reason} == {"reasoning"}
     assert {row["drift_tokens"] for row in made["rows"]} == {0}

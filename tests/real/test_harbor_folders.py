@@ -1,5 +1,5 @@
-"""Harbor folders whose verifiers have an image of their own, checked as `outrider task check` does with the images of a
-real container engine; and graders in another kind of sandbox than the agent's."""
+"""Harbor folders whose verifiers have their own image, checked as by `outrider task check` with the images of a real
+container engine, and graders in another kind of sandbox than the agent's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ SOLVE = "mkdir -p out; echo 42 > out/answer; touch mine; sleep 600 & echo $! > r
 
 
 def folders(root: Path, *, agents: str, graders: str) -> Path:
-    """Two tasks: one of a single step, and one whose first of two steps is verified apart."""
+    """Write two tasks below `root`: one with a single step, and one with two steps, of which the first has a separate
+    verifier. Returns `root`."""
     for name in ("single", "steps"):
         task = root / name
         first = task if name == "single" else task / "steps" / "one"
@@ -70,14 +71,14 @@ def folders(root: Path, *, agents: str, graders: str) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def images() -> Iterator[None]:
-    """Those that were made for container engines are removed at the end."""
+    """Removes the images that were made for container engines, after all tests."""
     yield
     engines.remove_images()
 
 
 @contextmanager
 def grading_image(kind: str) -> Iterator[str]:
-    """An image of that engine: the one of other tests, with a verifier's files."""
+    """Make an image of this engine: the image of other tests, plus a verifier's files. Yields its name."""
     socket = engines.engine(kind)
     data = io.BytesIO(engines.archive("python"))
     with tarfile.open(fileobj=data, mode="a") as archive:
@@ -94,7 +95,7 @@ def grading_image(kind: str) -> Iterator[str]:
 
 
 def in_kind(example: Example, kind: str) -> Example:
-    """The example in sandboxes of that kind: a folder says nothing of kinds."""
+    """Set the kind of the example's sandboxes, which a folder cannot name. Returns the example."""
     task = example.task
     runtimes = [task["runtime"], task["evaluator"]["runtime"]]
     for runtime in runtimes:

@@ -1,5 +1,5 @@
-"""The comparison with Harbor's own package (tests/harbor_tasks/test_parity.py), in an environment of its own, on a
-Python that Harbor can be installed for; without the hundreds of megabytes that it depends on and does not need here."""
+"""The comparison with Harbor's own package (tests/harbor_tasks/test_parity.py), in a separate environment with a Python
+that Harbor supports. Most of Harbor's dependencies, hundreds of megabytes, are not needed and not installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST = "import sys, ensurepip; sys.exit(sys.version_info < (3, 12))"
 
 
 def fitting_python() -> str:
-    """Python 3.12 or newer: this one, one on the PATH, or one of pyenv's. Skips where there is none."""
+    """Return a Python 3.12 or newer: this interpreter, one on the PATH, or one of pyenv's. Skips if there is none."""
     of_pyenv = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/3.1[2-4].*/bin/python"))
     on_path = filter(None, map(shutil.which, ("python3.12", "python3.13", "python3.14")))
     for python in (sys.executable, *on_path, *map(str, of_pyenv)):

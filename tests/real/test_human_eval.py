@@ -1,5 +1,5 @@
-"""HumanEval as its package ships it: gold solutions pass their checks, and no empty one does. A run takes a quarter of
-the problems, each time another one."""
+"""HumanEval from its own package: gold solutions pass their checks, and empty ones do not. Each run checks a quarter of
+the problems, chosen at random."""
 
 from __future__ import annotations
 

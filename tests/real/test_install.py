@@ -1,4 +1,4 @@
-"""The installer and the presets with the real programs, in real sandboxes, against a scripted Chat endpoint."""
+"""The installer and the presets with real programs, in real sandboxes, with a scripted Chat endpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ RUNTIMES: dict[str, Any] = {"process": ProcessRuntime, "namespace": NamespaceRun
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where programs are installed: $OUTRIDER_HOME where it is set, so that later runs are quick, else afresh."""
+    """The folder with installed programs: $OUTRIDER_HOME if it is set, so that later runs are quick, or a new
+    folder."""
     with pytest.MonkeyPatch.context() as patch:
         if "OUTRIDER_HOME" not in os.environ:
             patch.setenv("OUTRIDER_HOME", str(tmp_path_factory.mktemp("programs")))
@@ -43,7 +44,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class Scripted:
-    """A Chat endpoint on TCP and on a Unix socket that calls `bash` with each command, then says "done"."""
+    """A Chat endpoint on TCP and on a Unix socket. It calls `bash` with each of `commands`, and then replies "done". If
+    `commands` is None, each request fails with status 500."""
 
     def __init__(self, socket: Path) -> None:
         self.socket = socket
@@ -109,7 +111,7 @@ async def model(tmp_path: Path) -> AsyncIterator[Scripted]:
 
 
 async def drive(preset: str, kind: str, model: Scripted, directory: Path) -> tuple[HarnessOutcome, bytes]:
-    """Run a preset in a sandbox of its own; its outcome and the file that it wrote."""
+    """Run a preset in a new sandbox. Returns its outcome and the content of out.txt."""
     harness = make_harness(HarnessSpec(preset=preset))
     async with Host(directory) as host:
         sandbox = RUNTIMES[kind].create(
@@ -130,8 +132,8 @@ async def drive(preset: str, kind: str, model: Scripted, directory: Path) -> tup
         await sandbox.start()
         try:
             endpoint = ModelEndpoint(base_url=f"{sandbox.endpoint}/s/key-1", api_key="key-1", model="policy")
-            # A program in the sandbox has no use for the in-process client.
-            context = HarnessContext(task=task, runtime=sandbox, endpoint=endpoint, model=None)  # type: ignore[arg-type]  # a program has no use for it
+            # A program in the sandbox does not use the in-process client.
+            context = HarnessContext(task=task, runtime=sandbox, endpoint=endpoint, model=None)  # type: ignore[arg-type]  # not used by a program
             await harness.install(context)
             return await harness.run(context), await sandbox.read("out.txt")
         finally:
@@ -149,7 +151,7 @@ def test_many_asks_install_once_and_the_program_works(preset: str) -> None:
     assert check(preset) == load_preset(preset).install.version
 
 
-# The programs' tasks in namespace sandboxes are also those of test_rollouts.py.
+# Nightly in namespace sandboxes, because test_rollouts.py also runs these programs there.
 @pytest.mark.parametrize("kind", [pytest.param("namespace", marks=pytest.mark.nightly), "process"])
 @pytest.mark.parametrize("preset", sorted(COMMANDS))
 async def test_a_program_finishes_a_file_writing_task(

@@ -1,5 +1,5 @@
-"""Every program that can, with real MCP servers from the registries and a skill: files by stdio, the time by stdio, and
-everything by HTTP on the sandbox's loopback."""
+"""Programs with a skill and with real MCP servers from the registries: `files` and `time` over stdio, and `web` over
+HTTP on the sandbox's loopback."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ cat /tmp/everything.log; exit 1
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A folder with the servers, and the Node.js that runs them; skips with the reason where they do not install."""
+    """A folder with the servers, and the Node.js that runs them. Skips if the servers cannot be installed."""
     install("pi")
     found = installation(load_preset("pi"))
     assert found is not None
@@ -112,12 +112,12 @@ SLOW = {"cline", "copilot", "hermes", "kimi-code", "mistral-vibe", "openclaw", "
 
 
 def slow_at_night(names: Iterable[str]) -> list[Any]:
-    """Parameters of a test, one for each program."""
+    """Return test parameters, one for each program. Slow programs are tested nightly."""
     return [pytest.param(name, marks=pytest.mark.nightly if name in SLOW else ()) for name in names]
 
 
 MORE = {"openhands": {"security_risk": "LOW"}, "openhands-sdk": {"security_risk": "LOW"}}
-"""Arguments that a program adds to every tool of a server, and requires."""
+"""Arguments that a program adds to every tool of a server and requires."""
 
 
 def called(program: str, server: str, name: str, **arguments: Any) -> str:
@@ -133,7 +133,7 @@ def called(program: str, server: str, name: str, **arguments: Any) -> str:
 
 
 async def timeline_of(world: World, session: str) -> TimelineView:
-    """The timeline, once the node has stored the entry of the sandbox."""
+    """Poll the timeline until the node has stored the sandbox's entry, and return it."""
     async with asyncio.timeout(20):
         while True:
             view = await world.client.timeline(session)
@@ -168,7 +168,7 @@ async def test_a_program_calls_real_servers_and_reads_a_skill(
     assert "T21:00:00+09:00" in sent, "what the server of the time answers"
     assert "Echo: zqmessageqz" in sent, "what the server by HTTP answers"
     calls = [one for span in view.spans for one in span.data.get("mcp_calls", ())]
-    if load_preset(name).certify.mcp_call is None:  # else the calls are in the arguments of a tool
+    if load_preset(name).certify.mcp_call is None:  # otherwise the calls are arguments of another tool
         assert calls == [
             {"server": "files", "tool": "write_file"},
             {"server": "time", "tool": "convert_time"},

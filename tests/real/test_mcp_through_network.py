@@ -1,5 +1,5 @@
 """Real programs reach a real MCP server outside of their sandbox, by HTTP through the proxy of the task's network. The
-operator allows the server, which is on this machine, by its name."""
+server runs on this machine, and the operator allows it by the machine's name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WRITE = {
 
 @asynccontextmanager
 async def everything(servers: tuple[Path, Path]) -> AsyncIterator[int]:
-    """The server `server-everything` on this machine, at the port."""
+    """Run `server-everything` on this machine. Yields its port."""
     folder, node = servers
     index = folder / "node_modules/@modelcontextprotocol/server-everything/dist/index.js"
     port = free_port()
@@ -69,7 +69,7 @@ async def test_a_program_calls_a_server_outside_of_its_sandbox(
 ) -> None:
     await asyncio.to_thread(install, name)
     echo = called(name, "web", "echo", message="zqmessageqz")
-    if name == "openhands":  # it leaves the name of the only server out
+    if name == "openhands":  # OpenHands leaves out the name of a server if there is only one
         echo = call("echo", message="zqmessageqz", security_risk="LOW")
     replies: list[str | dict[str, Any]] = [
         {"when": "Generate a title for this conversation", "reply": "A greeting" + END},

@@ -1,4 +1,4 @@
-"""Programs that need no test of their own: each in each of its dialects, by the certification's rows."""
+"""The certification of programs without a test module of their own, in each of their dialects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .certified import OTHER_DIALECT, STREAMED, SUB_AGENT, assert_exact, assert_
 pytestmark = pytest.mark.real
 
 BRIEF = ("streaming", "reasoning", "unicode", SUB_AGENT)
-"""For the run of every change; the other rows follow at night."""
+"""Rows to test at every change. The other rows are tested nightly."""
 
 
 @pytest.mark.parametrize("preset", ["copilot", "kimi-code"])
@@ -43,8 +43,8 @@ async def test_the_program_is_certified_in_each_dialect(preset: str, dialect: st
 @pytest.mark.nightly
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "gemini"])
 async def test_openclaw_is_certified(dialect: str) -> None:
-    """It moves a note to the end of the history in each turn: each turn is a row of its own, except in the dialect
-    responses, where the history stays as it is."""
+    """OpenClaw moves a note to the end of the history in each turn, so each turn becomes a separate training row. In
+    the dialect `responses`, the history stays unchanged."""
     rewritten = set() if dialect == "responses" else {"history_rewritten"}
     for row in (await certified("openclaw", OTHER_DIALECT, dialect=dialect)).values():
         assert_exact(row)

@@ -1,4 +1,4 @@
-"""OpenCode in each of its dialects: the certification's rows, each with the call that asks for a title beside it."""
+"""The certification of OpenCode in each of its dialects, and the call in which OpenCode requests a title."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DELTA = r'"content":"([^"]*)"'
 async def test_its_title_is_a_side_call_that_goes_where_the_task_says(
     policy: str, policy_folder: Path, tmp_path: Path
 ) -> None:
-    """To drop it is the default."""
+    """By default, the title's tokens are dropped."""
     replies: list[str | dict[str, Any]] = [
         {"when": "Generate a title for this conversation", "reply": "A file that says hello" + END},
         "Writing it now." + call("bash", command="echo hello > out.txt", description="write") + END,

@@ -1,4 +1,4 @@
-"""The OpenHands CLI and SDK on their own Python: the certification's rows. Both rewrite what
+"""The certification of the OpenHands CLI and SDK, on the Python version that they need. Both rewrite the replies that
 they send back, and never stream."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def python_is_there() -> bool:
 @pytest.mark.skipif(not python_is_there(), reason="there is no Python 3.12 on this machine")
 @pytest.mark.parametrize("preset", ["openhands", "openhands-sdk"])
 async def test_openhands_is_certified(preset: str) -> None:
-    """What it rewrites is recognised."""
+    """The rewritten replies are recognised as the recorded ones."""
     for row in (await certified(preset, (*ECHOES, SUB_AGENT))).values():
         assert_one_conversation(row)
         assert not row.streamed

@@ -1,4 +1,4 @@
-"""The page in a real browser, against a real service whose agent program runs in sandboxes."""
+"""The page in a real browser, with a real service whose agent program runs in sandboxes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from support.service import call, running_service, say
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
 PICTURES = os.environ.get("OUTRIDER_PICTURES")
-"""A folder in which the tests leave screenshots, as docs/pictures."""
+"""A folder for the tests' screenshots, such as docs/pictures."""
 
 
 async def shown(tab: Tab, text: str | re.Pattern[str], selector: str = "#main") -> None:
@@ -85,7 +85,7 @@ async def test_an_error_is_found_from_the_overview(tmp_path: Path) -> None:
         await shown(tab, "agent: cannot read its configuration")
         assert tab.page.url.endswith(f"#/sessions/{session_of(world.parsers, 4)}")
         await picture(tab, "error")
-        # by the list: the filters are in the URL, and stay after a reload
+        # the same error in the list of sessions: the filters are in the URL and stay after a reload
         await tab.open("sessions?stop_reason=error&error=harness_error")
         await shown(tab, "1 session", ".filters")
         await tab.page.reload()
@@ -117,7 +117,7 @@ async def test_a_failed_model_call_is_in_the_timeline(tmp_path: Path) -> None:
 
 
 async def test_the_timeline_has_a_lane_for_each_kind_of_span(tmp_path: Path) -> None:
-    """Also for servers that a sandbox reached, and for kinds of a newer service."""
+    """Servers that a sandbox reached have a lane, and so have kinds that only a newer service reports."""
     running = running_service(tmp_path=tmp_path, replies=[say("done")])
     async with running as (_, url), AsyncClient(url) as client, browser_tab(url) as tab:
         spec = timeline_task(evaluator={"kind": "command", "run": "true"})
@@ -196,7 +196,7 @@ async def test_failed_model_calls_are_counted_by_kind(tmp_path: Path, width: int
         await tab.open(f"compare/{session.id}/{session.id}")
         await shown(tab, "Failed model calls")
         assert await tab.page.locator("td").get_by_text("19", exact=True).count() == 2
-        # a node's report may have names that no gateway writes
+        # a node's report may contain names that no gateway writes
         view = json.loads(await client.reply_body(f"/v1/sessions/{session.id}"))
         view["result"]["failed_calls"] = {HOSTILE: 1, "x" * 5000: 2, "__proto__": 3, "a\u202eb\nc": 4}
 
@@ -214,7 +214,7 @@ async def test_failed_model_calls_are_counted_by_kind(tmp_path: Path, width: int
 
 
 async def stays_text(tab: Tab, width: int) -> None:
-    """Assert that hostile text of the session's view has no effect, and that the view is as wide as the screen."""
+    """Assert that hostile text in the session's view has no effect, and that the view is not wider than the screen."""
     assert await tab.page.evaluate("window.hacked === undefined")
     assert await tab.page.locator("main script, main img").count() == 0
     assert await tab.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -256,11 +256,11 @@ async def test_the_tokens_of_a_session_are_read(tmp_path: Path) -> None:
         shown_tip = await tab.text(".tip")
         assert f"{tokens.output_ids[3]}" in shown_tip
         assert f"{round(tokens.logprobs[3], 3):g}" in shown_tip
-        # the title's tokens are dropped, as the service's samples have it
+        # the title's tokens are dropped, as in the service's samples
         assert await tab.page.locator("#turn-0 .t.dropped").count() > 0
         result = (await world.client.session(session)).result
         assert result is not None
-        for index in range(9):  # the browser draws what is near the screen
+        for index in range(9):  # the page draws only turns near the visible part
             await tab.page.locator(f"#turn-{index}").scroll_into_view_if_needed()
             await tab.page.locator(f"#turn-{index} .t").first.wait_for()
         assert await tab.page.locator(".turn .t.trained").count() == result.tokens.trained
@@ -289,7 +289,7 @@ async def test_two_sessions_of_a_group_are_compared(tmp_path: Path) -> None:
         assert "First I read the parser" in await left.locator("mark").inner_text()
         assert "I rename it" in await right.locator("mark").inner_text()
         await picture(tab, "compare")
-        # sessions that said the same
+        # a session, compared with itself
         await tab.open(f"compare/{session_of(world.hostile, 0)}/{session_of(world.hostile, 0)}")
         await shown(tab, "The conversations are the same")
         assert tab.faults == []
@@ -302,7 +302,7 @@ async def test_a_group_is_cancelled(tmp_path: Path) -> None:
         await tab.page.get_by_role("link", name=group.id).click()
         await asyncio.wait_for(world.engine.stalled.wait(), 30)
         await tab.page.get_by_role("button", name="cancel").click()
-        assert not (await world.client.group(group.id)).cancelled  # the page asks first
+        assert not (await world.client.group(group.id)).cancelled  # the page first shows a confirmation
         await tab.page.get_by_role("button", name="Yes, cancel").click()
         [done] = await world.client.wait([group.id])
         assert done.cancelled
@@ -523,7 +523,7 @@ async def test_images_are_shown_and_what_is_no_picture_is_not(tmp_path: Path) ->
 
 @pytest.mark.parametrize("dark", [False, True])
 async def test_the_last_hour_is_drawn_as_curves(tmp_path: Path, dark: bool) -> None:
-    """The service of a test is seconds old: the numbers of an hour are given to the page."""
+    """A test's service is only seconds old, so the page gets invented numbers for the last hour."""
     now = time.time()
     points = [
         {
@@ -572,7 +572,7 @@ async def test_100_000_sessions_stay_smooth(tmp_path: Path) -> None:
         group = world.parsers
     await asyncio.to_thread(multiply, tmp_path / "data", group, MANY // 6)
     async with running_service(tmp_path=tmp_path) as (_, url), browser_tab(url) as tab:
-        async with AsyncClient(url) as client:  # what the service keeps of the rows catches up with the copies
+        async with AsyncClient(url) as client:  # the service's cached figures catch up with the copied rows
             await client.reply_body("/v1/sessions")
         took: dict[str, float] = {}
         for name, place, ready in (
@@ -585,7 +585,7 @@ async def test_100_000_sessions_stay_smooth(tmp_path: Path) -> None:
             await tab.open(place)
             await tab.page.locator(ready).first.wait_for()
             took[name] = asyncio.get_running_loop().time() - began
-        # a hundred screens down, a screen at each frame, and every page of the list on the way
+        # scroll 150 screens down, one screen per frame, so that the list loads all pages in between
         stalls = await tab.page.evaluate(
             """async () => {
                 const list = document.querySelector('.listbody'), gaps = []
@@ -606,7 +606,7 @@ async def test_100_000_sessions_stay_smooth(tmp_path: Path) -> None:
         print(f"first views {took}, longest frames {stalls} ms, {rows} rows in the document, {whole!r}")
         assert rows < 100
         assert int(re.findall(r"(\d+)\+ sessions", whole.replace("k", "00").replace(".", ""))[0]) >= 1000
-        # The aim is 1 s for the first view; the limits are for a machine with other things to do.
+        # The target is 1 s for the first view. The limits are wider, for a machine with other load.
         assert max(took.values()) < 4, took
         assert stalls[0] < 500, stalls
         assert tab.faults == []
@@ -619,7 +619,7 @@ async def test_five_open_pages_do_not_slow_model_calls(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, replies=[say("yes")]) as (_, url), httpx.AsyncClient() as http:
 
         async def milliseconds() -> list[float]:
-            """The times of 200 calls of a session, in order of their length."""
+            """Make 200 calls of one session. Returns their durations in ms, sorted."""
             agent = Agent(http, await Owner(http, url).open())
             took = []
             for number in range(200):
@@ -629,7 +629,7 @@ async def test_five_open_pages_do_not_slow_model_calls(tmp_path: Path) -> None:
                 assert reply.status_code == 200
             return sorted(took)
 
-        await Owner(http, url).call("GET", "/sessions")  # see above
+        await Owner(http, url).call("GET", "/sessions")  # as in the previous test
         await milliseconds()  # the first calls are slower
         alone = await milliseconds()
         async with browser_tab(url) as tab:
@@ -642,7 +642,7 @@ async def test_five_open_pages_do_not_slow_model_calls(tmp_path: Path) -> None:
             watched = await milliseconds()
         medians = f"{alone[100]:.2f} ms alone, {watched[100]:.2f} ms with five pages"
         print(f"median {medians}; 95 %: {alone[190]:.2f}, {watched[190]:.2f}")
-        # The browser itself takes the processor from the service, on a machine with few cores.
+        # On a machine with few cores, the browser itself takes processor time from the service.
         assert watched[100] < 2 * alone[100] + 1
 
 

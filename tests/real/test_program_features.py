@@ -1,5 +1,5 @@
-"""The columns for images and sub-agents in the table of programs: what each preset declares is what a certificate
-finds, by the program's own tools."""
+"""The columns for images and sub-agents in the table of programs: a certificate finds what each preset declares, with
+the program's own tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PROGRAMS = [name for name in preset_names() if load_preset(name).install is not 
 
 @pytest.mark.parametrize("preset", PROGRAMS)
 async def test_a_certificate_finds_what_the_preset_declares(preset: str) -> None:
-    for row in (await certified(preset, (IMAGE, SUB_AGENT))).values():  # which compares the finding
+    # `certified` compares the result with the preset.
+    for row in (await certified(preset, (IMAGE, SUB_AGENT))).values():
         assert row.verdict != "does not hold", f"{row.row}: {row.reason}\n{row.log_tail}"
         if row.verdict == "holds":
             assert_exact(row)

@@ -1,4 +1,4 @@
-"""The common options with the real programs: what each one changes in a program's requests, or in its run."""
+"""The common options with real programs: each option changes the program's requests or its run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ REPLACED, APPENDED = "The zebra is the system prompt.", 'The yak\nis "added".'
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a program: words of its own system prompt, the tools that it is allowed, the tools that it keeps
-    nevertheless, and whether its run ends with an error at its own limit of turns."""
+    """Properties of a program: words of its own system prompt, the tools that the test allows, the tools that the
+    program keeps in addition, and whether its run ends with an error at its limit of turns."""
 
     own_prompt: str
     tools: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ NAMES = [pytest.param(name, marks=pytest.mark.nightly if name in SLOW else ()) f
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_each_option_changes_what_goes_over_the_wire(name: str) -> None:
-    """One run without options, one with all that can be seen together, and one for each of the others."""
+    """Compares three runs: without options, with all options that can be tested together, and with `system_prompt`."""
     program = PROGRAMS[name]
     has = load_preset(name).options
     plain = await ran_with(name, {})
@@ -109,7 +109,7 @@ async def test_allowed_tools_leave_the_tools_of_the_tasks_servers(name: str) -> 
     assert tools(ran.first) == {*program.tools, *program.kept, own}
 
 
-# OpenClaw asks for nothing, and only sends thinking back.
+# OpenClaw does not request thinking. With the option, it only sends thinking back.
 ASKING = [
     each for each in NAMES if "thinking" in load_preset(str(each.values[0])).options and "openclaw" not in each.values
 ]
@@ -117,7 +117,7 @@ ASKING = [
 
 @pytest.mark.parametrize("name", ASKING)
 async def test_thinking_that_is_switched_off_is_not_asked_for(name: str) -> None:
-    # In the dialect chat OpenCode asks for nothing, and only sends thinking back.
+    # In the dialect chat, OpenCode does not request thinking. With the option, it only sends thinking back.
     dialect = {"dialect": "gemini"} if name == "opencode" else {}
     on, off = [(await ran_with(name, {"thinking": value, **dialect})).first for value in (True, False)]
     assert asks_for_thinking(on)
@@ -137,7 +137,7 @@ def test_every_program_with_options_is_tried() -> None:
 
 
 def calls(wire: Wire) -> list[dict[str, Any]]:
-    """The requests of the program's own loop, which have the row's task and are no request for a title."""
+    """Return the requests of the program's main loop. Requests for a title have no tools and are left out."""
     return [body for body in wire.bodies if body.get("tools") or "MAXIMUM STEPS" in text_of(body)]
 
 
@@ -146,7 +146,8 @@ def text_of(body: dict[str, Any]) -> str:
 
 
 def pieces(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a JSON document that is no object or list, with the key of the innermost object."""
+    """Yield every value of a JSON document that is neither an object nor a list, with its key in the innermost
+    object."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from pieces(inner, name)
@@ -168,7 +169,7 @@ def tools(body: dict[str, Any]) -> set[str]:
 
 
 def asks_for_thinking(body: dict[str, Any]) -> bool:
-    """Whether the settings of a request mention thinking that is switched on."""
+    """Return whether the settings of a request switch thinking on."""
     settings = json.dumps({key: value for key, value in body.items() if key not in TEXTS})
     off = ('"enable_thinking": false', '"thinkingBudget": 0')
     return not any(each in settings for each in off) and ("thinking" in settings or "reasoning" in settings)

@@ -1,5 +1,5 @@
-"""A real Prometheus scrapes a real service at work: all queries of the dashboard return data, and the alerts fire for
-the faults that they are about, and only for these. `-s` prints the values."""
+"""A real Prometheus scrapes a real, working service: all queries of the dashboard return data, and each alert fires for
+its own fault only. The flag `-s` prints the values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ask(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", key, {"model": "m", "max_
 open("reward", "w").write("y" * random.randrange(2))
 PYTHON
 """
-"""An agent that calls in two dialects, and is right every other time."""
+"""An agent that makes calls in two dialects, and succeeds in half of its runs, at random."""
 
 
 def task(command: str, **fields: Any) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_the_rules_and_the_example_are_valid(tmp_path: Path) -> None:
 
 
 def rising(step: float) -> str:
-    """A counter that rises by this number a minute, for two hours."""
+    """Return the values of a counter that rises by `step` per minute, for two hours."""
     return f"0+{step:g}x120"
 
 
@@ -154,7 +154,7 @@ SOUND = [
     series("outrider_callbacks", constant(0), state="given_up"),
     series("outrider_callbacks", constant(20), state="pending"),
 ]
-"""The series of a service that does well, although it is not idle: no alert fires."""
+"""The time series of a healthy, busy service. No alert fires."""
 
 FAULTS: dict[str, list[tuple[str, str]]] = {
     "OutriderDown": [series("up", constant(0), job="outrider")],
@@ -186,14 +186,15 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "OutriderCallbacksGivenUp": [series("outrider_callbacks", constant(1), state="given_up")],
     "OutriderCallbacksWait": [series("outrider_callbacks", constant(200), state="pending")],
 }
-"""For each alert the series of the fault, in place of those of the sound service."""
+"""For each alert, the time series of its fault, which replace those of SOUND."""
 
 ALSO = {"OutriderNoEngine": {"OutriderEngineDown"}}
-"""Alerts that another alert's fault fires, too."""
+"""Further alerts that fire for an alert's fault."""
 
 
 def fired_by(fault: str | None, tmp_path: Path) -> set[str]:
-    """The alerts that fire after two hours. promtool evaluates the rules, and prints what it did not expect."""
+    """Return the alerts that fire after 110 minutes. promtool evaluates the rules. It expects no alert, and therefore
+    prints each one that fires."""
     found = dict(SOUND) | dict(FAULTS.get(fault or "", ()))
     given = [{"series": name, "values": values} for name, values in found.items()]
     expected = [{"eval_time": "110m", "alertname": name, "exp_alerts": []} for name in alerts()]
@@ -226,7 +227,7 @@ class Prometheus:
         self._http = http
 
     async def query(self, expr: str) -> list[tuple[dict[str, str], float]]:
-        """The labels and values that a query returns now. Fails for an invalid query."""
+        """Return the labels and values of a query's present result. Fails for an invalid query."""
         async with self._http.get(f"{self.url}/api/v1/query", params={"query": expr}) as reply:
             answer = await reply.json()
         assert answer["status"] == "success", (expr, answer)
@@ -235,16 +236,17 @@ class Prometheus:
         return [(each["metric"], float(each["value"][1])) for each in result]
 
     async def until(self, expr: str, seconds: float = 60.0) -> list[tuple[dict[str, str], float]]:
-        """What a query returns, as soon as that is something."""
+        """Poll a query until its result is not empty. Returns the result."""
         async with asyncio.timeout(seconds):
-            while not (found := await self.query(expr)):  # noqa: ASYNC110  # Prometheus announces nothing
+            while not (found := await self.query(expr)):  # noqa: ASYNC110  # Prometheus sends no notifications
                 await asyncio.sleep(0.3)
             return found
 
 
 @asynccontextmanager
 async def scraping(service: str, token: str, folder: Path) -> AsyncIterator[Prometheus]:
-    """A Prometheus with the example's settings, but for addresses and the interval."""
+    """Run Prometheus with the example's settings, except for the service's address, the token's path and the
+    intervals."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     await asyncio.to_thread(folder.mkdir)
@@ -285,7 +287,7 @@ async def scraping(service: str, token: str, folder: Path) -> AsyncIterator[Prom
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    """A service with nodes in processes of their own, and its URL."""
+    """Run a service with nodes in separate processes. Yields its URL and its process."""
     await asyncio.to_thread(folder.mkdir)
     replies = [say("hello there, this is a reply"), call("true"), say("done")]
     process = await program(
@@ -324,7 +326,7 @@ async def test_a_service_at_work_has_data_for_every_query(tmp_path: Path) -> Non
                 numbers = [value for _, value in found if not math.isnan(value)]
                 print(f"{query.panel}: {len(found)} series, {numbers[:4]}")
                 assert numbers, (query, found)
-            for query in queries:  # the variable for the service selects this service, and no other
+            for query in queries:  # the dashboard's variable for the service selects only this service
                 assert not await prometheus.query(query.at(instance="another")) or "vector(0)" in query.expr, query
             await _numbers_agree(prometheus, client)
             for name, rule in alerts().items():
@@ -369,7 +371,7 @@ async def _rules(prometheus: Prometheus) -> dict[str, Any]:
 
 
 async def _numbers_agree(prometheus: Prometheus, client: AsyncClient) -> None:
-    """The figures of all processes are in the one scrape, and are those of the service itself."""
+    """Check that one scrape has the figures of all processes, and that they equal the service's own figures."""
     status = await client.status()
     done = status.sessions["done"]
     await prometheus.until(f'outrider_sessions{{state="done"}} == {done}')

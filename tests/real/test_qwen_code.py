@@ -1,4 +1,4 @@
-"""Qwen Code in each of its dialects: the certification's rows, its sub-agent in the background among them."""
+"""The certification of Qwen Code in each of its dialects, including its sub-agent in the background."""
 
 from __future__ import annotations
 

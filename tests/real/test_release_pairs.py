@@ -1,4 +1,4 @@
-"""Three releases of real packages as tasks: the next release's sources are worth 1, and nothing is worth 0."""
+"""Three releases of real packages as tasks: the next release's sources earn 1, and an unchanged release earns 0."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ async def finished(client: AsyncClient, group: dict[str, Any]) -> GroupView:
 
 
 def assert_whole_record(group: GroupView) -> None:
-    """Nothing drifted, nothing is missing, and every row is token-exact."""
+    """Check that no token drifted or is missing, and that every row is token-exact."""
     assert group.samples
     for session in group.sessions:
         assert session.result is not None
@@ -127,7 +127,7 @@ async def test_a_real_agent_finishes_its_task_on_the_scripted_engine(
 async def test_a_real_agent_on_a_real_vllm_leaves_exact_logprobs(
     harness: str, vllm_url: VllmServer, tmp_path: Path
 ) -> None:
-    """The tiny policy cannot do the task; the record of its attempt must be right all the same."""
+    """The tiny policy cannot solve the task, but the record of its attempt is exact."""
     await asyncio.to_thread(install, harness)
     engine = EngineSpec(kind="vllm", url=vllm_url.url, model=vllm_url.model)
     limits = {"agent_seconds": 240, "turns": 3}

@@ -1,4 +1,4 @@
-"""The real routers of vLLM and SGLang, before scripted engines: the checks that the fake passes too."""
+"""The real routers of vLLM and SGLang, in front of scripted engines, pass the same checks as the fake router."""
 
 from __future__ import annotations
 
@@ -52,22 +52,24 @@ STICKY: dict[Kind, tuple[str, ...]] = {
     "vllm": ("sticky_least_loaded",),
     "sglang": ("manual", "--assignment-mode", "min_group"),
 }
-"""How each is told to keep a session on one worker by the header that names it, as docs/engines.md has it."""
+"""The policy with which each router keeps a session on one worker, by the header that names the session.
+docs/engines.md lists these policies."""
 
 APART: dict[Kind, str] = {"vllm": "--vllm-pd-disaggregation", "sglang": "--pd-disaggregation"}
 
 
 @pytest.fixture(scope="module")
 def router_python() -> Path:
-    """The Python of an environment with both routers, made now if need be; skips with the reason where it cannot be."""
+    """The Python of an environment with both routers, installed if they are missing. Skips if they cannot be
+    installed."""
     wanted = [f"{name}=={version}" for name, version in VERSIONS.items()]
-    # Neither is compiled here, where there is no wheel of it.
+    # Only wheels are installed. No router is compiled on this machine.
     wheels_only = [word for name in VERSIONS for word in ("--only-binary", name)]
     return Path(environment_with(ENVIRONMENT, wanted, *wheels_only))
 
 
 def real_router(python: Path, folder: Path, policy: Sequence[str] | None = None) -> Router:
-    """`folder` gets their logs. The policy is that of `STICKY` where none is given."""
+    """Return a function that runs a real router. The routers' logs are in `folder`. `policy` defaults to STICKY."""
 
     @asynccontextmanager
     async def router(kind: Kind, urls: Sequence[str], *, apart: bool) -> AsyncGenerator[RunningRouter, None]:
@@ -94,7 +96,7 @@ def real_router(python: Path, folder: Path, policy: Sequence[str] | None = None)
                             try:
                                 if len(await listed()) == count:
                                     return
-                            except aiohttp.ClientError:  # it does not listen yet
+                            except aiohttp.ClientError:  # the router does not listen yet
                                 pass
                             await asyncio.sleep(LOOK_SECONDS)
 
@@ -152,13 +154,13 @@ async def test_a_real_router_as_an_engine(
 async def test_cache_aware_follows_a_growing_prompt_of_ids(
     kind: Kind, router_python: Path, tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    """Also under another session's name: ids are compared, not headers. Without a match each call would go to the first
-    worker, for none has a load."""
+    """A growing prompt stays on its worker even under other sessions' names, because the router compares ids and not
+    headers. Without a match, each call would go to the first worker, because no worker has load."""
     worlds = worlds_of(kind, real_router(router_python, tmp_path, CACHE_AWARE), tokenizer_folder)
     prompts = {"a": "one two three four five " * 8, "b": "red green blue white black " * 8}
     async with worlds(replies=[{"reply": "Yes, that is so.", "stall": 1}]) as world, world.engine() as engine:
         begun = [engine.generate(world.request(name, prompt=prompt)) for name, prompt in prompts.items()]
-        for chunks in begun:  # both are in flight at once, so that the second goes to the idle worker
+        for chunks in begun:  # both calls are in flight, so that the second goes to the idle worker
             await anext(chunks)
         for worker in world.workers:
             worker.release()
@@ -182,7 +184,8 @@ async def test_what_a_real_router_would_drop_is_refused(router: Router, tokenize
 
 @pytest.mark.timeout(TEST_SECONDS)
 async def test_a_real_vllm_behind_its_real_router(vllm_url: VllmServer, router: Router) -> None:
-    """Exactly what the server says itself, and a pause of the policy that cuts a generation."""
+    """Through the router, the engine has the same health, ids and log-probabilities as without it, and a pause cuts a
+    generation."""
     greedy = request_for(NONSENSE, SamplingParams(max_tokens=60, temperature=0.0, min_tokens=60))
     async with router("vllm", [vllm_url.url], apart=False) as running, EnginePool() as pool:
         await pool.add(EngineSpec(kind="vllm", name="direct", url=vllm_url.url))

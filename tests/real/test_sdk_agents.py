@@ -1,4 +1,4 @@
-"""The examples of agents on SDKs, unchanged, each by the task of the page `sdk-agents.md`: exact, and every token
+"""The examples of SDK agents, unchanged and with the tasks of docs/sdk-agents.md, are token-exact, and every token
 trains."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def venv() -> Path:
 
 
 def checked(task: str, folder: Path, rows: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """The verdicts of these rows on the task."""
+    """Certify the task's agent with these rows. Returns their verdicts."""
     file = folder / "agent.toml"
     file.write_text(task)
     named = [word for row in rows for word in ("--row", row)]
@@ -82,7 +82,7 @@ def test_an_agent_in_python(
 
 @pytest.mark.parametrize("rows", [("three-turns",), pytest.param(ROWS, marks=pytest.mark.nightly)], ids=["one", "all"])
 def test_the_agent_in_javascript(rows: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Node.js is the one that is installed for presets."""
+    """The agent runs on the Node.js that is installed for presets."""
     install("kimi-code")
     found = installation(load_preset("kimi-code"))
     assert found is not None

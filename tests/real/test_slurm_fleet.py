@@ -1,5 +1,5 @@
-"""`outrider slurm` on a real Slurm: a service with a node on each of two machines, in a job that is queued again while
-its sessions run, and is cancelled while others do."""
+"""`outrider slurm` on a real Slurm cluster with two nodes: a job is queued again, is cancelled, and reaches its time
+limit, each time while sessions run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 GROUPS, EACH = 10, 10
 MARK = "4013"
-"""So many seconds an agent sleeps that is to be met by the job's end."""
+"""Seconds that an agent sleeps, longer than the test. The number also identifies the agent's processes."""
 FOR_EVER = "Wait for ever."
 REPLIES = [
     call("sleep 1; echo hi > out.txt"),
@@ -48,7 +48,7 @@ def slurm() -> Iterator[Slurm]:
 
 
 class Job(NamedTuple):
-    """A job that was submitted, and where it says how it is reached."""
+    """A submitted job, and the files in which it publishes its URL and its token."""
 
     number: str
     slurm: Slurm
@@ -57,12 +57,12 @@ class Job(NamedTuple):
     data: Path
 
     def client(self, *, not_at: str = "") -> AsyncClient:
-        """A client of its service, once there is one, at another address than `not_at`."""
+        """Wait until the job's service has an address other than `not_at`. Returns a client of the service."""
         until(lambda: self.url.exists() and self.url.read_text() != not_at, self.log)
         return AsyncClient(self.url.read_text().strip(), token=self.token.read_text().strip())
 
     def log(self) -> str:
-        """The end of all that it has written, for whoever wants to know why it failed."""
+        """Return the end of the job's logs and the state of the cluster, for error messages."""
         tails = [f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.url.parent.glob("*.log"))]
         queue = self.slurm.run("squeue", "--format=%i %T %r %S")
         return "\n".join([queue, self.slurm.run("sinfo"), *tails])
@@ -77,14 +77,14 @@ def until(holds: Callable[[], bool], log: Callable[[], str], *, seconds: float =
 
 
 def environment(slurm: Slurm) -> dict[str, str]:
-    """Programs keep what is theirs below the folder of this cluster."""
+    """Return the environment for programs, in which temporary files are below the cluster's folder."""
     temporary = slurm.folder / "tmp"
     temporary.mkdir(exist_ok=True)
     return {**os.environ, **slurm.environment, "TMPDIR": str(temporary)}
 
 
 def command(slurm: Slurm, folder: Path, *options: str) -> Any:
-    """What `outrider slurm` has done, from a folder whose name bash and Slurm could stumble over."""
+    """Run `outrider slurm` in the new folder `folder`. Returns its JSON output."""
     folder.mkdir()
     (folder / "script.json").write_text(json.dumps({"replies": REPLIES}))
     write_tokenizer(folder / "tokenizer")
@@ -116,7 +116,7 @@ def job_of(slurm: Slurm, folder: Path, told: Any) -> Job:
 
 
 def unfinished(data: Path) -> str:
-    """What a job is told when its time is over."""
+    """Return the number of unfinished sessions, as a job reads it at its time limit."""
     words = [sys.executable, "-m", "outrider.cli.slurm_unfinished", "--data", str(data)]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
@@ -138,12 +138,12 @@ async def sessions(client: AsyncClient, groups: list[str]) -> list[SessionView]:
 
 
 def processes(text: str) -> list[str]:
-    """The command lines on this machine, of all its namespaces, that contain this."""
+    """Return the command lines on this machine, in all namespaces, that contain `text`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         if text in line:
             found.append(line)
@@ -151,7 +151,7 @@ def processes(text: str) -> list[str]:
 
 
 async def test_sessions_over_two_nodes_survive_a_requeue(slurm: Slurm, tmp_path: Path) -> None:
-    folder = tmp_path / 'it\'s "a" $(folder) 100%j'
+    folder = tmp_path / 'it\'s "a" $(folder) 100%j'  # with characters that are special in bash or in Slurm
     job = job_of(slurm, folder, command(slurm, folder))
     async with job.client() as client:
         groups = [(await client.submit(group("Write hi.", EACH))).id for _ in range(GROUPS)]
@@ -175,7 +175,7 @@ async def test_sessions_over_two_nodes_survive_a_requeue(slurm: Slurm, tmp_path:
         assert endings == {(SessionState.DONE, StopReason.COMPLETED): GROUPS * EACH}, job.log()
         assert {session.result.verdict.reward for session in ended.values()} == {1.0}
         assert {session.node for session in ended.values()} == set(NODES)
-        # Nothing ran again that had ended, and something had not.
+        # No finished session ran again, and at least one unfinished session did.
         kept = {id: (session.attempt, session.result.verdict) for id, session in before.items()}
         assert kept.items() <= {id: (session.attempt, session.result.verdict) for id, session in ended.items()}.items()
         assert any(session.attempt > 1 for session in ended.values())
@@ -189,7 +189,7 @@ async def test_sessions_over_two_nodes_survive_a_requeue(slurm: Slurm, tmp_path:
     assert processes(str(job.data)) == []
     assert list((slurm.folder / "tmp").iterdir()) == []
     assert not job.url.exists()
-    assert unfinished(job.data) == "4\n"  # which the next job on this folder would run
+    assert unfinished(job.data) == "4\n"  # the next job on this folder would run these sessions
 
 
 async def test_the_time_limit_brings_a_job_back_while_sessions_are_left(slurm: Slurm, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ async def test_the_time_limit_brings_a_job_back_while_sessions_are_left(slurm: S
         waiting = (await client.submit(group(FOR_EVER, 4))).id
         until(lambda: len(processes(f"sleep {MARK}")) >= 4, job.log)
         first = job.url.read_text()
-        slurm.run("scancel", "--batch", "--signal=USR1", job.number)  # as Slurm does before the time limit
+        slurm.run("scancel", "--batch", "--signal=USR1", job.number)  # Slurm sends this signal before the time limit
     async with job.client(not_at=first) as client:
         assert "sessions that are left: 4" in job.log()
         until(lambda: len(processes(f"sleep {MARK}")) >= 4, job.log)

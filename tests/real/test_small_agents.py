@@ -1,4 +1,4 @@
-"""The two small agents, mini-swe-agent and Pi: the certification's rows. Neither has sub-agents."""
+"""The certification of the two small agents, mini-swe-agent and Pi, which have no sub-agents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ async def test_pi_is_certified() -> None:
 
 
 async def test_mini_swe_agent_is_certified() -> None:
-    """A reply whose call it cannot use is not kept: it asks again, and both of that are rows of their own."""
+    """mini-swe-agent drops a reply with a malformed call, and requests another one. The dropped reply and the repeated
+    request become separate training rows."""
     for name, row in (await certified("mini-swe-agent", ECHOES)).items():
         assert not row.streamed
         if name == "malformed-call":

@@ -1,4 +1,4 @@
-"""A task of several steps with real agent programs: each step is a run of the program from its beginning."""
+"""A task of several steps with real agent programs: each step starts the program anew."""
 
 from __future__ import annotations
 

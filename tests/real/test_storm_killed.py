@@ -1,6 +1,7 @@
-"""A storm on real sandboxes, whose node is killed again and again: no session is lost, and nothing of it is left.
+"""A storm of sessions in real sandboxes, whose node is killed repeatedly: no session is lost, and no traces are left.
 
-STORM_SESSIONS in the environment: how many sessions, if not all 5,000. The shares of the fates stay the same.
+The environment variable STORM_SESSIONS sets the number of sessions (default: 5,000). The shares of the fates stay the
+same.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ TESTS = Path(__file__).parent.parent
 SESSIONS = int(os.environ.get("STORM_SESSIONS", "5000"))
 KILLS = 20
 WAVE = 8
-"""Groups that are submitted at once, as soon as no more than so many are not done."""
+"""Number of groups that are submitted together. They are submitted when at most this many groups are unfinished."""
 CANCELLED = 0.2
 END_SECONDS = 60.0
-"""What a dead node had dies with it, but not in its last moment."""
+"""Maximum seconds until the processes of a killed node have ended. They do not end at once."""
 
 T = TypeVar("T")
 
 
 class Nodes:
-    """One node after another on the same data: `start`, `kill`, start the next, and `ask` the one that is there."""
+    """Nodes that run on the same data, one after the other. `start` starts the next node, `kill` kills the running
+    node, and `ask` makes a call to the running node."""
 
     def __init__(self, folder: Path, tasks: asyncio.TaskGroup, held: AsyncExitStack) -> None:
         self.folder = folder
@@ -76,14 +78,14 @@ class Nodes:
         self._tasks.create_task(self._ready(self._process))
 
     async def _ready(self, process: asyncio.subprocess.Process) -> None:
-        """Unless it is killed before it is."""
+        """Connect a client when the node is ready, unless the node is killed first."""
         kills = self.kills
         assert process.stdout is not None
         said = re.search(r"ready at (\S+)", (await process.stdout.readline()).decode())
         if self.kills == kills:
             assert said, self.log.read_text()[-4000:]
-            # The next node has another address, and by default a call would be repeated here for minutes. Without any
-            # patience, a call fails on a kept connection that the node has just closed.
+            # The next node has another address, but with the default patience, a call would be repeated at this address
+            # for minutes. Without any patience, a call fails on a kept connection that the node has just closed.
             self._client = await self._held.enter_async_context(AsyncClient(said[1], patience=5))
             self._up.set()
 
@@ -94,7 +96,7 @@ class Nodes:
         await self._process.wait()
 
     async def ask(self, call: Callable[[AsyncClient], Awaitable[T]]) -> T:
-        """The answer of the first node that is not killed before it gives one."""
+        """Make a call, and repeat it at the next node if the node is killed before it replies. Returns the reply."""
         while True:
             while not self._up.is_set():  # a node may be killed between its event and the end of this wait
                 await self._up.wait()
@@ -107,7 +109,7 @@ class Nodes:
 
 
 class Progress:
-    """How many groups are done."""
+    """The number of finished groups."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -124,7 +126,8 @@ class Progress:
 
 
 class Storm:
-    """What a client sees of its groups while their nodes are killed."""
+    """Submits, cancels and follows groups while the nodes are killed. `accepted` are the ids of the submitted groups,
+    and `told` the finished groups in the order of the results."""
 
     def __init__(self, nodes: Nodes, groups: Sequence[GroupSpec], rng: random.Random) -> None:
         self.groups = groups
@@ -141,7 +144,8 @@ class Storm:
             tasks.create_task(self._kill())
 
     async def _submit(self, tasks: asyncio.TaskGroup) -> None:
-        """In waves. Whoever does not know whether a group was accepted submits it again, by its key."""
+        """Submit the groups in waves. If a node is killed before it replies, the group is submitted again with its
+        key."""
         for number, group in enumerate(self.groups):
             if number % WAVE == 0:
                 await self._progress.until(number - WAVE)
@@ -164,7 +168,7 @@ class Storm:
             await self._progress.add(len(page.groups))
 
     async def _kill(self) -> None:
-        """At random moments of the run, some of them while a node starts; one kill is left for the end."""
+        """Kill the node at random moments, sometimes while it starts. One kill is left for the end of the test."""
         for moment in sorted(self._rng.uniform(0, len(self.groups)) for _ in range(KILLS - 1)):
             await self._progress.until(moment)
             await asyncio.sleep(self._rng.uniform(0, 2))
@@ -174,7 +178,7 @@ class Storm:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files, empty: a short path, for a Unix socket's is at most 107 bytes long."""
+    """An empty folder for temporary files. Its path is short, because a Unix socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="or-") as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
@@ -182,17 +186,17 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def adopting() -> Iterator[None]:
-    """Whose parents were killed become children of this process: so it knows all that is left of a node."""
+    """Makes this process adopt processes whose parents were killed, so that it can reap what is left of a node."""
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     yield
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 0)
 
 
 def reap() -> None:
-    """The adopted. Not to be called while there are children that others wait for."""
+    """Reap adopted processes that have ended. Do not call this while other code waits for child processes."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
-            """There may be more."""
+            """There may be more to reap."""
 
 
 async def dead(before: Traces, look: Callable[[], Traces]) -> None:

@@ -1,6 +1,7 @@
-"""A task of SWE-bench's kind from end to end: a real program applies a patch with its own tool, and hidden tests judge.
+"""A task like SWE-bench's from end to end: a real program applies a patch with its own tool, and hidden tests grade it.
 
-The repository is an old release of tomlkit, the right patch what the next release changed (`tasks/release_pairs.py`).
+The repository is an old release of tomlkit, and the right patch has the changes of the next release
+(`tasks/release_pairs.py`).
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ WRONG = {
     "it mends nothing": ("return Float._new(self, result)", "return result", [HIDDEN], [0, 1, 57, 57]),
     "it breaks others": ('"""The wrapped dict value"""', "raise TypeError", BROKEN, [1, 1, 55, 57]),
 }
-"""What is replaced in the right patch, the tests that do not pass then, and the counts of the verdict."""
+"""Wrong patches. Each has the text that is replaced in the right patch, the new text, the tests that do not pass, and
+the counts of the verdict."""
 COUNTS = ("fail_to_pass", "fail_to_pass_total", "pass_to_pass", "pass_to_pass_total")
 
 
 def by_bash(patch: str) -> list[str]:
-    """The replies of a model that applies a patch with mini-swe-agent's only tool."""
+    """Return the replies of a model that applies a patch with mini-swe-agent's only tool."""
     return [
         "I mend it. " + call("bash", command=f"git apply <<'EOF_PATCH'\n{patch}EOF_PATCH") + END,
         call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT") + END,
@@ -41,7 +43,8 @@ def by_bash(patch: str) -> list[str]:
 
 
 def by_edit(patch: str, **arguments: bool) -> list[str]:
-    """The replies of a model that applies it with Claude Code's editor, which edits only files that were read."""
+    """Return the replies of a model that applies a patch with Claude Code's editor, which edits only files that the
+    model has read."""
     from unidiff import PatchSet  # type: ignore[attr-defined]  # swebench needs it, too
 
     files = [(f"/work/{one.path}", one) for one in PatchSet(patch)]
@@ -75,7 +78,8 @@ def example() -> Example:
 async def rolled_out(
     preset: str, replies: list[str], example: Example, folder: Path, policy: Path, *, reward: float
 ) -> Rollout:
-    """A session of the task, each of whose sampled tokens is trained once, and no other."""
+    """Run one session of the task. Checks that each sampled token is trained once, and that no other token is
+    trained."""
     await asyncio.to_thread(install, preset)
     runtime = {"kind": "namespace", **example.task["runtime"]}
     mounted = [Path(mount["source"]) for mount in runtime["mounts"]]
@@ -116,7 +120,7 @@ async def test_a_wrong_patch_is_worth_nothing(
 async def test_edits_that_claude_code_completes_are_forks_of_which_no_token_is_lost(
     example: Example, policy_folder: Path, tmp_path: Path
 ) -> None:
-    """It adds the `replace_all` that the model left out, and sends the call back with it."""
+    """Claude Code adds the argument `replace_all` that the model left out, and sends the changed call back."""
     replies = by_edit(example.row["patch"])
     rollout = await rolled_out("claude-code", replies, example, tmp_path, policy_folder, reward=1.0)
     assert [turn.cause for turn in rollout.turns] == [None, None, *["history_rewritten"] * (len(replies) - 2)]

@@ -32,8 +32,11 @@ PDF = b"%PDF-1.4\n1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj 2 0 obj<</Type/Page
 
 
 class Viewer(NamedTuple):
-    """A program, its tool for commands and the argument of the command, and its tool for files and the argument of the
-    path. `notes` are what the turns note, and `said` is in what the model reads in place of the image."""
+    """A program, its tool for commands with the command's argument, and its tool for files with the path's argument.
+
+    `folder` and `files`: the files to look at. `notes`: the counts of ignored parts in tool results. `said`: a part of
+    the text that the model gets in place of the image.
+    """
 
     preset: str
     shell: tuple[str, str]
@@ -52,7 +55,7 @@ VIEWERS = (
     Viewer("codex", ("exec_command", "cmd"), ("view_image", "path"), "", {"a.png": PNG}, IMAGE),
     Viewer("gemini-cli", ("run_shell_command", "command"), ("read_file", "file_path"), "", BOTH,
            {**IMAGE, "results.application/pdf": 1}),
-    # The presets of these two declare no images, so the programs leave files out, and say so to the model.
+    # The presets of these two declare no images, so the programs leave files out and give the model a notice.
     Viewer("opencode", ("bash", "command"), ("read", "filePath"), "/tmp/", BOTH, {},
            "this model does not support image input"),
     Viewer("pi", ("bash", "command"), ("read", "path"), "", {"a.png": PNG}, {},
@@ -62,7 +65,7 @@ VIEWERS = (
 
 @pytest.mark.parametrize("viewer", VIEWERS, ids=lambda viewer: viewer.preset)
 async def test_a_look_at_a_file_does_not_end_a_program(viewer: Viewer, policy_folder: Path, tmp_path: Path) -> None:
-    """The model reads a text in the file's place, and the program goes on with one conversation."""
+    """The model gets a text in place of the file, and the program continues the same conversation."""
     install(viewer.preset)
     writes = [
         f"echo {base64.b64encode(data).decode()} | base64 -d > {viewer.folder}{name}"
@@ -71,7 +74,7 @@ async def test_a_look_at_a_file_does_not_end_a_program(viewer: Viewer, policy_fo
     shell, command = viewer.shell
     view, path = viewer.view
     replies: list[str | dict[str, Any]] = [
-        {"when": "Generate a title for this conversation", "reply": "A file" + END},  # OpenCode asks
+        {"when": "Generate a title for this conversation", "reply": "A file" + END},  # OpenCode requests a title
         call(shell, **{command: " && ".join(writes)}) + END,
         *(call(view, **{path: f"{viewer.folder}{name}"}) + END for name in viewer.files),
         call(shell, **{command: "echo hello > out.txt"}) + END,

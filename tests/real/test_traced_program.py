@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.real, pytest.mark.usefixtures("installed")]
 
 PRESET = "claude-code"
 PAUSE = "sleep 1.25"
-"""A part of each command of the model that lasts long enough to be seen: processes are looked for every two seconds or
-more often."""
+"""Part of the model's commands, so that their processes last long enough to be recorded: after a change, the sandbox is
+scanned for processes at growing intervals of at most two seconds."""
 REPLIES = [
     "I delegate." + agent(subagent_type="general-purpose", run_in_background=False) + END,
     shell(f"echo hello > out.txt && {PAUSE}") + END,
@@ -38,7 +38,7 @@ async def test_a_programs_session_is_a_complete_trace(policy_folder: Path, tmp_p
         async with a_world(tmp_path, policy_folder, REPLIES, traces_to=url) as world:
             rollout = await world.run(PRESET, harness=harness)
             spans = await collector.trace()
-            timeline = await world.client.timeline(rollout.session.id)  # whose last entries are stored by now
+            timeline = await world.client.timeline(rollout.session.id)  # its last entries are stored by now
     root = connected(spans)
     assert root.name == f"invoke_agent {PRESET}"
     assert attribute(root, "gen_ai.conversation.id") == rollout.session.id

@@ -96,7 +96,7 @@ def tool(name: str, **arguments: Any) -> str:
 
 
 class TreeModel(ScriptedEngine):
-    """A model that sees text only: its replies are made of the results that the prompt has."""
+    """A model without image input. `reply` makes each reply from the tool results in the prompt."""
 
     def __init__(self, folder: Path, reply: Callable[[list[str]], str]) -> None:
         self.tokenizer = str(write_tokenizer(folder / "tokenizer"))
@@ -116,7 +116,8 @@ class TreeModel(ScriptedEngine):
 
 
 def acting(plan: Callable[[list[Element]], list[str]]) -> Callable[[list[str]], str]:
-    """The replies of a model that reads the tree, carries out a plan that it makes of the tree, and looks again."""
+    """Return the reply function of a model that reads the tree, carries out the actions that `plan` returns for the
+    tree, and reads the tree again."""
 
     def reply(results: list[str]) -> str:
         planned = plan(elements(results[0])) if results else []
@@ -151,7 +152,7 @@ def logs_in(page: list[Element]) -> list[str]:
 
 
 async def run(folder: Path, model: TreeModel, task: dict[str, Any]) -> SessionResult:
-    """The result of the task's one session. Its only row has the ids that the model sampled, and no image."""
+    """Run one session of the task, and return its result. Checks that its only row is token-exact and has no images."""
     async with running_service(tmp_path=folder, engine=model) as (_, url), AsyncClient(url) as client:
         [done] = await client.wait([(await client.submit({"task": {**task, "max_attempts": 1}})).id])
         result = done.sessions[0].result
@@ -247,7 +248,8 @@ async def test_a_window_of_gtk_is_used_by_its_tree(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 async def test_a_page_of_100000_elements_is_cut(tmp_path: Path) -> None:
-    """The browser makes the page's tree after a while. Until then the model soon gets a tree without the page."""
+    """The browser takes a while to make the page's tree. Until then, the model quickly gets a tree without the page,
+    and requests the tree again."""
     took: list[float] = []
     asked: list[float] = []
 

@@ -1,5 +1,5 @@
-"""Programs of the registries that no preset names: a draft of `outrider harness record` as it was written, and the
-example without tools of the page `bring-your-own-agent.md`. Each earns its reward in a group of four, token-exact."""
+"""Programs from registries, without presets: one with a task that `outrider harness record` drafted, and one with the
+example without tools in docs/bring-your-own-agent.md. Each solves its task in a group of four, token-exact."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PAGE = page("docs/bring-your-own-agent.md")
 
 
 def install(packages: Sequence[str], folder: Path, *commands: Sequence[str | Path]) -> Path:
-    """Install packages into a folder of $OUTRIDER_HOME; skip with the reason if their registry is not reachable."""
+    """Install packages into a folder of $OUTRIDER_HOME. Skips if their registry is not reachable."""
 
     def build() -> None:
         for command in commands:
@@ -101,7 +101,8 @@ def assert_solved(group: GroupView, turns: int) -> None:
 def test_a_program_of_npm_is_recorded_and_its_draft_solves_a_task(
     tmp_path: Path, policy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Continue CLI. Only the check is written into the draft, as the draft asks for."""
+    """The program is the Continue CLI. The test completes the draft with the evaluator's command, the kind of sandbox
+    and the file to mend."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None or not Path(node).resolve().is_relative_to("/usr"):
         pytest.skip("there is no Node.js with npm in /usr")
@@ -126,7 +127,7 @@ def test_a_program_of_npm_is_recorded_and_its_draft_solves_a_task(
 
 @pytest.mark.nightly
 def test_the_example_without_tools_solves_its_task(tmp_path: Path, policy_folder: Path) -> None:
-    """aider: with git, which it sets up itself, and a call for the message of each commit."""
+    """aider sets up git itself, and makes a model call for the message of each commit."""
     uv = [sys.executable, "-m", "uv"]
     made = folder_of("aider") / "venv"
     made.mkdir(exist_ok=True)

@@ -30,15 +30,15 @@ pytestmark = pytest.mark.real
 
 PROMPT = '<|im_start|>user\nWhere is "maple"?<|im_end|>\n<|im_start|>assistant\n'
 NONSENSE = [5, 6, 7]
-# Long enough that a client on a busy machine acts before they are over: most of the context, and about two seconds.
+# Long enough that a client on a busy machine acts before the generation ends, which takes about two seconds.
 LONG = SamplingParams(max_tokens=4000, min_tokens=4000)
-HOTTEST = 2.0  # vLLM takes none above
+HOTTEST = 2.0  # vLLM's maximum
 
 
 @pytest_asyncio.fixture
 async def closed(vllm_url: VllmServer) -> AsyncIterator[VllmServer]:
-    """The server as one that was started without `--enable-scale-out` shows itself: with a closed token route. The tap
-    serves in the test's own event loop."""
+    """The server behind a tap that closes the token route, as on a server without `--enable-scale-out`. The tap runs in
+    the test's own event loop."""
     async with tapped(vllm_url.url, token_route=False) as tap:
         yield replace(vllm_url, url=tap.url, token_route=False)
 
@@ -65,7 +65,7 @@ def tokenizer(policy_folder: Path) -> Tokenizer:
 
 
 async def sampled(engine: VLLMEngine, ids: list[int], sampling: SamplingParams) -> Chunk:
-    """The whole generation as one chunk; checks what is promised of every stream."""
+    """Return the whole generation as one chunk. Checks the invariants of every stream."""
     async with aclosing(engine.generate(request_for(ids, sampling))) as stream:
         chunks = [chunk async for chunk in stream]
     assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -121,7 +121,7 @@ async def test_token_route_is_open_when_asked_for(vllm_url: VllmServer) -> None:
     assert await status_of_token_route(vllm_url) == 200
 
 
-@pytest.mark.nightly  # a server of its own takes a minute to start, and its version is pinned
+@pytest.mark.nightly  # a separate server takes a minute to start, and its version is pinned
 async def test_token_route_is_closed_unless_asked_for(vllm_prefix: Path, roomy_policy: Path) -> None:
     async with vllm_server(vllm_prefix, roomy_policy, token_route=False) as server:
         assert await status_of_token_route(server) == CLOSED
@@ -186,8 +186,8 @@ async def test_closing_the_stream_aborts_upstream(engine: VLLMEngine, server: Vl
         async with aclosing(engine.generate(request_for(NONSENSE, LONG))) as stream:
             await promptly(anext(stream))
             during = connections_to(server)
-        async with asyncio.timeout(5):  # we hang up, whenever vLLM reads this
-            while during <= connections_to(server):  # noqa: ASYNC110  # only the kernel has it
+        async with asyncio.timeout(5):  # our side closes the connection, independently of vLLM
+            while during <= connections_to(server):  # noqa: ASYNC110  # only the kernel has the state
                 await asyncio.sleep(0.01)
         while await promptly(metric(server, "vllm:num_requests_running")) > 0:  # noqa: ASYNC110  # another process
             await asyncio.sleep(0.1)
@@ -198,7 +198,7 @@ async def test_closing_the_stream_aborts_upstream(engine: VLLMEngine, server: Vl
 
 
 def connections_to(server: VllmServer) -> set[str]:
-    """The inodes of this process's open connections to the server."""
+    """Return the inodes of this process's open connections to the server."""
     own = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -222,7 +222,7 @@ async def test_a_prompt_that_leaves_no_room_overflows(engine: VLLMEngine, length
 
 
 async def test_output_is_cut_at_the_context_length(engine: VLLMEngine) -> None:
-    # Without a seed: vLLM 0.32 on CPU dies of one when a prompt is prefilled in several chunks.
+    # Without a seed: vLLM 0.32 on CPU crashes when it prefills the prompt of a seeded request in several chunks.
     way = SamplingParams(max_tokens=64, temperature=0.0)
     output = await sampled(engine, [5] * (CONTEXT_TOKENS - 4), way)
     assert (len(output.ids), output.finish) == (4, FinishReason.LENGTH)
@@ -244,7 +244,7 @@ async def test_token_check_is_the_servers_tokenizer(engine: VLLMEngine, tokenize
 
 
 async def test_tokens_keep_the_version_that_sampled_them(engine: VLLMEngine, server: VllmServer) -> None:
-    """The completions route of this vLLM has no spans: its tokens keep the version they began with."""
+    """The completions route of this vLLM reports no spans, so all tokens get the version at the start of the call."""
 
     async def check() -> None:
         try:

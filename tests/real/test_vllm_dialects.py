@@ -1,7 +1,9 @@
-"""A session in each dialect on a real vLLM, with every way in which a call can join its session: the record is exact.
+"""The record of a session on a real vLLM is exact, in each dialect and for every way in which a call can join a
+session.
 
-Prompts are laid out once as Qwen3's, and the tiny policy, sampled hot, says odd things at length; and once by its own
-template, where it calls its tool and reasons now and then, and is asked again until it does.
+Prompts are rendered in two ways. With the renderer `qwen3`, the tiny policy is sampled at a high temperature, and its
+replies are nonsense. With the policy's own template, it calls its tool and reasons now and then, and each request is
+repeated until it does.
 """
 
 from __future__ import annotations
@@ -34,17 +36,18 @@ TOLERANCE = 1e-4
 TEMPLATE = "template:qwen3"
 LEFT_ZONE = "jade"
 INVALID_JSON = "INVALID_JSON"
-"""The key under which dialects whose arguments are objects tell of arguments that are none."""
+"""The key for arguments that are not an object, in dialects whose arguments are objects."""
 
 
 WAYS = {"qwen3": Way(max_tokens=24, temperature=2.0), TEMPLATE: Way(max_tokens=48, temperature=1.0)}
-"""How the policy is sampled, by the renderer of its prompts."""
+"""Sampling parameters, by the renderer of the prompts."""
 TRIES = 80
-"""How often it is asked for a reply of some kind; by its own template, each kind comes in one of seven or better."""
+"""Maximum number of requests for a reply of one kind. With the policy's own template, at least one of seven replies is
+of the kind."""
 
 
 class Join(msgspec.Struct, frozen=True):
-    """How a call joined."""
+    """How a call joined the session's tree."""
 
     kind: JoinKind
     cause: ForkCause | None = None
@@ -55,13 +58,13 @@ SIBLING = Join(JoinKind.FORK, ForkCause.SIBLING)
 REWRITTEN = Join(JoinKind.FORK, ForkCause.HISTORY_REWRITTEN)
 REFUSED = Join(JoinKind.FORK, ForkCause.BRIDGE_REFUSED)
 EITHER = {APPEND, SIBLING}
-"""Of two calls made at once, one appends and the other is its sibling."""
+"""Of two concurrent calls, one appends and the other is its sibling."""
 
 Kind = Callable[[Message], bool]
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A call that was made: what it was told, and how it should have joined, on from which reply."""
+    """A call that was made: its answer, the allowed ways of joining, and the answer that it must continue."""
 
     answer: Answer
     joins: set[Join]
@@ -69,8 +72,8 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Agent:
-    """Makes the calls of one session in its dialect, and keeps them in `calls`; from number `at_once` on, two were
-    made at the same time."""
+    """Makes the calls of one session in one dialect, and records them in `calls`. The two calls from index `at_once` on
+    were concurrent."""
 
     def __init__(self, client: DialectClient, renderer: str, http: aiohttp.ClientSession, base_url: str) -> None:
         self._client = client
@@ -94,7 +97,7 @@ class Agent:
             await self._go_on_from_open_reasoning(opening)
 
     async def _fork(self, opening: list[Item], first: Answer) -> list[Item]:
-        """Two answers to one reply, asked for at once; the history of the left one."""
+        """Continue one reply with two concurrent calls. Returns the history of the left call."""
         left, right = (self._after(opening, first, f"zone: {zone}") for zone in (LEFT_ZONE, "onyx"))
         self.at_once = len(self.calls)
         async with asyncio.TaskGroup() as tasks:
@@ -104,8 +107,9 @@ class Agent:
         return left
 
     async def _rewrite(self, opening: list[Item], first: Answer, second: Answer) -> None:
-        """Histories changed at their end and at their beginning, gone on with and asked for twice."""
-        # By a template of the policy's own, a history with other replies in it is rendered anew.
+        """Send a history that was changed at its end and one that was changed at its beginning, continue both, and send
+        one request twice."""
+        # With the policy's own template, a history that contains other replies is rendered anew.
         kept = None if self._by_template else first
         changed = self._after(self._after(opening, first, "zone: ruby"), second, "In which zone is maple?")
         another = await self._wanted(changed, is_closed, REWRITTEN, kept)
@@ -118,16 +122,18 @@ class Agent:
         await self._ask(newest, RETRY, other, stream=True)
 
     async def _go_on_from_open_reasoning(self, opening: list[Item]) -> None:
-        """Of a turn that ended amid its reasoning nobody can prove what shows it: its history is rendered anew."""
+        """Continue a reply that ended in the middle of its reasoning. The renderer cannot prove that the new messages
+        only add ids after such a reply, so the history is rendered anew."""
         amid = await self._wanted(opening, lambda reply: not is_closed(reply), RETRY, None)
         await self._ask(self._after(opening, amid, "zone: opal"), REFUSED, None, stream=True)
 
     def _if_able(self, kind: Kind) -> Kind:
-        """The kind, where the policy is asked in the words it knows; otherwise any that can be gone on from."""
+        """Return `kind` if prompts are rendered by the policy's own template. Otherwise, the policy rarely gives such
+        replies, so return the kind of all replies that can be continued."""
         return kind if self._by_template else is_closed
 
     async def _wanted(self, history: Sequence[Item], kind: Kind, join: Join, onto: Answer | None) -> Answer:
-        """The first reply of the kind; every other one is streamed."""
+        """Repeat a request until the reply is of this kind, and return the answer. Every second request is streamed."""
         for asked in range(TRIES):
             answer = await self._ask(history, RETRY if asked else join, onto, stream=bool(asked % 2))
             if kind(answer.reply):
@@ -150,8 +156,8 @@ class Agent:
         return client.gather(events_of(data)) if stream else client.read(json.loads(data))
 
     def _after(self, history: Sequence[Item], answer: Answer, text: str) -> list[Item]:
-        """The history with the answer and what follows it: `text` is the result of each call that the answer makes,
-        and what the user says where it makes none."""
+        """Return the history, the answer and the message after it. `text` is the result of each of the answer's tool
+        calls, or the user's next message if there are none."""
         calls = answer.reply.tool_calls
         return [*history, *answer.echo, *(self._client.results(calls, text) if calls else [self._client.user(text)])]
 
@@ -161,12 +167,12 @@ def calls_a_tool(reply: Message) -> bool:
 
 
 def reasons(reply: Message) -> bool:
-    """It reasons, and then says something."""
+    """Return True if the reply has reasoning and then content."""
     return bool(reply.reasoning and reply.content)
 
 
 def is_closed(reply: Message) -> bool:
-    """It does not end amid its reasoning."""
+    """Return True if the reply does not end in the middle of its reasoning."""
     return bool(reply.content or reply.tool_calls)
 
 
@@ -200,7 +206,7 @@ async def test_the_record_of_a_dialect_is_exact_across_forks(
 
 
 def assert_joined(agent: Agent, turns: Sequence[Turn]) -> None:
-    """Each call joined as it should, and the wire said what is recorded, streamed or not."""
+    """Check that each call joined as expected, and that its client received the recorded reply, streamed or not."""
     pair = slice(agent.at_once, agent.at_once + 2)
     ordered = list(turns)
     ordered[pair] = sorted(turns[pair], key=lambda turn: LEFT_ZONE not in turn.messages[-1].content)
@@ -214,12 +220,12 @@ def assert_joined(agent: Agent, turns: Sequence[Turn]) -> None:
 
 
 def as_told(reply: Message) -> tuple[Any, ...]:
-    """A reply in terms that every dialect has: reasoning where it was told, arguments as an object."""
+    """Return a reply in a form that is equal in all dialects: with its reasoning, and with arguments as objects."""
     return (*as_sent_back(reply), reply.reasoning)
 
 
 def as_sent_back(reply: Message) -> tuple[Any, ...]:
-    """What tells a reply from another when its client forgets reasoning."""
+    """Return the parts of a reply that every client sends back, which do not include the reasoning."""
     return reply.content, [(call.id, call.name, as_object(call.arguments)) for call in reply.tool_calls]
 
 
@@ -232,8 +238,8 @@ def as_object(arguments: str) -> Any:
 
 
 def assert_sampled(generations: Sequence[Generation], turns: Sequence[Turn]) -> None:
-    """The turns are what vLLM was asked and what it sampled, id by id and number by number: a turn's prompt is that of
-    its parent, then its parent's output, then its own delta."""
+    """Check that the turns have exactly the ids that vLLM received, and the ids and log-probabilities that it sampled.
+    A turn's prompt is its parent's prompt, then its parent's output, then its own delta."""
     prompts: list[list[int]] = []
     recorded = []
     for turn in turns:
@@ -247,7 +253,7 @@ def assert_sampled(generations: Sequence[Generation], turns: Sequence[Turn]) -> 
 
 
 def assert_every_token_trains(group: GroupView, turns: Sequence[Turn]) -> None:
-    """Nothing drifted, and each sampled token is trained on in one row: `main` ones and the retries."""
+    """Check that no token drifted, and that each sampled token trains in one row, of the kind `main` or `retry`."""
     (session,) = group.sessions
     result, samples = session.result, group.samples
     assert result is not None

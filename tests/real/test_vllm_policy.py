@@ -1,4 +1,4 @@
-"""Weight updates on a real vLLM: paused, reloaded from a folder and resumed by a pool's policy."""
+"""Weight updates on a real vLLM: a pool's policy pauses the engine, reloads the weights from a folder, and resumes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.real
 PROMPT = '<|im_start|>user\nWhere is "maple"?<|im_end|>\n<|im_start|>assistant\n'
 LENGTH = 400
 EXACT = 5e-4
-"""The engine computes several generations at once, which moves a log-probability by 1e-4 now and then. Those of the two
-models differ far more."""
+"""Tolerance for log-probabilities. The engine computes several generations at once, which changes a log-probability by
+1e-4 now and then. The log-probabilities of the two models differ by far more."""
 AT_ONCE = 8
 
 
@@ -56,14 +56,15 @@ async def engine(vllm_url: VllmServer) -> AsyncIterator[VLLMEngine]:
 
 
 def request(prompt: list[int]) -> GenerateRequest:
-    """Without a seed: vLLM for CPU (0.32) ends itself when it computes the prompt of a seeded request in two steps."""
+    """Return a request without a seed: vLLM for CPU (0.32) exits when it computes a seeded request's prompt in two
+    steps."""
     sampling = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH)
     ids, name = np.array(prompt, dtype=np.int32), uuid.uuid4().hex
     return GenerateRequest(request_id=name, session_key=name, input_ids=ids, sampling=sampling)
 
 
 async def whole(pool: EnginePool, asked: GenerateRequest, begun: asyncio.Event | None = None) -> Chunk:
-    """A reply as one chunk. `begun` is set when its first tokens are there."""
+    """Return a reply as one chunk. `begun` is set when its first tokens arrive."""
     chunks = []
     async with aclosing(pool.calls.generate(asked)) as stream:
         async for chunk in stream:
@@ -78,8 +79,9 @@ async def whole(pool: EnginePool, asked: GenerateRequest, begun: asyncio.Event |
 async def test_generations_go_on_with_the_reloaded_weights(
     engine: VLLMEngine, roomy_policy: Path, other_policy: Path
 ) -> None:
-    """Cut in the middle, the first part has the old weights' log-probabilities and the second, prompt and all, the new
-    ones': no key or value of the old weights is left."""
+    """A generation that an update cuts continues with the new weights. Its first part has the log-probabilities of the
+    old weights. Its second part has those of the new weights, with the whole prompt computed anew: no key or value of
+    the old weights is left."""
     tokenizer = Tokenizer.load(roomy_policy)
     prompt = tokenizer.encode(PROMPT)
     old = ReferenceLlama(roomy_policy, safetensors.load_file(roomy_policy / "model.safetensors"))
@@ -139,5 +141,5 @@ async def test_a_folder_that_only_the_server_can_look_for_is_refused(
             await pool.policy.update(version + 1, mode="finish", weights=str(tmp_path / "not/here"))
         status = pool.policy.status()
         assert (status.version, status.paused) == (version, None)
-    # This vLLM is healthy, has no weights any more, and dies of the next request.
+    # This vLLM still reports that it is healthy, but it has lost its weights and crashes at the next request.
     await shared_vllm.close()

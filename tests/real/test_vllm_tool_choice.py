@@ -37,9 +37,9 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 NAMED = [CHOICES[name][1] for name in ("chat", "messages", "responses")]
-"""The choices that allow one call only."""
+"""The choices that allow only one call."""
 WAY = Way(max_tokens=400, temperature=2.0)
-"""Sampled so hot, the tiny policy calls no tool of its own accord."""
+"""At this temperature, the tiny policy calls no tool unless it is forced."""
 CHECK = """
 import json, sys, xgrammar
 from xgrammar.testing import _is_grammar_accept_string as accepts
@@ -118,7 +118,7 @@ def grammar(family: str, tools: list[dict[str, Any]], *, required: bool, single:
 
 
 def own_text(family: str, calls: list[Call], tools: list[dict[str, Any]]) -> str:
-    """The calls as the family renders them, from the first marker of a call to the last."""
+    """Return the calls as the family renders them, from the first marker of a call to the last."""
     form, text = FORMS[family], rendering(family, calls, tools)
     begin = form.before or form.begin.partition("NAME")[0]
     end = form.after or form.end.lstrip("}\n")

@@ -1,7 +1,8 @@
-"""The log-probabilities a trainer of a vision model would compute: Hugging Face transformers, float32, on a row's ids,
-with the pixel values that transformers' own image processor makes of the stored images.
+"""The log-probabilities that a trainer of a vision model would compute, with Hugging Face transformers in float32.
 
-An oracle that shares no code with Outrider or with an engine. Log-probabilities are natural and before temperature.
+The inputs are a row's ids, and the pixel values that transformers' own image processor makes of the stored images. The
+computation shares no code with Outrider or with an engine. Log-probabilities are natural logarithms, before
+temperature.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from support.later import torch
 
 
 def assert_agrees(sample: Sample, images: Mapping[str, bytes], folder: Path, tolerance: float = 1e-4) -> float:
-    """The recorded log-probability of every trained position equals the recomputed one; returns the largest gap. The
-    grids of the row's images must be those of the processor."""
+    """Check that the recorded log-probability of every trained position equals the recomputed one, and that the grids
+    of the row's images are those of the processor. Returns the largest difference."""
     assert sample.logprob_kind is LogprobKind.RAW
     processor, model = _processor(folder), _model(folder)
     pictures = [Image.open(io.BytesIO(images[image.digest])).convert("RGB") for image in sample.images]
@@ -45,7 +46,7 @@ def assert_agrees(sample: Sample, images: Mapping[str, bytes], folder: Path, tol
 
 
 def without_images(sample: Sample, folder: Path) -> Sequence[float]:
-    """The log-probabilities of the trained positions if the model reads other images: black ones."""
+    """Return the log-probabilities of the trained positions with black images instead of the row's images."""
     processor, model = _processor(folder), _model(folder)
     ids = torch.tensor([sample.ids.tolist()])
     sizes = [(image.grid[2] * 16, image.grid[1] * 16) for image in sample.images if image.grid is not None]

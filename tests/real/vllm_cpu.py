@@ -1,8 +1,8 @@
 """A real vLLM server on the CPU, for as long as a block lasts.
 
-The server runs in an environment of its own, which `scripts/install_vllm_cpu.py` makes. The module uses nothing of
-Outrider.
-Invariant: when the block is left, no process of the server and none of its files in temporary folders remain.
+The server runs in a separate Python environment, which `scripts/install_vllm_cpu.py` makes. The module does not depend
+on Outrider. Invariant: when the block is left, no process of the server and none of its files in temporary folders
+remain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ERROR_LINES = 120
 PROMPT_SECONDS = 1.0
 ATTEMPTS = 6
 STARVED = "vLLM answered nothing until its generations had ended: the machine is too loaded for this test"
-# Linux tells the server when these tests are killed (PR_SET_PDEATHSIG is 1), and then it ends by itself.
+# If the tests are killed, Linux sends SIGTERM to the server (PR_SET_PDEATHSIG is 1), and the server exits.
 LAUNCH = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -48,7 +48,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class VllmServer:
     """A ready server: its root URL, the model's served name, the folder that it serves, whether
-    `/inference/v1/generate` is open, and the file of its log, which is there as long as the server."""
+    `/inference/v1/generate` is open, its log file, which exists as long as the server, and further options."""
 
     url: str
     model: str
@@ -59,8 +59,8 @@ class VllmServer:
 
 
 def vllm_environment(*, install: bool) -> Path:
-    """Return the environment with vLLM for CPU, made now if need be and if `install` is True. Else skips the test with
-    the reason."""
+    """Return the folder of the environment with vLLM for CPU. If it is missing, it is made if `install` is True. Skips
+    the test if there is no environment."""
     command = [sys.executable, str(INSTALLER), *([] if install else ["--check"])]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode == EXIT_CANNOT:
@@ -116,8 +116,8 @@ async def vllm_server(
 
 
 class SharedVllm:
-    """One server for many tests. A server that has ended during a test is replaced before the next one, and the end of
-    its log is printed: vLLM for CPU was seen to die beside other work."""
+    """One server for many tests. vLLM for CPU sometimes crashes on a busy machine. A server that has ended during a
+    test is replaced before the next test, and the errors in its log are printed."""
 
     def __init__(self, prefix: Path, model_folder: Path) -> None:
         self._prefix = prefix
@@ -133,7 +133,7 @@ class SharedVllm:
         return self._server
 
     async def drop_if_ended(self) -> None:
-        """Print the end of the server's log if the server is not healthy any more, and stop what is left of it."""
+        """If the server is no longer healthy, print the errors in its log, and stop its remaining processes."""
         if self._server is None:
             return
         async with aiohttp.ClientSession() as http:
@@ -151,7 +151,7 @@ class SharedVllm:
 
 
 def _command(prefix: Path, server: VllmServer, port: int, context_tokens: int) -> list[str]:
-    # The `vllm` program of this wheel does not start: it looks for a distribution of that very name.
+    # The `vllm` program of this wheel does not start, because it looks for a distribution named `vllm`.
     flags = {
         "--model": str(server.model_folder),
         "--served-model-name": server.model,
@@ -174,7 +174,7 @@ def _command(prefix: Path, server: VllmServer, port: int, context_tokens: int) -
 def _environment(prefix: Path, temporary: str) -> dict[str, str]:
     return {
         **os.environ,
-        "TMPDIR": temporary,  # vLLM leaves sockets and rendezvous files where temporary files go
+        "TMPDIR": temporary,  # vLLM leaves sockets and rendezvous files in this folder
         "VLLM_CACHE_ROOT": str(prefix / "cache" / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(prefix / "cache" / "inductor"),  # saves 18 s of the first request
         "HF_HUB_OFFLINE": "1",
@@ -187,7 +187,7 @@ def _environment(prefix: Path, temporary: str) -> dict[str, str]:
 
 
 async def _ready(server: VllmServer, process: asyncio.subprocess.Process, log: Path) -> None:
-    """Until it has answered a first request: that one compiles the sampler and takes seconds."""
+    """Wait until the server has replied to a first request, which compiles the sampler and takes seconds."""
     try:
         async with asyncio.timeout(START_SECONDS), aiohttp.ClientSession() as http:
             while not await _healthy(http, server):
@@ -211,7 +211,7 @@ async def _healthy(http: aiohttp.ClientSession, server: VllmServer) -> bool:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End the whole process group: first politely, so that shared memory is given back."""
+    """End the whole process group, first with SIGTERM, so that shared memory is released."""
     if _signal(process.pid, signal.SIGTERM):
         for _ in range(int(STOP_SECONDS / STOP_POLL_SECONDS)):
             await asyncio.sleep(STOP_POLL_SECONDS)
@@ -223,7 +223,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 def _signal(group: int, number: int) -> bool:
-    """Whether there was any process left in the group to take the signal."""
+    """Send a signal to a process group. Returns False if the group has no process."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -248,7 +248,8 @@ async def promptly(answer: Awaitable[T]) -> T:
 
 
 async def unless_starved(check: Callable[[], Awaitable[None]]) -> None:
-    """Run a check of a generation that is cut off, again while vLLM is starved. Skips the test if it always is."""
+    """Run a check of a generation that is cut off, and repeat it while vLLM is starved. Skips the test if vLLM is
+    starved in all ATTEMPTS runs."""
     for _ in range(ATTEMPTS):
         with suppress(Starved):
             await check()
@@ -257,7 +258,8 @@ async def unless_starved(check: Callable[[], Awaitable[None]]) -> None:
 
 
 def _first_errors(log: Path) -> str:
-    """The cause of an end: all later errors only report that the engine's process has ended."""
+    """Return the first errors of a log, which contain the cause of a crash. Later errors only report that the engine's
+    process has ended."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if " ERROR " in line or "Fatal" in line]
     return "\n".join(lines[:ERROR_LINES]) or _tail(log)
 

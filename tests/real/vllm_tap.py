@@ -1,7 +1,7 @@
-"""A tap between Outrider and a vLLM server: passes requests on unchanged, and notes what was asked and answered.
+"""A tap between Outrider and a vLLM server. It passes requests on unchanged, and records generations.
 
-It knows the token route's format and nothing of Outrider. Invariant: a generation is noted once its last byte was
-passed on, with the ids that the server was sent and those that it sent back.
+It depends on the token route's format and not on Outrider. Invariant: a generation is recorded when its last byte has
+been passed on, with the ids that the server received and the ids that it returned.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from aiohttp import web
 
 TOKEN_ROUTE = "/inference/v1/generate"
 CLOSED = 403
-"""How vLLM answers on a token route that is not open."""
+"""HTTP status of vLLM's token route if the route is closed."""
 HOP_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
 MAX_REQUEST = 16 << 20
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one call of the token route said: prompt ids, sampled ids and their log-probabilities."""
+    """One call of the token route: prompt ids, sampled ids and their log-probabilities."""
 
     prompt: list[int]
     output: list[int]
@@ -32,7 +32,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Tap:
-    """`url` is the server as seen through the tap."""
+    """A running tap. `url` is the server's URL through the tap."""
 
     url: str
     generations: list[Generation]
@@ -40,8 +40,8 @@ class Tap:
 
 @asynccontextmanager
 async def tapped(server_url: str, *, token_route: bool = True) -> AsyncIterator[Tap]:
-    """A tap on the server at `server_url`, for as long as the block lasts. `token_route` is whether calls of the token
-    route are passed on."""
+    """Run a tap in front of the server at `server_url`. `token_route` is True if calls of the token route are passed
+    on. Otherwise they get the status CLOSED."""
     generations: list[Generation] = []
     async with aiohttp.ClientSession(server_url, auto_decompress=False) as http:
 
@@ -77,7 +77,7 @@ async def tapped(server_url: str, *, token_route: bool = True) -> AsyncIterator[
 
 
 def _generation(asked: bytes, answered: bytes) -> Generation:
-    """The ids of a whole exchange. Raises KeyError or ValueError where it is not the token route's."""
+    """Parse a whole exchange. Raises KeyError or ValueError if the exchange is not in the token route's format."""
     payloads = [line.removeprefix(b"data: ") for line in answered.split(b"\n") if line.startswith(b"data: ")]
     choices = [choice for data in payloads if data != b"[DONE]" for choice in json.loads(data)["choices"]]
     entries = [entry for choice in choices if choice["token_ids"] for entry in choice["logprobs"]["content"]]

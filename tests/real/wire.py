@@ -1,4 +1,4 @@
-"""Runs an installed preset with options against the scripted model, and hands back the requests that it made."""
+"""Runs a preset's program with options against the scripted model, and records the program's requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PASSED = (
 
 
 class Wire(msgspec.Struct):
-    """The JSON bodies of a run's requests in their order, and the verdict of its row."""
+    """The JSON bodies of a run's requests in order, and the verdict of its row."""
 
     bodies: list[dict[str, Any]] = []
     verdict: RowVerdict | None = None
@@ -45,7 +45,7 @@ class Wire(msgspec.Struct):
 
 
 async def ran_with(preset: str, options: Mapping[str, Any], row: str = "three-turns") -> Wire:
-    """Run the row's task with these options in a sandbox of kind process."""
+    """Install the program, and run the row's task with these options in a sandbox of kind `process`."""
     await asyncio.to_thread(install, preset)
     wire = Wire()
 
@@ -70,7 +70,7 @@ async def ran_with(preset: str, options: Mapping[str, Any], row: str = "three-tu
 
 @asynccontextmanager
 async def _recording(node: LocalNode, bodies: list[dict[str, Any]]) -> AsyncIterator[None]:
-    """Put a proxy in front of the gateway that keeps the JSON bodies of POST requests."""
+    """Run a proxy in front of the gateway that records the JSON bodies of POST requests."""
 
     async def passed_on(request: web.Request) -> web.StreamResponse:
         data = await request.read()

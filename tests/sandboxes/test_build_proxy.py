@@ -1,4 +1,4 @@
-"""The proxy of a build reaches the hosts that the operator names, and no others."""
+"""The proxy of an image build connects only to the hosts that the operator names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from outrider.sandbox.network.variables import proxy_variables
 async def a_server(
     reply: bytes = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi",
 ) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A server that answers each connection with `reply`, and notes what it was sent."""
+    """Run a server that replies to each connection with `reply`. Yields its port and the list of the bytes that it
+    received."""
     heard: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

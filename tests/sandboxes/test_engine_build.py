@@ -1,4 +1,4 @@
-"""Images that a container engine builds: by a stand-in for the engine's program, and by the real one."""
+"""Images built by a container engine: by a fake engine program, and by a real engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def context(tmp_path: Path) -> Path:
 
 
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, build: str = "true", user: str = "") -> Path:
-    """Puts a program named podman first in PATH. Returns the file of its arguments."""
+    """Put a fake program named podman first in PATH. Returns the file in which it logs its arguments."""
     log, archive = tmp_path / "log", as_tar(oci_files(), tmp_path / "image.tar")
     program = tmp_path / "bin" / "podman"
     program.parent.mkdir()
@@ -123,7 +123,7 @@ def test_what_no_sandbox_honours_is_refused(
 
 @pytest.fixture
 def real_engine() -> Iterator[BuildEngine]:
-    """An engine that can build here. Images that were not there before are removed."""
+    """A container engine that works on this machine. Images that the test adds are removed."""
     why = []
     for kind in BuildEngine:
         if (program := shutil.which(kind)) is None:

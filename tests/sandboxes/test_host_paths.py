@@ -1,4 +1,5 @@
-"""What no setting lets tasks read, however it is named; and that what was checked is what is read."""
+"""Files that tasks may never read, whatever the settings and whatever the path, and uploads that read exactly the files
+that were checked."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_another_way_there_is_refused(folder: Path, setting: str, way: str) -> N
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("path", ["uploads", "uploads/deep", "not-yet", "../models", "uploads/deep/data"])
 def test_what_lies_beside_them_may_be_named(folder: Path, setting: str, path: str) -> None:
-    """A folder in the home is the usual one."""
+    """A path beside the protected folders may be named. Usually it is in the home folder."""
     (folder.parent / "models").mkdir()
     HostPaths.checked(config(folder, setting, folder / path))
 
@@ -117,7 +118,8 @@ def test_a_key_in_the_certificates_file_is_one(folder: Path) -> None:
     ],
 )
 def test_a_bind_mount_is_what_it_shows(folder: Path, mounted: str, on: str, found: bool) -> None:
-    """Its path says nothing: it is compared by what it is, also where it is below the folder that is named."""
+    """A bind mount is compared by the folder that it shows and not by its path, even if it lies below the named
+    folder."""
     for name in ("uploads/x", "state/artifacts/file", "keys/other"):
         (folder / name).touch()
     for name in ("empty", "state-old"):
@@ -165,7 +167,7 @@ except InvalidField as error:
 
 
 def with_mounts(program: str) -> str:
-    """What it prints: a program that mounts folders, in namespaces of its own."""
+    """Run a program that mounts folders, in new user and mount namespaces. Returns its output."""
     words = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", program]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     if "unshare failed" in done.stderr:
@@ -176,7 +178,7 @@ def with_mounts(program: str) -> str:
 
 @pytest.mark.parametrize(("kind", "shown"), [("namespace", "/usr"), ("process-landlock", "/opt")])
 def test_settings_do_not_lie_where_sandboxes_look(folder: Path, kind: str, shown: str) -> None:
-    """Pure, since a test makes nothing in these folders."""
+    """Calls the pure function `refused`, because a test must not write into these folders."""
     assert shown in SHOWN[kind]
     top = Located(shown, ((1, 2), (1, 1)))
     place = Kept(Path(shown, "app/data"), KEPT["data"], Located(f"{shown}/app/data", ((1, 4), (1, 3), (1, 2), (1, 1))))
@@ -193,13 +195,13 @@ def test_landlock_shows_no_folder_with_private_keys() -> None:
 
 
 def test_another_spelling_is_the_same_folder(folder: Path) -> None:
-    """As where names differ in case only: the kernel finds the same inode."""
+    """On a file system that ignores case, two spellings lead to the same inode."""
     place = Kept(Path("/srv/Data"), KEPT["data"], Located("/srv/Data", ((1, 3), (1, 2), (1, 1))))
     named = Named(Path("/srv/data"), "files", (Located("/srv/data", ((1, 3), (1, 2), (1, 1))),))
     assert refused([named], [place]) is not None
 
 
-# What was checked is what is read.
+# Uploads read exactly the files that were checked.
 
 
 def paths(folder: Path, *allow: Path) -> HostPaths:
@@ -282,7 +284,7 @@ def test_a_link_that_is_put_there_after_the_check_is_not_followed(folder: Path, 
 
 @pytest.mark.parametrize("named", ["mounts", "rootfs", "image"])
 def test_a_path_is_resolved_once(folder: Path, named: str) -> None:
-    """A sandbox gets what the links led to when they were checked."""
+    """A sandbox gets the folder to which the link led at the time of the check."""
     shared = folder / "shared"
     (shared / "v1").mkdir(parents=True)
     (shared / "now").symlink_to("v1")
@@ -323,7 +325,7 @@ def test_a_deep_folder_is_no_recursion(folder: Path) -> None:
 def test_a_link_that_may_not_be_read_is_not_allowed_like_any_other_path(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(path: object) -> str:  # as /proc/1/root is, where that is another user's process
+    def unreadable(path: object) -> str:  # like /proc/1/root, if process 1 belongs to another user
         raise PermissionError(13, "Permission denied", str(path))
 
     allowed = HostPaths.of(folder / "uploads", [folder / "uploads"])

@@ -1,4 +1,4 @@
-"""Images of Dockerfiles, built in real sandboxes over a small root."""
+"""Images built from Dockerfiles, in real sandboxes with a small root."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = needs_namespaces
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files, which is this test's alone. Its path is short, for that of a Unix socket is."""
+    """The test's own folder for temporary files. Its path is short, because the path of a Unix socket must be short."""
     with tempfile.TemporaryDirectory(prefix="or-") as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
@@ -39,7 +39,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def store(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> ImageStore:
-    """Has the image `small`."""
+    """An image store with the image `small`."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     with tarfile.open(tmp_path / "small.tar", "w") as archive:
         archive.add(small_root(tmp_path / "small"), arcname=".")
@@ -98,15 +98,15 @@ def test_an_image_is_what_its_steps_left(store: ImageStore, context: Path) -> No
     assert (root / "tmp/t").read_text() == "t\n"
     assert not (root / "run/outrider-python").exists()
     assert not list(root.rglob(".wh.*"))
-    # The base is as it was, although files of it are shared.
+    # The base is unchanged, although the image shares files with it.
     assert (base / "etc/passwd").read_bytes() == before
     assert (base / "usr/bin/seq").exists()
     assert (root / "usr/bin/cat").stat().st_ino == (base / "usr/bin/cat").stat().st_ino
 
 
 def reserve_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
-    """Make the machine appear to have ids for several users, or none. A build makes its sandbox with a host of its own,
-    so this is the default of all hosts."""
+    """Make the machine appear to have ids for several users if `many` is true, and none otherwise. This changes the
+    default of all hosts, because a build creates its own host."""
     ranges = tmp_path / "ranges"
     ranges.write_text(f"{os.getuid()}:700000:65536\n" if many else "")
     for kind in ID_FILES:
@@ -165,8 +165,8 @@ NO_IDS = "as root: usermod --add-subuids 100000-165535"
 def test_files_of_other_users(
     store: ImageStore, context: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool
 ) -> None:
-    """A package may give files to another user, if this machine has ids for a build. An image built on it has them,
-    too, except for a file that is root's again."""
+    """A step may give files to another user if this machine has ids for other users. An image built on this image keeps
+    the owners, except for files that a step removes or gives back to root."""
     reserve_ids(tmp_path, monkeypatch, many)
     shutil.copy(shutil.which("chown") or "", context / "chown")
     steps = "echo x > /home/theirs && mkdir /home/gone /home/db && touch /home/again /home/gone/x && chown 5:43 /home/*"
@@ -187,7 +187,7 @@ def test_files_of_other_users(
     more = "FROM lower\nRUN chown 0:0 /home/again && rm -r /home/gone && echo x > /home/db/mine\n"
     upper = build_image(written(context, more), store)
     assert owners_of(store, upper) == {"home/db": (5, 43), "home/theirs": (5, 43)}
-    reserve_ids(tmp_path, monkeypatch, False)  # with one user, the step would make /home/db root's
+    reserve_ids(tmp_path, monkeypatch, False)  # with one user, the step would give /home/db to root
     with pytest.raises(RuntimeUnavailable, match="'lower' has /home/again of a user"):
         build_image(written(context, "FROM lower\nRUN echo x > /home/db/more\n"), store)
 
@@ -235,7 +235,7 @@ def test_the_files_of_other_stages(store: ImageStore, context: Path) -> None:
 
 @pytest.mark.deep
 def test_a_run_reaches_the_hosts_that_are_named(store: ImageStore, context: Path) -> None:
-    """An index on this machine stands for one elsewhere: the sandbox itself has no way to it."""
+    """A server on this machine stands for a package index. The sandbox reaches the server only through the proxy."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(context)))
     Thread(target=server.serve_forever, daemon=True).start()
     host = f"127.0.0.1:{server.server_address[1]}"

@@ -1,4 +1,4 @@
-"""Folders of dead nodes go with all that runs for them, and nothing else does."""
+"""The folders of dead nodes are removed and their processes are killed. Other processes stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """A program that sleeps, or does what it is told to, with this environment; it is ended with the test."""
+    """A function that starts a sleeping program with these arguments and this environment. `first` is shell code that
+    the program runs before it sleeps. The programs are killed at the end of the test."""
     started: list[subprocess.Popen[bytes]] = []
 
     def run(*arguments: str, first: str = "", **env: str) -> subprocess.Popen[bytes]:
@@ -56,7 +57,8 @@ def test_a_start_kills_what_carries_the_mark_of_a_dead_node(temporary: Path, sta
 
 
 def test_a_name_alone_is_no_reason_to_die(temporary: Path, start: Start) -> None:
-    """Only the mark counts, of this folder and in its place; a living node's processes stay."""
+    """A process is killed only if its variable OUTRIDER_CALL begins with the dead folder's mark. The processes of a
+    living node stay."""
     dead = dead_folder(temporary, "outrider-dead")
     living = NodeFolder.make()
     others = [

@@ -1,4 +1,4 @@
-"""Prepare steps: in order, with what they are given, and again where the task says so."""
+"""Prepare steps run in order and with their arguments. A failed command is repeated as often as the task allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.spec import PrepareCommand, PrepareStep, Upload, Write
 
 
 class Noting:
-    """A sandbox that remembers what was done in it; commands exit with the given codes, None for too late."""
+    """A fake sandbox that records its calls. Its commands exit with `codes`, in order; None means a timeout."""
 
     def __init__(self, *codes: int | None, breaks: bool = False) -> None:
         self.done: list[Any] = []

@@ -1,4 +1,4 @@
-"""A sandbox is stopped once and its folder removed, whoever fails or is cancelled meanwhile."""
+"""A sandbox is stopped once and its folder is removed, even if a step fails or is cancelled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STOPPED_ONCE = {("s", 1): 1}
 
 
 class Counted(MemoryRuntime):
-    """Has a ledger of the test's own, and fails to stop where its env says so."""
+    """A memory runtime with the test's own ledger. `stop` raises OSError if the spec's `env` has STOP_FAILS."""
 
     ledger: ClassVar[MemoryLedger] = MemoryLedger()
 
@@ -105,7 +105,7 @@ async def test_a_sandbox_that_cannot_be_made_leaves_no_folder(tmp_path: Path) ->
 async def test_what_this_machines_kind_cannot_give_is_an_error_of_the_runtime(
     tmp_path: Path, kind: str, fields: dict[str, Any], field: str
 ) -> None:
-    """The service may have checked the task with another kind, its own default."""
+    """The service may have checked the task against another kind of sandbox, its own default."""
     async with some_sandboxes(tmp_path) as sandboxes:
         with pytest.raises(RuntimeUnavailable, match=f"'{kind}' sandboxes") as failed:
             await sandboxes.make(spec(kind=kind, **fields), "s", 1, field="task.evaluator.runtime")
@@ -143,7 +143,8 @@ ABSENT = "sandboxes.test_sandbox:Absent"
 async def test_a_graders_sandbox_is_checked_without_being_made(
     tmp_path: Path, fields: dict[str, Any], kind: str, error: type[RuntimeFailure] | None, says: str, field: str
 ) -> None:
-    """A kind that the agent's sandbox has, too, is not asked whether it works: the agent's sandbox will show that."""
+    """The availability of the kind is not checked if the agent's sandbox is of the same kind, or if the sandboxes of
+    the kind run elsewhere."""
     (tmp_path / "given").touch()
     asked = spec(**json.loads(json.dumps({"kind": "memory", **fields}).replace("HERE", str(tmp_path))))
     async with some_sandboxes(tmp_path) as sandboxes:
@@ -177,7 +178,7 @@ async def test_the_address_of_the_gateway_is_the_one_of_the_innermost_block(tmp_
 
 
 class Failing:
-    """A sandbox whose command fails so many times."""
+    """A sandbox whose command fails `failures` times and then succeeds."""
 
     def __init__(self, failures: int) -> None:
         self.failures = failures
@@ -201,7 +202,8 @@ class Failing:
 async def test_a_health_check_fails_when_failures_that_count_are_too_many(
     failures: int, fields: dict[str, Any], tries: int | None
 ) -> None:
-    """What begins to fail in the time of grace does not count, and has a pause of its own."""
+    """Failures of runs that start within `grace_seconds` do not count. The pause after them is `grace_pause_seconds` if
+    it is set."""
     runtime = Failing(failures)
     step = PrepareCommand.model_validate({"run": "x", **fields})
     if tries is None:

@@ -1,4 +1,4 @@
-"""A sandbox without a service."""
+"""`open_sandbox`: a sandbox without a service."""
 
 from __future__ import annotations
 

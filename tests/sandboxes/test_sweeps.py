@@ -1,4 +1,4 @@
-"""What nodes that were killed left behind is ended while others live on, again and again."""
+"""Living nodes repeatedly remove what killed nodes have left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["temporary"]
 
 
 class Part:
-    """Something that sandboxes share; `sweeps` is what its sweeps do, one after the other."""
+    """A part of a host. Each call of `sweep` calls the next of `sweeps`. The event `swept` is set when none is left."""
 
     def __init__(self, *sweeps: Callable[[], int | None]) -> None:
         self._sweeps = list(sweeps)
@@ -35,7 +35,7 @@ class Part:
 
 
 class Still:
-    """A part with nothing to sweep."""
+    """A part without a method `sweep`."""
 
 
 class Stuck:
@@ -78,7 +78,8 @@ async def test_a_part_that_fails_keeps_no_other_from_its_turn(
         await shared(host, Part(fails, lambda: 1), Stuck(), Part(lambda: 2))
         assert await host.sweep(seconds=0.01) == {"Part": 2}
         assert "sweep of Stuck: failed, and is tried again: TimeoutError" in caplog.text
-        assert [each.name for each in host.failures.failing()] == ["sweep of Stuck"]  # the second part has succeeded
+        # The first `Part` failed, but the second one has succeeded under the same name.
+        assert [each.name for each in host.failures.failing()] == ["sweep of Stuck"]
         assert await host.sweep(seconds=0.01) == {"Part": 1}
 
 

@@ -1,4 +1,5 @@
-"""Sandboxes made ahead: given away once, untouched and alive, within the budget, and none is left."""
+"""The warm pool gives each sandbox to one session, unused and alive, stays within its memory limit, and stops all its
+sandboxes at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 
 
 class Watcher:
-    """What the sandboxes of one test do; `started` is set at each start."""
+    """Counters and settings of one test's sandboxes. `started` is set at each start, the next `fails` starts fail,
+    `now` is the pool's clock, and `image` is the current image."""
 
     def __init__(self) -> None:
         self.ledger = MemoryLedger()
@@ -76,7 +78,7 @@ class Watched(MemoryRuntime):
         return self._image == _watcher.get().image
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
-        await asyncio.sleep(0)  # as every real one must, to be answered
+        await asyncio.sleep(0)  # every real runtime waits for a reply here
         return await super().read(path, limit=limit, follow=follow)
 
     async def stop(self) -> None:
@@ -126,7 +128,7 @@ async def test_the_second_to_want_one_is_given_it_ready(tmp_path: Path) -> None:
         await until(lambda: pool.stats().ready == 2)
         first, second = await taken(pool, wanted), await taken(pool, wanted)
         assert first is not second
-        await first.ready()  # is done already: nothing is started twice
+        await first.ready()  # already done: nothing starts twice
         assert await first.runtime.read("prepared") == b"x\n"
         await until(lambda: pool.stats().ready == 2)
         assert (pool.stats().taken, pool.stats().misses) == (2, 1)
@@ -172,7 +174,7 @@ async def test_what_is_mounted_by_a_link_that_was_changed_is_another_kind(tmp_pa
     link.symlink_to("old")
     wanted = spec(mounts=[{"source": str(link), "target": "/data"}])
     first, as_program = kind_key(wanted, (), HostPaths.of(tmp_path)), kind_key(spec(), (link,), HostPaths.of(tmp_path))
-    (tmp_path / "old/more").touch()  # which is seen in a sandbox that stands already
+    (tmp_path / "old/more").touch()  # the change is visible in a running sandbox
     assert kind_key(wanted, (), HostPaths.of(tmp_path)) == first
     link.unlink()
     link.symlink_to("new")
@@ -189,7 +191,7 @@ async def test_a_name_that_stands_for_another_image_now_is_not_given_what_was_ma
         seen.image = "built anew"
         given = await pool.take(spec(), ())
         assert seen.ledger.stopped.keys() >= {("warm-0", 1), ("warm-1", 1)}
-        if given is not None:  # made meanwhile
+        if given is not None:  # made in the meantime
             assert await given.runtime.image_is_current()  # type: ignore[attr-defined]  # a Watched
             await given.stop()
         await until(lambda: pool.stats().ready == 2)
@@ -245,7 +247,8 @@ async def test_what_has_stood_for_too_long_is_not_given_away() -> None:
 
 
 async def test_what_has_stood_for_too_long_makes_room_for_new_ones() -> None:
-    """Whatever has the keeper look: here a session that wants another kind, of which none is worth to be made."""
+    """Sandboxes that are too old are replaced whenever the pool is filled. Here, a session requests another kind, whose
+    lifetime is too short for warm sandboxes."""
     async with a_pool() as (pool, seen):
         assert await pool.take(spec(lifetime_seconds=1000), ()) is None
         await until(lambda: pool.stats().ready == 2)
@@ -298,7 +301,7 @@ async def test_a_cancelled_take_keeps_nothing() -> None:
         await until(lambda: pool.stats().ready == 2)
         (kind,) = pool._kinds.values()
         for standing in kind.ready:
-            standing.sandbox.runtime.read = _never  # type: ignore[method-assign]  # a sandbox that breaks
+            standing.sandbox.runtime.read = _never  # type: ignore[method-assign]  # a sandbox that does not reply
         async with asyncio.TaskGroup() as group:
             taking = group.create_task(pool.take(spec(), ()))
             await until(lambda: pool.stats().ready == 1)
@@ -313,7 +316,8 @@ async def _never(path: str, *, limit: int = 0, follow: bool = True) -> bytes:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("seed", "room"), [(0, 2), (1, 5), (2, 100), (3, 100)])
 async def test_a_storm_of_takers(seed: int, room: int) -> None:
-    """However many come and leave, each sandbox is of one of them, and is untouched when it comes."""
+    """With 300 concurrent sessions, some of which fail or are cancelled, the pool gives each sandbox to one session
+    only, and unused."""
     rng = random.Random(seed)
     budget = room * ASSUMED_MB
 
