@@ -126,7 +126,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def unshared_kib(pid: int) -> int:
+def pss_kib(pid: int) -> int:
     """Return the proportional set size (Pss) of a process in KiB: its own memory plus its share of shared memory."""
     lines = of_process(pid, "smaps_rollup").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
@@ -141,10 +141,10 @@ async def alive(yard: Yard, number: int, seconds: float) -> dict[str, Any]:
         starting = await in_lanes(8, number, lambda: next(left).start())
         ours = marked(f"{yard.name}/")  # other processes are left out, because this process may have other children
         (zygote,) = [pid for pid in children_of(os.getpid()) if pid in ours and children_of(pid)]
-        kib = statistics.median(unshared_kib(pid) for pid in children_of(zygote))
+        kib = statistics.median(pss_kib(pid) for pid in children_of(zygote))
         shells = [await sandbox.open_shell() for sandbox in sandboxes]
         with_bash = statistics.median(
-            sum(unshared_kib(pid) for pid in (first, *children_of(first))) for first in children_of(zygote)
+            sum(pss_kib(pid) for pid in (first, *children_of(first))) for first in children_of(zygote)
         )
         calls = await many_calls(shells, seconds)
     finally:

@@ -69,7 +69,7 @@ async def program_starter(module: str = "campaign.starter") -> AsyncIterator[Pro
     assert process.stdout is not None
     try:
         if not await process.stdout.readline():
-            raise RuntimeError("the campaign's nursery ended before it was ready")
+            raise RuntimeError("the campaign's starter process ended before it was ready")
         starter = ProgramStarter(process)
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(starter.listen())

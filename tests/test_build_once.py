@@ -80,7 +80,7 @@ def test_what_is_at_its_place_is_whole_after_a_loss_of_power(disk: Disk) -> None
     assert (place / "a").read_bytes() == b"a" * 100_000
 
 
-def test_a_disk_without_power_is_mounted_again_only_when_other_mount_namespaces_have_let_go_of_it(disk: Disk) -> None:
+def test_the_disk_loses_its_power_while_another_mount_namespace_holds_it(disk: Disk) -> None:
     """A test of the fixture `disk`. While other tests start sandboxes, each sandbox holds a copy of all mounts for a
     moment."""
     (disk.folder / "a").touch()

@@ -276,3 +276,4 @@ async def test_a_connection_that_does_not_read_is_not_used_again() -> None:
             await asyncio.sleep(0)
         response.close()
         assert await get(connections) == b"hi"
+    assert script.connections == 2

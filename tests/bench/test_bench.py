@@ -193,7 +193,7 @@ async def test_sandboxes_start_and_answer() -> None:
 async def test_a_process_that_has_just_gone_has_used_nothing_more() -> None:
     child = await asyncio.create_subprocess_exec("true")
     await child.wait()
-    assert processor_time.ticks_of(child.pid) == sandboxes.unshared_kib(child.pid) == 0
+    assert processor_time.ticks_of(child.pid) == sandboxes.pss_kib(child.pid) == 0
     assert processor_time.children_of(child.pid) == []
     assert processor_time.cpu_seconds() > 0
 

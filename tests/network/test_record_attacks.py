@@ -45,14 +45,11 @@ def test_long_addresses_count() -> None:
 
 async def test_replies_that_never_end_share_the_room_of_the_record(tmp_path: Path) -> None:
     """20 simultaneous replies of 3 MiB each, none of which ends, hold at most MAX_BYTES together instead of 60 MiB."""
-    sent = 0
     done = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
-        nonlocal sent
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n" + b"x" * (3 << 20))
         await writer.drain()
-        sent += 1
         await done.wait()
 
     async with a_server(answer=answer) as server:

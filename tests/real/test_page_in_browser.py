@@ -559,7 +559,8 @@ async def test_the_last_hour_is_drawn_as_curves(tmp_path: Path, dark: bool) -> N
         assert await tab.violations() == []
         await asyncio.wait_for(world.engine.stalled.wait(), 30)
         await tab.page.wait_for_timeout(1500)
-        await picture(tab, "overview-night" if dark else "overview")
+        if not dark:
+            await picture(tab, "overview")
         world.engine.release()
         assert tab.faults == []
 

@@ -13,7 +13,7 @@ from outrider.harnesses.common_options import COMMON
 from outrider.harnesses.presets import load_preset
 from outrider.lab.certify.tool_finder import NOTE_TOOL
 
-from .wire import Wire, ran_with
+from .wire import RecordedRun, ran_with
 
 pytestmark = pytest.mark.real
 
@@ -136,7 +136,7 @@ def test_every_program_with_options_is_tried() -> None:
     assert mapped == set(COMMON)
 
 
-def calls(wire: Wire) -> list[dict[str, Any]]:
+def calls(wire: RecordedRun) -> list[dict[str, Any]]:
     """Return the requests of the program's main loop. Requests for a title have no tools and are left out."""
     return [body for body in wire.bodies if body.get("tools") or "MAXIMUM STEPS" in text_of(body)]
 

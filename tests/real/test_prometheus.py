@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -27,6 +26,7 @@ from cli.world import program
 from deploy.monitoring import ALERTS, SCRAPING, alerts, panel_queries
 from outrider.client.client import AsyncClient
 from outrider.schemas import GroupView
+from support.ports import free_port
 from support.service import call, say
 
 pytestmark = pytest.mark.real
@@ -247,8 +247,7 @@ class Prometheus:
 async def scraping(service: str, token: str, folder: Path) -> AsyncIterator[Prometheus]:
     """Run Prometheus with the example's settings, except for the service's address, the token's path and the
     intervals."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     await asyncio.to_thread(folder.mkdir)
     (folder / "token").write_text(token)
     shutil.copy(ALERTS, folder)

@@ -32,7 +32,7 @@ PASSED = (
 )
 
 
-class Wire(msgspec.Struct):
+class RecordedRun(msgspec.Struct):
     """The JSON bodies of a run's requests in order, and the verdict of its row."""
 
     bodies: list[dict[str, Any]] = []
@@ -44,10 +44,10 @@ class Wire(msgspec.Struct):
         return next(body for body in self.bodies if body.get("tools"))
 
 
-async def ran_with(preset: str, options: Mapping[str, Any], row: str = "three-turns") -> Wire:
+async def ran_with(preset: str, options: Mapping[str, Any], row: str = "three-turns") -> RecordedRun:
     """Install the program, and run the row's task with these options in a sandbox of kind `process`."""
     await asyncio.to_thread(install, preset)
-    wire = Wire()
+    wire = RecordedRun()
 
     @asynccontextmanager
     async def recorded(node: LocalNode, words: Iterable[str]) -> AsyncIterator[GatewayTap]:

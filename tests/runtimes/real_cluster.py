@@ -1,6 +1,6 @@
 """A real API server of Kubernetes with etcd, and a stand-in for its machines, scheduler and kubelet.
 
-`.ci/kubernetes FILE` builds the API server from Debian's sources and writes where both programs are to FILE. The
+`.ci/kubernetes PREFIX` builds the API server from Debian's sources and prints the paths of both programs. The
 stand-in binds pods to its node, runs them on a `FakeMachine`, reports their states, and serves commands as a kubelet
 does: the API server passes them on, as in a cluster.
 """
@@ -45,7 +45,7 @@ Json = dict[str, Any]
 def programs() -> tuple[str, str]:
     needs_machine()
     if API_SERVER not in os.environ or ETCD not in os.environ:
-        pytest.skip(f"{API_SERVER} is not set: .ci/kubernetes FILE builds an API server and writes it to FILE")
+        pytest.skip(f"{API_SERVER} is not set: .ci/kubernetes PREFIX builds an API server and prints the variable")
     return os.environ[API_SERVER], os.environ[ETCD]
 
 

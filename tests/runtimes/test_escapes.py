@@ -134,7 +134,7 @@ async def test_the_hosts_network_and_abstract_sockets(world: World, kind: str) -
 
 
 @pytest.mark.deep
-async def test_the_control_api(world: World, kind: str) -> None:
+async def test_one_listening_port_and_no_unix_socket(world: World, kind: str) -> None:
     """The sandbox has one listening port, the way to the model gateway, and no Unix socket among its files."""
     sandbox = await world.start(kind)
     listening = "import glob; n = sum(l.split()[3] == '0A' for l in open('/proc/net/tcp')); assert n != 1"

@@ -236,7 +236,7 @@ class WaitsForAnother:
     """An evaluator that waits off the clock until the evaluator of another session is done, and for longer than its
     time limit."""
 
-    others = asyncio.Event()
+    others: asyncio.Event
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._spec = spec
@@ -253,7 +253,10 @@ class WaitsForAnother:
 
 
 @pytest.mark.deep
-async def test_an_evaluation_that_waits_aside_holds_no_slot_and_is_not_timed(world: MakeWorld) -> None:
+async def test_an_evaluation_that_waits_aside_holds_no_slot_and_is_not_timed(
+    world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WaitsForAnother, "others", asyncio.Event(), raising=False)
     async with world(lanes=LanesConfig(eval=1)) as w:
         kind = f"{HERE}:WaitsForAnother"
         waits, other = [

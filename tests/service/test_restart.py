@@ -23,6 +23,7 @@ from outrider.schemas import GroupView
 from outrider.service.assembly import open_service
 from outrider.service.data_folder import open_store
 from outrider.store.sqlite import sqlite_store
+from support.waiting import until
 
 from .conftest import MakeWorld
 from .marks import marked, mounts, names
@@ -192,9 +193,7 @@ async def test_killed_with_real_sandboxes(world: MakeWorld, tmp_path: Path, toke
         pytest.skip(f"namespace: {can.detail}")
     mark = f"crash-{uuid4().hex}"
     await kill_when_ready(tmp_path, tokenizer, mark)
-    async with asyncio.timeout(60):
-        while await asyncio.to_thread(marked, mark, str(temporary)):
-            """The processes die shortly after their parent."""
+    await until(lambda: not marked(mark, str(temporary)))  # the processes die shortly after their parent
     assert mounts(temporary) == []
     async with world(http=True) as w:
         (group,) = await finish_all(w, 1)
