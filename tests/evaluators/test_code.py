@@ -93,8 +93,10 @@ async def test_blanks_at_the_ends_do_not_count(bench: Bench, given: Any, output:
 @pytest.mark.parametrize(
     ("given", "output", "body", "reward"),
     [
-        ("[1, 2]\n3", "[3, 4]", "return [one + b - 1 for one in a[:1]] + [4]", 1.0),  # LiveCodeBench: JSON in lines
-        ([[1], 2], [[1, 2]], "return [*a, b]", 1.0),  # APPS: the result in a list of its own
+        # LiveCodeBench: one JSON value per line
+        ("[1, 2]\n3", "[3, 4]", "return [one + b - 1 for one in a[:1]] + [4]", 1.0),
+        # APPS: the result is the only item of a list
+        ([[1], 2], [[1, 2]], "return [*a, b]", 1.0),
         ([[1], 2], [[1, 2]], "return 1", 0.0),
         ([[1], 2], [1, 2], "return (a[0], b)", 1.0),
         ([[1], 2], [1, 2], "return 1", 0.0),
@@ -258,8 +260,8 @@ def add(a, b):
 @pytest.mark.parametrize("form", ["calls", "check"])
 @pytest.mark.parametrize("value", ['{"set": numbers}', '{"dict": [[k, 0] for k in numbers]}'])
 async def test_numbers_with_the_same_hash_hold_up_nothing(bench: Bench, form: str, value: str) -> None:
-    """With `calls`, a value that is not of JSON's types is refused and never hashed here. With `check`, the check's
-    sandbox may build the value, and its time counts as the candidate's."""
+    """With `calls`, a value that is not of JSON's types is refused and never hashed in this process. With `check`, the
+    check's sandbox may build the value, and its time counts as the candidate's."""
     options = FORMS[form] | {"case_seconds": 5, "total_seconds": 6, "output_bytes": 4 << 20}
     graded = await bench.grade(spec(**options), fenced(COLLIDING.replace("VALUE", value)))
     assert graded.reward == 0.0

@@ -1,3 +1,6 @@
+"""The evaluator `command`: exit codes, the files for the verdict and the turns, and failures of graders and
+sandboxes."""
+
 import os
 from typing import Any
 

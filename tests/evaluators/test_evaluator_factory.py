@@ -1,3 +1,5 @@
+"""Evaluators are made from their specs, and wrong specs are refused with the name of the field."""
+
 from typing import Any
 
 import pytest

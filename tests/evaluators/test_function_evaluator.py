@@ -1,3 +1,5 @@
+"""The evaluator `callable`: sync and async callables, their exceptions, and callables that hang."""
+
 import asyncio
 import functools
 import threading

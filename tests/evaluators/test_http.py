@@ -71,7 +71,8 @@ async def test_a_signing_key_that_is_unusable_is_refused_before_a_run(
             make_evaluator(spec, grader.endpoints)
         assert refused.value.field == "task.evaluator.options.grader"
         assert secret not in f"{refused.value} {refused.value.hint}"
-        monkeypatch.delenv("GRADER_SECRET")  # a grading reports this, because only the node may have the variable
+        # Only the grading reports a missing variable, because the variable may be set on the node alone.
+        monkeypatch.delenv("GRADER_SECRET")
         with pytest.raises(EvaluatorError, match="the variable GRADER_SECRET of grader 'one' is not set"):
             await grader.grade("http", "42")
     assert not grader.bodies

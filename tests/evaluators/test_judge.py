@@ -28,7 +28,7 @@ def prompt(body: dict[str, Any]) -> str:
 
 
 def says(text: str) -> Reply:
-    """Return a judge that replies `text`. MARK in `text` becomes the mark of the judge's prompt."""
+    """Return a judge that replies `text`. The word MARK in `text` is replaced by the mark in the judge's prompt."""
 
     def reply(body: dict[str, Any]) -> Any:
         [mark] = set(MARK.findall(body["messages"][0]["content"]))
@@ -39,7 +39,7 @@ def says(text: str) -> Reply:
 
 
 def prefers(good: str) -> Reply:
-    """Return a judge that prefers the answer with the text `good`."""
+    """Return a judge that prefers the answer that contains `good`."""
 
     def reply(body: dict[str, Any]) -> Any:
         first = body["messages"][1]["content"].partition("ANSWER B")[0]

@@ -1,4 +1,4 @@
-"""The math evaluator: right and wrong answers, answers that are attacks, and what is refused at submission."""
+"""The math evaluator: right and wrong answers, answers that are attacks, and options that are refused at submission."""
 
 from __future__ import annotations
 
@@ -258,8 +258,8 @@ def hanging(number: int) -> str:
 async def test_answers_that_hang_neither_hold_up_nor_outlive_others(
     grade: Grade, host: Host, number: int, right: int, seconds: float
 ) -> None:
-    """Hanging answers get the reward 0. The right answers behind them are done when at most a quarter of the hanging
-    answers is. Seconds on the clock depend on the machine's load, so the test measures processor time: the checks use
+    """Hanging answers get the reward 0. When the right answers behind them are done, at most a quarter of the hanging
+    answers are. Seconds on the clock depend on the machine's load, so the test measures processor time: the checks use
     no more than docs/evaluators/math.md promises (with a margin of 20%), and the processors are idle for less than one
     second each on average."""
     await grade("\\boxed{5}", "5")

@@ -1,5 +1,5 @@
-"""The verdict on a log equals swebench's, for every parser of swebench with a log. Logs that contradict themselves or
-pytest's report earn nothing."""
+"""The verdict on a log equals swebench's, for every parser of swebench with logs in swebench_logs. Logs that contradict
+themselves or pytest's report earn nothing."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ def test_every_parser_has_logs_or_a_reason() -> None:
 
 
 class Logs:
-    """The passing and the failing log of a parser, and tests as the parser reads them: `broken` fail in the failing
-    log; `mended` pass in the passing log only, and are `broken` if there are no such tests; `kept` pass in both."""
+    """The passing and the failing log of a parser, and tests as the parser reads them: `broken` do not pass in the
+    failing log; `mended` pass in the passing log only, and are `broken` if there are no such tests; `kept` pass in
+    both."""
 
     def __init__(self, function: str) -> None:
         self.texts = {kind: (LOGS / function / f"{kind}.log").read_text("utf-8") for kind in ("passing", "failing")}

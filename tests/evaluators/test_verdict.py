@@ -1,3 +1,5 @@
+"""Verdicts are read from Python values and from text, and wrong verdicts are refused."""
+
 from fractions import Fraction
 from typing import Any
 

@@ -1,6 +1,7 @@
 """The forms of public Harbor folders: each form runs, or is refused with the file, the line and a remedy.
 
-The forms were found in 28 folders of 17 public repositories, and are rebuilt here. docs/datasets.md has the table.
+The forms are rebuilt from 28 folders of 17 public repositories. No folder had a form with the number 0.
+docs/datasets.md has the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MCP servers and skills of Harbor folders, with the harness that runs them."""
+"""The MCP servers and skills of a Harbor folder are given to the harness that runs its task."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Virtual environments. `environment` writes the same files as `python -m venv` without starting a program.
-`environment_with` installs packages with uv, which takes a tenth of pip's processor time."""
+"""Virtual environments. `environment` writes the files by which Python recognises an environment, without starting a
+program. `environment_with` installs packages with uv, which takes a tenth of pip's processor time."""
 
 from __future__ import annotations
 

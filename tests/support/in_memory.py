@@ -46,7 +46,7 @@ def free_memory() -> int:
     """Return the machine's available memory in KiB, or the memory limit of the container if that is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     [free] = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    limit = Path("/sys/fs/cgroup/memory.max")  # in a container only
+    limit = Path("/sys/fs/cgroup/memory.max")  # the file exists only in a container
     if limit.exists() and (most := limit.read_text().strip()).isdigit():
         free = min(free, int(most) >> 10)
     return free

@@ -20,7 +20,7 @@ CONTEXT = 4096
 
 
 class NemoRLServer:
-    """Replies `said` to every request. The reply is sampled as one id per letter, so its ids differ from the ids of the
+    """Replies `said` to every request. The reply is encoded letter by letter, so its ids differ from the ids of the
     rendered message."""
 
     def __init__(self, tokenizer: Tokenizer, *, said: str = "hello world", temperature: float = 0.5) -> None:

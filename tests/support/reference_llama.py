@@ -14,7 +14,7 @@ class ReferenceLlama:
     """The model with the published weights in float64, so any measured error is the engine's."""
 
     def __init__(self, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        from safetensors.torch import load_file  # here: it imports torch
+        from safetensors.torch import load_file  # imported here, because it imports torch
 
         self.config = json.loads((folder / "config.json").read_text())
         published = load_file(folder / "model.safetensors") if state is None else state

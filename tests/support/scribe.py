@@ -19,8 +19,8 @@ class Scribe:
     """An agent that makes two model calls. The options `fails`, `rewrites` and `titles` are lists of session numbers.
 
     - `fails`: these sessions raise an error.
-    - `rewrites`: these sessions make a third call, in whose history the first reply is another one. So they have a
-      second row.
+    - `rewrites`: these sessions make a third call, with another first reply in the history, which gives them a second
+      row.
     - `titles`: these sessions make a last call for a title. No later call contains its reply.
     - `seconds`: delays of the first sessions before their first call, by session number.
     """

@@ -25,7 +25,8 @@ def fake_skopeo(folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float
     asked = folder / "asked"
     skopeo = folder / "bin" / "skopeo"
     skopeo.parent.mkdir()
-    wait = f"exec sleep {seconds}" if seconds >= 60 else f"sleep {seconds}"  # a killed shell would leave a child
+    # With exec, because a killed shell would leave its child running.
+    wait = f"exec sleep {seconds}" if seconds >= 60 else f"sleep {seconds}"
     check = 'case "$3" in docker://registry/x | docker://registry/x@*) ;; *) echo no such image >&2; exit 1 ;; esac'
     skopeo.write_text(f'#!/bin/sh\necho "$3" >> {asked}\n{wait}\n{BOTH}\n{check}\ncp -r {layout} "${{4#oci:}}"\n')
     skopeo.chmod(0o755)

@@ -52,7 +52,7 @@ class StampingEngine:
         self._moved = asyncio.Event()
 
     async def start(self) -> None:
-        """Nothing to open."""
+        """There is nothing to open."""
 
     async def close(self) -> None:
         self.kill()

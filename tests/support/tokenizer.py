@@ -76,7 +76,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def write_other_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer as of another model: the same special tokens with other ids, and other text tokens."""
+    """Write a tokenizer like that of another model: the same special tokens with other ids, and other text tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     made = make_tokenizer(SPECIAL_TOKENS[::-1], ("a judge's verdict: the argument is good, the score is high",), 320)
     (folder / "tokenizer.json").write_text(made.to_str(), encoding="utf-8")

@@ -60,7 +60,7 @@ async def test_engines_that_another_training_has_put_in_the_place_of_ours_are_an
     ):
         mine = AttachedEngines("t", limits=AttachLimits(look_seconds=0.0))
         assert await mine.attach(client, [ours])
-        assert await AttachedEngines("t").attach(client, [theirs])  # ours had no sessions
+        assert await AttachedEngines("t").attach(client, [theirs])  # our engine had no sessions, so it may be replaced
         with pytest.raises(Conflict, match="another training has attached"):
             await mine.attach(client, [ours])
         assert [(status.name, status.url) for status in service.pool.status()] == [("t-0", theirs["url"])]

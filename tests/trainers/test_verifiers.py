@@ -154,7 +154,7 @@ async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path) -> None:
         *(run(attaching, scribe_task("vf all away")) for _ in range(20)), return_exceptions=True
     )
     assert {type(error) for error in away} == {ServiceError}
-    assert asyncio.get_running_loop().time() - began < 5  # and not 20 times half a second
+    assert asyncio.get_running_loop().time() - began < 5  # not 20 times half a second
 
 
 async def test_texts_of_a_hosted_model_are_enough_for_an_evaluation_alone(tmp_path: Path) -> None:

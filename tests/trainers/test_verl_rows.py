@@ -287,7 +287,8 @@ def test_the_example_makes_files_whose_rows_are_tasks(tmp_path: Path) -> None:
     made = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)]
     assert [line.split(" rows")[0] for line in made[0].splitlines()] == ["train: 2", "val: 1"]
     assert made[1] == "".join(line + " (as it was)\n" for line in made[0].splitlines())
-    settings = verl_settings({"outrider": {"task": {"harness": {"preset": "mini-swe-agent"}}}})  # as in train.sh
+    # The same setting is in train.sh.
+    settings = verl_settings({"outrider": {"task": {"harness": {"preset": "mini-swe-agent"}}}})
     assert "task.harness.preset=mini-swe-agent" in (EXAMPLES / "train.sh").read_text()
     written = [one for file in sorted(tmp_path.glob("*-*.parquet")) for one in pq.read_table(file).to_pylist()]
     assert len(written) == 3

@@ -169,7 +169,7 @@ def _ends_thinking(sampled: list[int]) -> bool:
 
 
 def _is_excused(answer: Answer) -> bool:
-    """Return True if the refusal of a valid request is legal: the context or the limits of the session are used up, or
-    the engine's script refuses the request."""
+    """Return True if a valid request may be refused: the context or the limits of the session are used up, or the
+    engine's script refuses the request."""
     told = answer.payload.lower()
     return answer.status == 429 or any(word in told for word in EXCUSES)

@@ -14,7 +14,7 @@ from support.fuzz.grammar import NAMES, arguments, json_object, json_value, text
 
 END = "<|im_end|>"
 VOCABULARY = 452
-"""Size of the vocabulary of the tests' tokenizer. Higher ids from an engine are refused."""
+"""Size of the vocabulary of the tests' tokenizer. An engine's ids outside of the vocabulary are refused."""
 
 
 def replies(dice: random.Random, count: int) -> list[ScriptedReply]:

@@ -1,4 +1,4 @@
-"""The fuzzer's interface of a dialect: how a client writes requests, reads replies, and continues a conversation.
+"""The fuzzer's interface to a dialect: how a client writes requests, reads replies, and continues a conversation.
 
 Independent of the gateway and of tokens. Invariant: a reply that the dialect does not allow raises `Violation`.
 """

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 
 import typing_extensions
 
-# After another conftest is imported, sys.modules may have a stand-in for the module.
 collect_ignore_glob = [] if find_spec("skyrl") else ["test_*.py"]
 
 if sys.version_info < (3, 12):

@@ -72,7 +72,7 @@ async def test_datums_have_the_services_rows(tmp_path: Path) -> None:
 
 
 async def test_each_action_names_the_sequence_that_tinker_sampled(tmp_path: Path) -> None:
-    """Each reply is another text, which identifies the reply's place in the client's list."""
+    """The replies have different texts, so a reply's text gives its place in the client's list."""
     texts = ["one", "two", "three", "four"]
     async with tinker_world(tmp_path) as world:
         client = world.client(*texts)

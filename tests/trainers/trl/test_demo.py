@@ -22,7 +22,8 @@ from outrider.sandbox.runtimes.default_runtime import default_runtime
 
 STEPS = 10
 RISE = 0.2
-"""A whole run rises by 0.7; the difference of two means over 128 episodes is off by 0.05 one time in three."""
+"""In a whole run the reward rises by 0.7. The difference of two means over 128 episodes is wrong by more than 0.05 one
+time in three."""
 
 pytestmark = [
     pytest.mark.trainers,
@@ -63,8 +64,8 @@ ENDS_AT_ONCE_SECONDS = 30.0
 
 @contextmanager
 def demo_that_trains(out: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run `outrider demo --train` in a process group of its own, as a shell does, until it has done a step. Afterwards,
-    neither its process nor its service may run."""
+    """Run `outrider demo --train` in its own process group, as a shell does, and yield the process after its first
+    step. Checks at the end that no child of the process, such as the service, still runs."""
     command = [sys.executable, "-c", PROGRAM, "demo", "--train", "--json", "--seeds", "2", "--out", str(out)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0

@@ -18,8 +18,8 @@ from .test_rows import group, sample, task
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore")]
 
 LENGTHS = (7, 2)
-"""The trained tokens of the two rollouts, of which the first has reward 1 and the second 0. The first has another row
-that trains, with 5 tokens, which a batch of GRPOTrainer has no room for."""
+"""Numbers of trained tokens in the main rows of the two rollouts. The first rollout has reward 1, the second 0. The
+first rollout has another row that trains, with 5 tokens, for which a batch of GRPOTrainer has no room."""
 
 
 def row(index: int, number: int, length: int) -> Any:

@@ -1,4 +1,4 @@
-"""The bridge to TRL without TRL: which rows a batch has, what is published, and what is refused."""
+"""The bridge to TRL without TRL: the rows of a batch, the publication of weights, and refusals."""
 
 from __future__ import annotations
 

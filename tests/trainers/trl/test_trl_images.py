@@ -41,7 +41,7 @@ TURNS: list[list[tuple[str, list[int | str]]]] = [
     [("look", [0]), ("tool", [30, 1]), ("bye", [])],
     [("no picture", []), ("tool", []), ("bye", [])],
 ]
-"""The first prompt has pictures; the one with the number 30 is scaled down. The second prompt has no picture."""
+"""The first prompt has pictures; the picture with the number 30 is scaled down. The second prompt has no picture."""
 REPLIES = [CALL, f"done{END}", f"bye{END}"]
 LIMIT = 60
 

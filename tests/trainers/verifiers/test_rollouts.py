@@ -157,7 +157,7 @@ async def test_a_failure_is_an_error_of_its_boundary_and_verifiers_rules_retry_i
         [trace] = episode.traces
         assert not episode.ok
         assert not trace.ok
-        assert trace.rewards == {}  # and not 0
+        assert trace.rewards == {}  # no reward, instead of the reward 0
         assert (trace.last_error.type, trace.last_error.status_code) == (kind, status), trace.last_error
         assert training_samples([node.model_dump() for node in trace.nodes]) == []
     assert healed.ok

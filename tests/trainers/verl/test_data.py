@@ -1,4 +1,5 @@
-"""`outrider.tasks.datasets` writes files for verl's own dataset, and reads files of Hugging Face's package."""
+"""`outrider.tasks.datasets` writes files for verl's own dataset, and reads data sets that Hugging Face's `datasets` has
+saved."""
 
 from __future__ import annotations
 

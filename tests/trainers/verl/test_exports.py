@@ -1,4 +1,4 @@
-"""The packages of tinker and verifiers accept the output of `outrider.trainers.exports`."""
+"""The packages tinker and verifiers accept the output of `outrider.trainers.exports`."""
 
 from __future__ import annotations
 

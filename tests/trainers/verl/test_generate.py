@@ -52,7 +52,7 @@ class Client(Balanced, LLMServerClient):  # type: ignore[misc]  # verl has no ty
     pass
 
 
-class AsyncClient(Balanced, FullyAsyncLLMServerClient):  # type: ignore[misc]  # as above
+class AsyncClient(Balanced, FullyAsyncLLMServerClient):  # type: ignore[misc]  # verl has no types
     pass
 
 
@@ -114,7 +114,7 @@ async def test_an_aborted_generation_goes_on_and_each_part_keeps_its_version(kin
 
 async def test_the_limits_of_tokens_and_of_the_context() -> None:
     [chunk] = await chunks(client(Client, output([1] * 8)))
-    assert chunk.finish is FinishReason.LENGTH  # verl reports "completed" for both
+    assert chunk.finish is FinishReason.LENGTH  # verl reports "completed" for both limits
     made = client(Client, output([1, 2]), context=6)
     [chunk] = await chunks(made)
     assert chunk.finish is FinishReason.LENGTH

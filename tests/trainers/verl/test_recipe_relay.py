@@ -1,7 +1,7 @@
 """An epoch of verl's recipe: workers in Ray actors answer the calls of `--compat verl` through verl's own manager.
 
-The manager's servers are Ray actors without a GPU. In the first test each has a small model of its own. In the second
-they pass the token ids to a real vLLM for CPU, a process in its own environment."""
+The manager's servers are Ray actors without a GPU. In the first test, each server has its own small model. In the
+second test, the servers pass the token ids to a real vLLM for CPU, which runs in its own environment."""
 
 from __future__ import annotations
 

@@ -136,8 +136,8 @@ def buffer(refilled: list[int], manager: Any, spare: Iterator[tuple[str, str]], 
 
 
 def check_rows(rows: Any, prompts: Any, responses: Any, mask: Any, logprobs: Any) -> None:
-    """Check that each row has exactly what the scripted engine sampled: its log-probabilities are a function of id and
-    place."""
+    """Check that each row has the log-probabilities of the scripted engine, and a token that trains. The
+    log-probabilities are a function of id and place, so a changed id or place is found."""
     for row in rows:
         prompt, response = prompts[row].tolist(), responses[row].tolist()
         expected = [
