@@ -201,7 +201,7 @@ async def test_a_shell_that_takes_a_list_of_words_is_a_shell() -> None:
 
 
 @pytest.mark.deep
-async def test_what_cannot_be_tried_does_not_hold() -> None:
+async def test_a_required_row_that_cannot_be_tried_fails_the_certificate() -> None:
     certificate = await certified("toolless", rows=("three-turns", "sub-agent"))
     assert not certificate.ok
     assert [(row.verdict, row.required) for row in certificate.rows] == [("not tried", True), ("not tried", False)]

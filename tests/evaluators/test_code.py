@@ -493,14 +493,16 @@ async def test_a_program_of_several_files(bench: Bench) -> None:
 @pytest.mark.parametrize("form", FORMS)
 async def test_what_an_agent_left_in_the_sandbox_earns_nothing(bench: Bench, form: str) -> None:
     """The agent has left another python3, a sitecustomize.py, a json.py, a library in /etc/ld.so.preload, and a process
-    that overwrites the files in /tmp and /work again and again."""
+    that overwrites the files in /tmp and /work again and again with a program that would pass."""
     await bench.sandbox.exec(
         """
-        printf '#!/bin/sh\\ncase "$*" in *ready*) printf ready;; *) echo 3; echo PASSED;; esac\\n' > /tmp/python3
+        printf '#!/bin/sh\\ncase "$*" in *ready*) printf ready;; *) read a b; echo $((a + b)); echo PASSED;; esac\\n' > /tmp/python3
         chmod +x /tmp/python3; cp /tmp/python3 /usr/local/bin/python3 || cp /tmp/python3 /usr/bin/python3
         echo 'import os; os._exit(0)' > sitecustomize.py; cp sitecustomize.py json.py
         echo /tmp/evil.so > /etc/ld.so.preload
-        (while :; do for f in /tmp/outrider-* /work/*; do echo 'print(3)' > "$f"; done; done) > /dev/null 2>&1 &
+        printf '%s\n' 'add = lambda a, b: a + b' 'try: print(add(*map(int, input().split())))' \
+            'except EOFError: pass' > /passes
+        (while :; do for f in /tmp/outrider-* /work/*; do cat /passes > "$f"; done; done) > /dev/null 2>&1 &
         """,
         seconds=20,
     )

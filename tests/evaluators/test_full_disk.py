@@ -26,8 +26,10 @@ async def small() -> AsyncIterator[Runtime]:
     with tempfile.TemporaryDirectory(prefix="or-") as name:
         async with Host(Path(name)) as host:
             sandbox = await World(host).start("namespace", resources=Resources(disk_mb=4))
-            yield sandbox
-            await sandbox.stop()
+            try:
+                yield sandbox
+            finally:
+                await sandbox.stop()
 
 
 @pytest.mark.deep

@@ -67,7 +67,7 @@ MODULES = {
 }
 
 
-def run(folder: Path, *words: str, python: str = sys.executable) -> list[dict[str, Any]]:
+def run(folder: Path, *words: str) -> list[dict[str, Any]]:
     """Run the tests of MODULES with the plugin, and return the plugin's report."""
     for name, text in MODULES.items():
         (folder / name).write_text(text)
@@ -76,7 +76,7 @@ def run(folder: Path, *words: str, python: str = sys.executable) -> list[dict[st
     (folder / "outrider_x.py").write_text(plugin(str(report), "0123456789abcdef", PLANTED, "x"))
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTEST_ADDOPTS": "-p outrider_x ", "PYTHONDONTWRITEBYTECODE": "1"}
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    command = [python, "-m", "pytest", "-rA", "-p", "no:cacheprovider", f"--rootdir={folder}", *words]
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", f"--rootdir={folder}", *words]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     return [json.loads(line) for line in report.read_text().splitlines()]

@@ -588,6 +588,8 @@ if pid == 0:
     os.write(saved, data.replace(b'FAILED', b'PASSED'))
     os._exit(0)
 os.close(r)
+os.dup2(w, 1)
+os.close(w)
 """
             + INIT,
         },

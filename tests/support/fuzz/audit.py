@@ -80,7 +80,7 @@ def _check_turns(turns: Sequence[Turn], contexts: Sequence[bytes]) -> None:
         check(turn.join is not JoinKind.APPEND or turn.parent is not None, f"turn {index} appends to nothing")
         check((turn.cause is not None) == (turn.join is JoinKind.FORK), f"turn {index}: {turn.join} for {turn.cause}")
         spans = [(span.start, span.end) for span in turn.versions]
-        check(spans == ([(0, sampled)] if sampled else []) or not sampled, f"turn {index}: versions span {spans}")
+        check(not sampled or spans == [(0, sampled)], f"turn {index}: versions span {spans}")
 
 
 def _check_generations(turns: Sequence[Turn], contexts: Sequence[bytes], given: Sequence[Given]) -> None:

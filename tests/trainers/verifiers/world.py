@@ -57,10 +57,10 @@ class Orchestrator:
 
 @asynccontextmanager
 async def prime_rl(
-    folder: Path, tasks: Sequence[Mapping[str, Any]], url: str, *, env: str = "", **agent: Any
+    folder: Path, tasks: Sequence[Mapping[str, Any]], url: str, **agent: Any
 ) -> AsyncIterator[Orchestrator]:
     """Run verifiers' environment server, with tasks on the service at `url`, and yield prime-rl's use of the server."""
-    config = env_config(rows_file(folder, tasks), {"url": url}, env=env, **agent)
+    config = env_config(rows_file(folder, tasks), {"url": url}, **agent)
     async with orchestrating(config) as orchestrator:
         yield orchestrator
 
