@@ -42,7 +42,7 @@ json.dump(replies, open(sys.argv[1], "w"))
 
 
 def own_addresses() -> list[str]:
-    """Return this machine's own addresses on its routes to other networks."""
+    """Return the addresses from which this machine would send to other networks."""
     found = []
     for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -75,7 +75,7 @@ async def replies_of(url: str, made: dict[str, Any]) -> tuple[str, list[str]]:
 
 async def test_the_control_api_is_reached_in_no_way(tmp_path: Path) -> None:
     """The control API is refused even if the task may reach every host and the operator lists the service's addresses
-    as internal. The agent tries every spelling of the addresses, host names, a second request on a connection, the
+    as internal. The agent tries many spellings of the addresses, host names, a second request on a connection, the
     model gateway, and the header `Host`."""
     port = free_port()
     hosts = ["127.0.0.1", "127.1", "127.0.0.2", "0.0.0.0", "0", "2130706433", "0x7f000001", "017700000001", "0x7f.1"]

@@ -367,8 +367,8 @@ async def test_a_reply_of_the_index_is_recorded_and_replayed(tmp_path: Path) -> 
 
 @pytest.mark.deep
 async def test_a_harbor_folder_with_a_public_network_is_graded_through_a_mirror(tmp_path: Path) -> None:
-    """The folder does not mention a mirror: its test.sh installs packages as from the public Internet. It is graded if
-    the examples are read with the mirror as their network."""
+    """The folder does not mention a mirror, and its test.sh expects the public Internet. Nevertheless, the task is
+    graded if `harbor_examples` gets the mirror as the network."""
     folder = tmp_path / "tasks" / "answer"
     (folder / "tests").mkdir(parents=True)
     (folder / "task.toml").write_text("[agent]\ntimeout_sec = 60\n")

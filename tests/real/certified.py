@@ -13,14 +13,14 @@ from outrider.lab.certify.run import certify
 from outrider.spec import HarnessSpec, RuntimeSpec
 
 ECHOES = ("reasoning", "json-spacing", "unicode", "parallel-calls", "malformed-call")
-"""Rows that test in which form a program sends the model's output back. `reasoning` includes the turns of the simplest
-row, `three-turns`."""
+"""Rows that test whether a program sends the model's output back unchanged. `reasoning` includes the turns of the
+simplest row, `three-turns`."""
 STREAMED = ("streaming", *ECHOES)
 SUB_AGENT = "sub-agent"
 IMAGE = "image"
 OTHER_DIALECT = ("streaming", "reasoning", "parallel-calls")
-"""Rows for a dialect that is not the program's default: what the dialect writes differently. Sub-agents make the same
-calls in every dialect."""
+"""Rows for a dialect that is not the program's default. They cover the parts that each dialect writes differently.
+Sub-agents are not among them, because they make the same calls in every dialect."""
 
 
 async def certified(preset: str, rows: Iterable[str], *, dialect: str | None = None) -> dict[str, RowVerdict]:
@@ -50,7 +50,7 @@ async def certified(preset: str, rows: Iterable[str], *, dialect: str | None = N
 
 
 def assert_exact(row: RowVerdict) -> None:
-    """Check that the row holds, that no token drifted, and that sampled tokens are trained."""
+    """Check that the row holds, that no token drifted, and that at least one sampled token trains."""
     assert row.verdict == "holds", f"{row.row}: {row.reason}\n{row.log_tail}"
     assert row.drift_tokens == 0
     assert 0 < row.trained_tokens <= row.sampled_tokens

@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def installed(request: pytest.FixtureRequest) -> None:
-    """Installs the module's PRESET. With $OUTRIDER_HOME set, it is installed there, so that later runs are quick."""
+    """Installs the program of the module's PRESET, in $OUTRIDER_HOME if that is set, so that later runs are quick."""
     install(request.module.PRESET)
 
 

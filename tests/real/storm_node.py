@@ -1,5 +1,5 @@
-"""`python -m real.storm_node TALLY ARGUMENTS` runs `outrider serve ARGUMENTS` with the stage that a storm's agents
-need.
+"""`python -m real.storm_node TALLY ARGUMENTS` runs `outrider serve ARGUMENTS` with the stage (`service.stage`) that
+a storm's agents need.
 
 The runtime `real.storm_node:Counted` is the namespace runtime with a count: each started sandbox appends one byte to
 the file TALLY. The bytes stay when the process is killed.

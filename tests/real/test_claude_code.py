@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.real, pytest.mark.usefixtures("installed")]
 
 PRESET = "claude-code"
 COMPACTING_TOKENS = 100_000
-"""Context size with which Claude Code compacts during the test. It keeps 29 thousand tokens free, and counts the tokens
-of its last call. With the policy's tokenizer, the first request takes 52 thousand tokens, and the output that follows
-takes 33 thousand."""
+"""Context size with which Claude Code compacts during the test. Claude Code keeps 29 thousand tokens free, and counts
+the tokens of its last call. With the policy's tokenizer, the first request takes 52 thousand tokens, and the output
+that follows takes 33 thousand."""
 
 
 def shell(command: str) -> str:
@@ -72,8 +72,8 @@ async def test_a_subagent_in_the_background_runs_beside_its_parent(policy_folder
 
 
 async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_path: Path) -> None:
-    """Claude Code requests a summary of everything before its last call, and continues from the summary and that
-    call."""
+    """Claude Code requests a summary of everything before its last call, as a sibling of that call, and continues from
+    the summary and that call."""
     replies = [
         "Counting." + shell("seq 1 6000") + END,
         shell("wc -l /dev/null") + END,

@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.real, pytest.mark.usefixtures("installed")]
 
 PRESET = "codex"
 COMPACTING_TOKENS = 36_000
-"""Context size with which Codex compacts during the test. It compacts when nine tenths are used. With the policy's
-tokenizer, the first request takes 25 thousand tokens, and the output that follows takes 10 thousand."""
+"""Context size with which Codex compacts during the test. Codex compacts when nine tenths of the context are used. With
+the policy's tokenizer, the first request takes 25 thousand tokens, and the output that follows takes 10 thousand."""
 
 
 def shell(command: str) -> str:

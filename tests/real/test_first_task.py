@@ -20,7 +20,7 @@ pytestmark = pytest.mark.real
 
 SECRET = "the-services-own"
 TITLE: dict[str, Any] = {"when": "Generate a title for this conversation", "reply": "A file that says hello" + END}
-"""The reply to OpenCode's request for a title, which OpenCode makes beside its first call."""
+"""The reply to the request for a title, which OpenCode sends beside its first call."""
 
 
 class Program(NamedTuple):
@@ -49,7 +49,7 @@ PROGRAMS = (
 
 @pytest.fixture(scope="module", params=PROGRAMS, ids=[program.preset for program in PROGRAMS])
 def program(request: pytest.FixtureRequest) -> Program:
-    """An installed program. With $OUTRIDER_HOME set, it is installed there, so that later runs are quick."""
+    """An installed program. It is in $OUTRIDER_HOME if that is set, so that later runs are quick."""
     found: Program = request.param
     install(found.preset)
     return found

@@ -1,5 +1,5 @@
-"""Harbor folders whose verifiers have their own image, checked as by `outrider task check` with the images of a real
-container engine, and graders in another kind of sandbox than the agent's."""
+"""Harbor folders whose verifiers have their own image pass the checks of `outrider task check`, with the images of a
+real container engine. A grader may run in another kind of sandbox than the agent."""
 
 from __future__ import annotations
 

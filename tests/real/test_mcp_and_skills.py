@@ -133,7 +133,7 @@ def called(program: str, server: str, name: str, **arguments: Any) -> str:
 
 
 async def timeline_of(world: World, session: str) -> TimelineView:
-    """Poll the timeline until the node has stored the sandbox's entry, and return it."""
+    """Poll the timeline until the node has stored the sandbox's entry. Returns the timeline."""
     async with asyncio.timeout(20):
         while True:
             view = await world.client.timeline(session)

@@ -137,7 +137,8 @@ def test_every_program_with_options_is_tried() -> None:
 
 
 def calls(wire: RecordedRun) -> list[dict[str, Any]]:
-    """Return the requests of the program's main loop. Requests for a title have no tools and are left out."""
+    """Return the requests of the program's main loop. Requests for a title have no tools and are left out. OpenCode's
+    last request at its limit of turns has no tools either, but is found by its text."""
     return [body for body in wire.bodies if body.get("tools") or "MAXIMUM STEPS" in text_of(body)]
 
 

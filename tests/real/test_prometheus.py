@@ -1,5 +1,5 @@
-"""A real Prometheus scrapes a real, working service: all queries of the dashboard return data, and each alert fires for
-its own fault only. The flag `-s` prints the values."""
+"""A real Prometheus scrapes a real, working service: all queries of the dashboard return data, and each fault fires
+its own alert and no unrelated one. The flag `-s` prints the values."""
 
 from __future__ import annotations
 

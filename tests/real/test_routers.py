@@ -184,8 +184,8 @@ async def test_what_a_real_router_would_drop_is_refused(router: Router, tokenize
 
 @pytest.mark.timeout(TEST_SECONDS)
 async def test_a_real_vllm_behind_its_real_router(vllm_url: VllmServer, router: Router) -> None:
-    """Through the router, the engine has the same health, ids and log-probabilities as without it, and a pause cuts a
-    generation."""
+    """Through the router, the engine has the same health, ids and log-probabilities as without the router, and a pause
+    cuts a generation."""
     greedy = request_for(NONSENSE, SamplingParams(max_tokens=60, temperature=0.0, min_tokens=60))
     async with router("vllm", [vllm_url.url], apart=False) as running, EnginePool() as pool:
         await pool.add(EngineSpec(kind="vllm", name="direct", url=vllm_url.url))

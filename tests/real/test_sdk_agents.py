@@ -1,5 +1,5 @@
-"""The examples of SDK agents, unchanged and with the tasks of docs/sdk-agents.md, are token-exact, and every token
-trains."""
+"""The examples of SDK agents, unchanged and with the tasks of docs/sdk-agents.md, are token-exact, and every sampled
+token trains."""
 
 from __future__ import annotations
 

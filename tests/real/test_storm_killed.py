@@ -186,7 +186,8 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def adopting() -> Iterator[None]:
-    """Makes this process adopt processes whose parents were killed, so that it can reap what is left of a node."""
+    """Makes this process adopt processes whose parents were killed, so that the test can reap the processes of a killed
+    node."""
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     yield
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 0)

@@ -1,4 +1,5 @@
-"""A task like SWE-bench's from end to end: a real program applies a patch with its own tool, and hidden tests grade it.
+"""A task like SWE-bench's from end to end: a real program applies a patch with its own tool, and hidden tests grade
+the patch.
 
 The repository is an old release of tomlkit, and the right patch has the changes of the next release
 (`tasks/release_pairs.py`).

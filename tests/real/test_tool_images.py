@@ -32,10 +32,11 @@ PDF = b"%PDF-1.4\n1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj 2 0 obj<</Type/Page
 
 
 class Viewer(NamedTuple):
-    """A program, its tool for commands with the command's argument, and its tool for files with the path's argument.
+    """A program, its tool for commands (`shell`, with the command's argument), its tool for files (`view`, with the
+    path's argument), and the files to view.
 
-    `folder` and `files`: the files to look at. `notes`: the counts of ignored parts in tool results. `said`: a part of
-    the text that the model gets in place of the image.
+    `notes` are the counts of ignored parts in tool results. `said` is a part of the text that the model gets in place
+    of the image.
     """
 
     preset: str

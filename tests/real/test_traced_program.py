@@ -1,4 +1,4 @@
-"""The trace of a real program's session with a sub-agent and a compaction, received by OTLP."""
+"""The trace of a real program's session with a sub-agent and a compaction, received over OTLP."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ window.add(box)
 window.show_all()
 Gtk.main()
 """
-# The search also fails if another window disappears meanwhile, as some windows of a starting browser do.
+# The search also fails if another window disappears during it, as some windows of a starting browser do.
 SHOWN = "until xdotool search --onlyvisible --name {}; do sleep 0.2; done"
 MANY = "<title>Many</title><script>document.write('<input type=checkbox aria-label=many>'.repeat(100000))</script>"
 

@@ -43,11 +43,11 @@ WAYS = {"qwen3": Way(max_tokens=24, temperature=2.0), TEMPLATE: Way(max_tokens=4
 """Sampling parameters, by the renderer of the prompts."""
 TRIES = 80
 """Maximum number of requests for a reply of one kind. With the policy's own template, at least one of seven replies is
-of the kind."""
+of the wanted kind on average."""
 
 
 class Join(msgspec.Struct, frozen=True):
-    """How a call joined the session's tree."""
+    """The way in which a call joined the session's tree."""
 
     kind: JoinKind
     cause: ForkCause | None = None

@@ -59,8 +59,8 @@ class VllmServer:
 
 
 def vllm_environment(*, install: bool) -> Path:
-    """Return the folder of the environment with vLLM for CPU. If it is missing, it is made if `install` is True. Skips
-    the test if there is no environment."""
+    """Return the folder of the environment with vLLM for CPU. If `install` is True, a missing environment is installed.
+    Skips the test if there is no environment."""
     command = [sys.executable, str(INSTALLER), *([] if install else ["--check"])]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode == EXIT_CANNOT:

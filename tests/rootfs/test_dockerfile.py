@@ -453,4 +453,4 @@ def test_a_tar_with_a_huge_header_is_no_bomb_of_add(context: Path, store: ImageS
     header.type, header.size = tarfile.XHDTYPE, 4 << 30
     with gzip.open(context / "bomb.gz", "wb", 1) as packed:
         packed.write(header.tobuf(tarfile.GNU_FORMAT) + bytes(4096))
-    planned(context, store, "FROM base\nADD bomb.gz /\n")  # it is no archive, so it is copied as it is
+    planned(context, store, "FROM base\nADD bomb.gz /\n")  # the file is not an archive, so it is copied unchanged

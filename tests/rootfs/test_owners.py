@@ -99,7 +99,8 @@ def test_a_home_that_a_build_made_is_used(tmp_path: Path) -> None:
 
 
 def test_who_packed_a_root_stands_for_root(tmp_path: Path) -> None:
-    """A tar of a folder that an ordinary user made is such a root."""
+    """If a system folder such as /usr belongs to another user, as in an ordinary user's tar of a root, the user's id
+    counts as root's."""
     kept, found = owned(
         tmp_path,
         layer(("usr", None, 1000, 1000), ("app", b"", 1000, 1000), ("etc/mine", b"", 1000, 5), ("db", b"", 7, 7)),

@@ -1,4 +1,5 @@
-"""Layers become a root: links stay inside it, whiteouts remove files, and no file has another owner."""
+"""Layers are unpacked into a root: links stay inside the root, whiteouts remove files, and all files belong to the user
+of this process."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     unshare --mount --propagation slave python below_usr.py FORM SCRATCH COMMAND...
 
 FORM is `plain`, `stacked` or `locked`. `plain` is the form of a container: /usr is an overlay, and file systems are
-mounted in it. `stacked` has a second overlay on top, which is as many as the kernel stacks. `locked` has the mounts of
-`plain`, but the command runs in a user namespace and has no privileges to undo them. The folder `/usr/below` exists
-only there. SCRATCH is an empty folder. The command's environment contains the form.
+mounted in it. `stacked` has a second overlay on top, which is the maximum that the kernel stacks. `locked` has the
+mounts of `plain`, but the command runs in a user namespace and has no privileges to undo them. The folder `/usr/below`
+exists only in the mount namespace. SCRATCH is an empty folder. The command's environment contains the form.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python -m runtimes.busy_job MARK KIND...
 
-`sleep MARK` runs in a sandbox of each KIND, in a session of its own. When all of them have started, a line is printed.
+`sleep MARK` runs in one sandbox of each KIND, with a process session of its own. The line `busy` is printed when all
+of them have been started.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def image(kind: str, content: str = "python") -> str:
 
 
 def prepared(kind: str, environment: pytest.MonkeyPatch) -> str:
-    """Return the image for most tests. From then on, the interpreter for containers is in a folder that every engine
-    may read."""
+    """Return the image for most tests. If SANDBOX_CACHE is set, OUTRIDER_HOME is this folder from then on, so that each
+    engine can read the interpreter for containers."""
     if CACHE in os.environ:
         environment.setenv("OUTRIDER_HOME", os.environ[CACHE])
     return image(kind)
@@ -85,7 +85,7 @@ def remove_images() -> None:
 
 
 def kill(kind: str, container: str) -> None:
-    """Kill a container. Podman then waits for its end, and answers 500 if the container has been removed meanwhile."""
+    """Kill a container. Podman then waits for its end, and answers 500 if the container has been removed by then."""
     status, content = exchange(engine(kind), "POST", f"/containers/{container}/kill", b"")
     assert status < 300 or (status == 500 and b"no such container" in content), content.decode()
 

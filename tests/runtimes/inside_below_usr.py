@@ -56,7 +56,8 @@ async def test_kernel_file_systems_and_sockets_are_covered(sandbox: Runtime) -> 
     for place in ("proc", "sys", "auto", "driver/proc"):
         assert await out(sandbox, f"ls {BELOW}/{place}") == "", place
     assert await out(sandbox, f"test -S {BELOW}/socket || echo covered") == "covered\n"
-    await out(sandbox, f"ls {BELOW}/silent")  # its server never answers; the kernel refuses root by itself
+    # The server of this file system never answers, but the kernel refuses root without a call to the server.
+    await out(sandbox, f"ls {BELOW}/silent")
 
 
 async def test_usr_is_writable_where_it_can_be(sandbox: Runtime) -> None:

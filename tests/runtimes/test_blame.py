@@ -1,4 +1,4 @@
-"""Whether a sandbox was broken by the programs in it, as far as its runtime can find out (`broken_inside`)."""
+"""A runtime reports with `broken_inside` whether the programs in a sandbox have broken the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node and the replies of a container daemon. The daemon is a fake, so no real one need be installed."""
+"""A node's reactions to the replies of a container daemon. The daemon is a fake, so that no real one is needed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ IMAGE = "sha256:feed"
 
 
 class FakeDaemon:
-    """A daemon with containers by name. `loses`: calls whose replies are lost. `refuses`: containers with a bound on
-    their disk are refused. `slow`: calls that wait for `go`. `starved`: containers whose memory has run out."""
+    """A daemon with containers by name.
+
+    `loses` names the calls whose replies are lost. If `refuses` is true, the daemon refuses containers with a limit on
+    their disk. `slow` names the calls that wait for `go`, and `starved` the containers whose memory has run out.
+    """
 
     def __init__(self) -> None:
         self.containers: dict[str, dict[str, Any]] = {}

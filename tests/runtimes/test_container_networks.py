@@ -98,8 +98,8 @@ async def answers(runtime: Runtime, requests: list[bytes]) -> list[str]:
 
 @pytest.mark.parametrize("kind", [*IN_CONTAINERS, pytest.param("gvisor", marks=pytest.mark.real), "namespace"])
 async def test_the_door_of_a_container(world: World, kind: str) -> None:
-    """The attacks on a namespace sandbox's door, in each kind of container: destinations, phases, the service's place,
-    direct connections and names."""
+    """The attacks on a namespace sandbox's door fail in each kind of container: forbidden destinations, wrong phases,
+    the service's address, direct connections and names."""
     port = free_port()
     async with a_server() as allowed, a_server() as other:
         place, service = f"127.0.0.1:{allowed.port}", f"127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""Containers of real engines: their limits, what they cannot reach, and that none of them is left."""
+"""Containers of real engines keep their limits, are isolated, and are all removed."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ async def test_a_container_that_is_killed_from_outside(world: World, kind: str) 
 
 
 async def test_a_node_that_is_killed_leaves_no_container(world: World, kind: str, folder: Path) -> None:
-    world.create(kind)  # also prepares what the other node needs
+    world.create(kind)  # also prepares the image and the interpreter for the other node
     program = NODE.format(path=TESTS, folder=str(folder), kind=kind, image=engines.image(kind))
     node = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
     assert node.stdout is not None

@@ -19,7 +19,7 @@ from outrider.sandbox.runtimes.kernel.process_marks import mark_of, marked
 
 from .world import IN_CONTAINERS, IN_E2B, POD, World, snapshot
 
-LANDLOCK = pytest.param("process-landlock", marks=pytest.mark.deep)  # it is "process" behind a filter of paths
+LANDLOCK = pytest.param("process-landlock", marks=pytest.mark.deep)  # the runtime "process" with a filter of paths
 ALL = ["process", LANDLOCK, "namespace", "memory", IN_E2B, *IN_CONTAINERS, POD]
 REAL = ["process", LANDLOCK, "namespace", IN_E2B, *IN_CONTAINERS, POD]
 

@@ -111,7 +111,7 @@ async def test_a_sandbox_is_labelled_without_internet_and_deleted_once(server: F
     await sandbox.stop()
     await sandbox.stop()
     assert server.sandboxes == {}
-    assert server.requests.count("DELETE /sandboxes/ID") == 2  # the second reply is that there is none
+    assert server.requests.count("DELETE /sandboxes/ID") == 2  # the second call finds no sandbox
 
 
 async def test_a_lost_reply_leaves_no_second_sandbox(server: FakeE2B, world: World) -> None:

@@ -276,7 +276,7 @@ async def test_the_other_numbering_of_the_same_machine(world: World) -> None:
 
 
 def test_confine_holds_in_this_thread() -> None:
-    """A filter confines the thread that installs it. It ends with the thread, so the next test is free."""
+    """A filter confines only the thread that installs it, and ends with the thread. The next test is not confined."""
     refused: list[bool] = []
 
     def confined() -> None:

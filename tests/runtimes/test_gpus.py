@@ -169,7 +169,7 @@ async def output(sandbox: Runtime, command: str) -> str:
 
 
 async def has_its_gpus_and_no_other(sandbox: Runtime) -> None:
-    """Check a sandbox that was given the second of three GPUs, whose file is nvidia0, and the third."""
+    """Check a sandbox that was given the second and the third of three GPUs, whose files are nvidia0 and nvidia2."""
     assert await output(sandbox, "ls /dev | grep nvidia") == "nvidia-uvm\nnvidia0\nnvidia2\nnvidiactl"
     assert await output(sandbox, "echo x > /dev/nvidia0 && cat /dev/nvidia0 | wc -c") == "0"
     assert await output(sandbox, "head -c 4 /dev/nvidiactl | od -An -tx1") == "00 00 00 00"
@@ -316,7 +316,7 @@ DESCRIBED = Path("/etc/cdi")
 
 def device(name: str, kind: str) -> dict[str, Any]:
     """Return the description of a device that brings a file and a device file. With an ordinary user's Podman there is
-    no device file, because it would have to exist."""
+    no device file, because Podman would require its path to exist on the host."""
     file = {"hostPath": "/etc/passwd", "containerPath": f"/opt/outrider-test-{name}", "options": ["ro", "bind"]}
     node = {"path": f"/dev/outrider-test-{name}", "hostPath": "/dev/null"}
     return {"name": name, "containerEdits": {"mounts": [file], "deviceNodes": [node] * (kind != "podman-rootless")}}

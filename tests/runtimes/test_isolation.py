@@ -1,4 +1,4 @@
-"""What a namespace sandbox blocks, and the one thing that it lets through: the gateway."""
+"""A namespace sandbox is isolated from the host and from other sandboxes. Only the model gateway can be reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime `kubernetes` on a fake cluster: refusals, delays and losses of the cluster, and the remains of a node."""
+"""The runtime `kubernetes` on a fake cluster: the cluster's refusals, delays and losses, and the pods of dead nodes."""
 
 from __future__ import annotations
 
@@ -565,7 +565,7 @@ async def test_large_output_is_cut_and_arrives(world: World, cluster: FakeApiSer
 
 @pytest.mark.parametrize("other", ["dead", "alive", "elsewhere"])
 async def test_orphans_are_found_by_label(world: World, cluster: FakeApiServer, other: str) -> None:
-    """The pods of a dead node are removed. Those of living nodes and of other machines are not."""
+    """The pods of a dead node are removed. The pods of living nodes and of other machines stay."""
     await start(world)
     [mine] = cluster.pods.values()
     label = mine["metadata"]["labels"]["outrider.node"]

@@ -1,4 +1,5 @@
-"""What a sandbox fenced in by Landlock cannot reach, on a kernel that has Landlock."""
+"""Sandboxes that are confined by Landlock, on a kernel that has Landlock: they reach no private files, other
+processes or other sockets of the host, and ordinary programs work in them."""
 
 from __future__ import annotations
 
@@ -174,7 +175,7 @@ def turn_of(pid: int) -> tuple[object, ...]:
 
 
 async def test_nothing_is_left_in_the_kernel(sandbox: Runtime) -> None:
-    """The sandbox can make no kernel objects that belong to no process and would outlive `stop`."""
+    """The sandbox cannot make kernel objects that belong to no process, because they would outlive `stop`."""
     for call, undo in (
         ("shmget(0x0DDB0DE, 4096, 0o1600)", "shmctl(found, 0, None)"),
         ("semget(0x0DDB0DE, 1, 0o1600)", "semctl(found, 0, 0)"),

@@ -24,7 +24,7 @@ from .world import World
 
 
 class Traces:
-    """The processes below this process, the mounts of its tests, and its descriptors."""
+    """The child processes of this process, the mounts of its tests, and its descriptors."""
 
     def __init__(self) -> None:
         self.processes = children()
@@ -62,8 +62,8 @@ def children() -> set[int]:
 
 
 def lives(marker: str) -> bool:
-    """Return whether another process of this host, in any namespace, has `marker` in its command line. A zombie has
-    none."""
+    """Return whether another process of this host, in any namespace, has `marker` in its command line. A zombie has no
+    command line."""
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
@@ -81,7 +81,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.deep
 async def test_twenty_at_once(world: World, kind: str) -> None:
-    await (await world.start(kind)).stop()  # makes what is opened once and kept
+    await (await world.start(kind)).stop()  # opens the resources that are opened once and kept
     before = Traces()
 
     async def live(number: int) -> None:
@@ -266,7 +266,7 @@ async def test_a_service_killed_while_a_sandbox_starts(world: World, folder: Pat
 
 
 def any_of(folder: Path, command: str) -> bool:
-    """Return whether a process lives that has the mark of this folder or this command line."""
+    """Return whether a living process has the mark of this folder or has this command line."""
     return bool(marked(f"{folder.name}/")) or lives(command)
 
 
@@ -293,7 +293,7 @@ async def test_program_that_is_not_a_server(folder: Path) -> None:
     assert raised.value.log_tail == "went wrong"
     with pytest.raises(RuntimeFailure, match="cannot start"):
         await started([str(folder / "none")])
-    # Its first bytes are a length above any message's.
+    # The first bytes of this program's output are read as a length, which is above the maximum of a message.
     noise = ["/bin/sh", "-c", "head -c 100000 /dev/zero | tr '\\0' '\\377'; cat >/dev/null"]
     with pytest.raises(RuntimeFailure):
         await started(noise)

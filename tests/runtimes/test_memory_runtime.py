@@ -40,7 +40,7 @@ from .world import World
         ("echo >", 2, "bash: syntax error near unexpected token `newline'\n"),
         ("frobnicate x", 127, "bash: frobnicate: command not found\n"),
         ("echo x > no/such", 1, "bash: /no/such: No such file or directory\n"),
-        # Features of bash that the small shell does not have.
+        # Features of bash that the small shell does not have. Unsupported syntax is refused before anything runs.
         ("echo x | cat", 2, "bash: syntax error near unexpected token `|'\n"),
         ("echo $(pwd)", 2, "bash: syntax error near unexpected token `('\n"),
         ("sleep; test a -nt b", 2, "sleep: bad arguments\nbash: test: not known here: a -nt b\n"),

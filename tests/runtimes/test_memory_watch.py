@@ -225,7 +225,7 @@ async def test_memory_that_a_process_does_not_show_counts_too(world: World, way:
 
 
 async def test_address_space_that_is_only_reserved_costs_nothing(world: World) -> None:
-    """The program lasts longer than the scans after which it would be killed."""
+    """The program runs for longer than two scans of the watch, after which the watch would kill it."""
     program = """
 import time
 libc.mmap.restype = ctypes.c_void_p

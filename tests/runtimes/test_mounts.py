@@ -70,7 +70,7 @@ async def test_what_is_mounted_in_what_is_shown_is_read_only(world: World, kind:
     for top in (str(tree), "/data"):
         for name in ("", *PLACES):
             place = os.path.join(top, name)
-            if kind != "podman-rootless":  # this engine may see only the mounts of its start
+            if kind != "podman-rootless":  # this engine may see only the mounts that existed when it was started
                 assert await sandbox.read(f"{place}/file") == f"{name}\n".encode()
             written = await sandbox.exec(["touch", f"{place}/new"], seconds=30)
             assert b"Read-only file system" in written.stderr, place

@@ -245,7 +245,7 @@ async def test_postgresql_runs_in_an_image_where_a_step_made_its_database(
     (tmp_path / "Dockerfile").write_text(
         f"FROM small\nRUN mkdir /db && chown -R postgres /db && {by} {programs}/initdb --no-locale -A trust -D /db\n"
     )
-    for kind, file in ranges.items():  # the build makes a host with these
+    for kind, file in ranges.items():  # the defaults of the host that the build makes
         monkeypatch.setitem(ID_FILES, kind, file)
     await asyncio.to_thread(build_image, tmp_path, store, name="task")
     sandbox = await world.start("namespace", image="task", workdir="/")
@@ -254,6 +254,6 @@ async def test_postgresql_runs_in_an_image_where_a_step_made_its_database(
     assert "server started" in await said(sandbox, start)
     ask = f"{programs}/psql -h /db -U postgres -tAc 'select 6 * 7'"
     assert await said(sandbox, ask) == "42\n"
-    # With one user, PostgreSQL does not start, a failure that an agent cannot repair.
+    # With one user, PostgreSQL does not start, and an agent cannot repair this.
     alone = await world.start("namespace", image="task", workdir="/", users=1)
     assert "server started" not in await said(alone, start)

@@ -1,4 +1,4 @@
-"""A sandbox whose programs use up what its tool server needs. The failure is reported, and no result is silently
+"""Programs of a sandbox use up resources that its tool server needs. The failure is reported, and no result is silently
 wrong."""
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def impoverish(number: int) -> None:
 
 
 async def until_closed(sandbox: Runtime) -> None:
-    """Wait until the tool server has ended the connections that a program has left, too."""
+    """Raise the tool server's limit of open files, and wait until the tool server has also ended the connections that a
+    program has left."""
     impoverish(1000)
     for _ in range(1000):
         told = (await sandbox.exec("cat /proc/net/tcp", seconds=10)).stdout.decode()

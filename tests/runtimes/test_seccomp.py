@@ -190,8 +190,8 @@ def test_no_connection_is_made_by_sending(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_who_else_can_be_slowed_or_limited(machine: str) -> None:
-    """A program can change the scheduling and limits neither of its sandbox's first process nor of the tool server.
-    Where it sees the host's processes, it can change only its own."""
+    """A program cannot change the scheduling and the limits of its sandbox's first process and of the tool server. With
+    the filter for sandboxes that see the host's processes, a program can change only its own."""
     codes = (seccomp.program(machine, server=7), seccomp.program(machine, True))
     for name in ("sched_setscheduler", "sched_setparam", "sched_setattr", "sched_setaffinity"):
         for pid, expected in ((0, [ALLOW, ALLOW]), (1, [EPERM, EPERM]), (7, [EPERM, EPERM]), (8, [ALLOW, EPERM])):

@@ -1,4 +1,4 @@
-"""A sandbox without bash: commands and the live shell use its sh, whichever program that is."""
+"""A sandbox without bash: commands and the live shell use its sh, here dash or busybox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of runtime refuses before a task is stored."""
+"""The specs that each kind of runtime refuses or accepts before a task is stored."""
 
 from __future__ import annotations
 

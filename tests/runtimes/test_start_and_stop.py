@@ -41,7 +41,7 @@ class SlowLaunch:
 
 
 async def test_a_stop_never_raises(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """One part cannot be undone, for a reason that nobody expected. The other parts are undone."""
+    """One part cannot be undone because of an unexpected error. The other parts are undone."""
     steps: list[str] = []
 
     async def odd() -> None:

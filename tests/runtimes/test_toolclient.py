@@ -246,7 +246,7 @@ def test_a_client_whose_opening_is_cancelled_is_lost(turns: int) -> None:
 async def test_a_server_that_does_not_answer_is_stuck_and_one_whose_answer_lies_there_is_not(
     pair: tuple[ToolClient, Peer],
 ) -> None:
-    """The event loop may also be blocked for longer than the call may take."""
+    """This also holds if the event loop was blocked for longer than the call may take."""
     stop_time()
     client, peer = pair
     async with asyncio.TaskGroup() as group:

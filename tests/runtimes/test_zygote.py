@@ -1,4 +1,4 @@
-"""What a node's zygote leaves if its start fails or its end is cut off."""
+"""A node's zygote leaves no half-made skeleton if its start fails, and no process if its end is cut off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seen(root: Path) -> dict[str, int]:
 
 
 async def skeleton(host: Host) -> dict[str, int]:
-    """Return the files and modes of the host's skeleton, at the moment when the zygote is there."""
+    """Start the host's zygote. Returns the files and modes of its skeleton as soon as the zygote is ready."""
     zygote = await host.part(ZygoteClient)
     return seen(Path(zygote.host_root.layers[0][0]))
 

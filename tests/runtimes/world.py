@@ -1,4 +1,4 @@
-"""Surroundings for sandboxes: a private folder, a gateway on a Unix socket and on a port, and runtimes made there."""
+"""Helpers that create sandboxes for tests, with a private folder and a model gateway on a Unix socket and on a port."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CONTAINERS = ("docker", "podman", "podman-rootless")
 """Kinds that `make test-real` runs, where `.ci/sandboxes` has started their engines."""
 IN_CONTAINERS = [
     *(pytest.param(kind, marks=pytest.mark.real) for kind in ("docker", "podman-rootless", "apptainer")),
-    pytest.param("podman", marks=[pytest.mark.real, pytest.mark.nightly]),  # a mix of the first two
+    # Nightly only, because podman has its user in common with docker and its engine in common with podman-rootless.
+    pytest.param("podman", marks=[pytest.mark.real, pytest.mark.nightly]),
 ]
 POD = pytest.param("kubernetes", marks=pytest.mark.real)
 """On the fake cluster, whose machine neither limits nor isolates."""
@@ -77,7 +78,7 @@ class KindOf:
 
 
 class World:
-    """Surroundings for sandboxes. `made` has all sandboxes that were created; the fixture stops them."""
+    """Creates sandboxes below the host's folder. `made` lists all of them, and the fixture stops them."""
 
     def __init__(self, host: Host) -> None:
         self.host = host

@@ -1,5 +1,4 @@
-"""Files that tasks may never read, whatever the settings and whatever the path, and uploads that read exactly the files
-that were checked."""
+"""No setting and no path lets tasks read protected files, and uploads read exactly the files that were checked."""
 
 from __future__ import annotations
 
@@ -118,7 +117,7 @@ def test_a_key_in_the_certificates_file_is_one(folder: Path) -> None:
     ],
 )
 def test_a_bind_mount_is_what_it_shows(folder: Path, mounted: str, on: str, found: bool) -> None:
-    """A bind mount is compared by the folder that it shows and not by its path, even if it lies below the named
+    """A bind mount is compared by the file or folder that it shows and not by its path, even if it lies below the named
     folder."""
     for name in ("uploads/x", "state/artifacts/file", "keys/other"):
         (folder / name).touch()

@@ -1,4 +1,4 @@
-"""Living nodes repeatedly remove what killed nodes have left behind."""
+"""Living nodes repeatedly remove the remains of killed nodes."""
 
 from __future__ import annotations
 
