@@ -1,7 +1,7 @@
 """The floors of our figures: the same work done as simply as possible, measured in the same run.
 
-Machines differ by a factor, and a shared one differs from hour to hour. A ratio of two figures of one run does not
-depend on the machine or the hour. There are three floors:
+Machines differ in speed by a factor, and the speed of a shared machine changes from hour to hour. A ratio of two
+figures of one run does not depend on the machine or the hour. There are three floors:
 
 - the relay copies bytes between two TCP connections, with asyncio protocols: the cost of any hop;
 - the proxy is a bare ASGI application on uvicorn that forwards each request with aiohttp: the cost of a hop over HTTP;

@@ -9,8 +9,8 @@
     python -m bench.processes echo
     python -m bench.processes pages    SERVICE_URL GROUP SESSION
 
-Each program prints its URLs, one per line (`pages` prints that of the service), and ends when its standard input ends,
-so that no program outlives its parent.
+Each program prints its URLs, one per line (`pages` prints the URL of the service), and ends when its standard input
+ends, so that no program outlives its parent.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A run's report: printed as tables, written as JSON and Markdown, with a picture for the one benchmark that has
-one."""
+"""A run's report: printed as tables, and written as JSON and Markdown. The benchmark `sampling` also gets a picture."""
 
 from __future__ import annotations
 

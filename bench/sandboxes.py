@@ -178,7 +178,7 @@ async def many_calls(shells: list[Shell], seconds: float) -> int:
 
 
 async def in_lanes(lanes: int, jobs: int, job: Callable[[], Awaitable[None]]) -> float:
-    """Run `job` as many times as `jobs` says, `lanes` of them at once. Returns the wall-clock seconds."""
+    """Run `job` `jobs` times, `lanes` runs at once. Returns the wall-clock seconds."""
     left = iter(range(jobs))
 
     async def lane() -> None:
@@ -242,7 +242,7 @@ async def bwrap_lives() -> tuple[float, None]:
     pid = os.posix_spawn(command[0], command, {})  # noqa: ASYNC221  # posix_spawn does not wait for the program
     held = os.pidfd_open(pid)
     await readable(held)
-    os.waitpid(pid, 0)  # noqa: ASYNC222  # the process has been killed
+    os.waitpid(pid, 0)  # noqa: ASYNC222  # the process has ended
     os.close(held)
     return time.perf_counter() - a, None
 

@@ -249,8 +249,8 @@ def judge_session(result: SessionResult, turns: Sequence[Turn], samples: Sequenc
 
 
 def judge_reward(result: SessionResult, killed: Collection[str]) -> list[Finding]:
-    """Check that a graded attempt has a reward of 1, because agents are honest. Exempt are attempts with a killed
-    process in the sandbox: the grader cannot distinguish a kill from an act of the agent."""
+    """Check that a graded attempt has a reward of 1, because agents are honest. Attempts with a killed process in
+    the sandbox are exempt: the grader cannot distinguish a kill from an act of the agent."""
     name = f"{result.session_id}-{result.attempt}"
     was_killed = any(sandbox == name or sandbox.startswith(f"{name}-") for sandbox in killed)
     if result.verdict is None or result.verdict.reward == 1 or was_killed:

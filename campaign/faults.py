@@ -38,9 +38,9 @@ class FaultKind(StrEnum):
     MACHINE_ENDED = "machine ended"  # SIGTERM for all its processes at once, including those in sandboxes
     CONNECTION_CUT = "connection cut"  # the connection of a machine, up to five times
     CONNECTION_SLOW = "connection slow"  # nothing is forwarded for eight times its `seconds`, and then everything
-    # As CONNECTION_SLOW, but for so long that the service declares the machine lost.
+    # Like CONNECTION_SLOW, but for so long that the service declares the machine lost.
     CONNECTION_SILENT = "connection silent"
-    AGENTS_KILLED = "agents killed"  # up to a quarter of all processes in sandboxes, more with a larger `share`
+    AGENTS_KILLED = "agents killed"  # on each node one process in a sandbox, and `share` / 4 of all of them
     READER_KILLED = "reader killed"
     POWER_LOST = "power lost"  # the service is killed, and all that it had not synced to its disk is lost
     DISK_FULL = "disk full"  # for its `seconds`

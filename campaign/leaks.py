@@ -1,4 +1,5 @@
-"""Finds what the processes of a run leave on the machine, while its last service is idle and after it has ended."""
+"""Finds the resources that the processes of a run leave on the machine, while the last service is idle and after it
+has ended."""
 
 from __future__ import annotations
 

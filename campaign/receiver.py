@@ -17,7 +17,8 @@ REFUSED = 0.1
 
 
 class Receiver:
-    """`pushes` are the bodies by idempotency key; `taken` are the keys of the pushes that were answered with 2xx."""
+    """`pushes` are the bodies by idempotency key, which is the id of the group; `taken` are the keys of the pushes that
+    were answered with 2xx."""
 
     def __init__(self, rng: random.Random) -> None:
         self.url = ""

@@ -66,8 +66,8 @@ DISK_MIB = 64
 FULLEST_COMMIT = 0.2
 DAY = 86_400.0
 LEAST_JUMP = 7200.0
-"""Minimum jump of the clock, in seconds. It is more than an hour, because the service takes a due time up to one hour
-ahead for a delay that the receiver of a callback requested."""
+"""Minimum jump of the clock, in seconds: more than one hour. A push that is due within the next hour waits, because the
+receiver may have requested the delay."""
 MOST_CUTS = 5
 CUT_PAUSE_SECONDS = 0.7
 """Seconds between two cuts: at least as long as a node waits before it dials again."""
@@ -196,7 +196,7 @@ class Run:
             ):
                 await self._start(service, engine, tasks)
                 async with AsyncClient(self._url) as self._client:
-                    await self._until_complete()  # because faults at the start of the run need running targets
+                    await self._until_complete()  # faults at the start of the run need running targets
                     findings += await self._drive(tasks)
                     findings += await self._stop()
             ended = time.monotonic()
@@ -378,7 +378,7 @@ class Run:
         else:
             await self._break_here(fault)
         self._breaking -= 1
-        self._progress.moved = time.monotonic()  # because the wait for a stall begins anew
+        self._progress.moved = time.monotonic()  # the wait for a stall begins anew
 
     async def _break_machine(self, fault: Fault) -> None:
         number, directions = divmod(int(fault.share * len(self._machines) * len(DIRECTIONS)), len(DIRECTIONS))
@@ -516,8 +516,8 @@ class Run:
         return [leaks.Home(self._temporary, self._fleet.processes), *joined]
 
     def _kill_agents(self, share: float) -> None:
-        """Kill processes in sandboxes: agents, their children, and the sandboxes' own processes. On each node, one
-        process is killed, and in addition a quarter of the `share` of all."""
+        """Kill processes in sandboxes: agents, their children, and the sandboxes' own processes. On each node,
+        one process is killed, and in addition `share` / 4 of all processes."""
         for folder in (folder for home in self._homes() for folder in home.temporary.iterdir()):
             sandboxes = (each for each in sorted(folder.glob("s-*")) if each.is_dir())
             marked = [
@@ -536,7 +536,8 @@ class Run:
         for machine in self._machines:
             codes = map(os.waitstatus_to_exitcode, machine.program.statuses)
             findings += [Finding(Harm.LOST, f"{machine.name} left with {code}") for code in codes if code > 0]
-        # An attempt whose lease has lapsed may wait for a lost connection, half a minute longer than the search lasts.
+        # An attempt whose lease has lapsed may wait for a lost connection. That wait is half a minute longer than the
+        # search for leaks, so the connections are cut.
         self._proxy.cut()
         findings += await leaks.held_by_idle_service(self._client, self._homes())
         after = leaks.footprint(self._service.pid)

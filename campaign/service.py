@@ -1,4 +1,4 @@
-"""The service of a campaign: what `outrider serve` runs, with short pauses and with hooks for the injected faults.
+"""The service of a campaign: the service of `outrider serve`, with short pauses and with hooks for injected faults.
 
 On SIGUSR1 the leases of all attempts under way expire, as when a node is cut off without noticing: the sessions
 return to the queue, and the old attempts run on beside the new ones until the store refuses them.
@@ -44,7 +44,7 @@ def main(folder: str, port: str, engine: str, store: str, processes: str, elsewh
     to reach the engine.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s")
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # because before there are leases the signal would end the process
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until its handler is installed, the signal would end the process
     Knobs(Path(folder) / "knobs").apply_state()
     if elsewhere:
         setattr(joined, "host_id", lambda: "another machine than theirs")  # noqa: B010  # mypy does not find this name in the module

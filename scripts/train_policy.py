@@ -132,7 +132,7 @@ def train_tokenizer(folder: Path, script: Script) -> Tokenizer:
     backend.train_from_iterator(_corpus(script), trainer)
     saved = json.loads(backend.to_str())
     for token in saved["added_tokens"][3:]:
-        # As in Qwen's tokenizer, because a decoder that skips special tokens must still show these tokens.
+        # Qwen's tokenizer does the same: a decoder that skips special tokens must still show these tokens.
         token["special"] = False
     (folder / "tokenizer.json").write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n")
     settings = {

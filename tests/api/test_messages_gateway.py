@@ -159,8 +159,8 @@ async def test_a_call_that_is_no_call_comes_back_as_text(tmp_path: Path) -> None
 
 
 async def test_claude_codes_own_shapes_stay_on_one_branch(tmp_path: Path) -> None:
-    """Claude Code sends a billing line, system messages between others, cache markers that move, and now strings, now
-    lists."""
+    """Claude Code sends a billing line, system messages between others, cache markers that move, and the same content
+    as a string in one request and as a list in another."""
     marker = {"cache_control": {"type": "ephemeral"}}
     billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.329.abc; cc_entrypoint=sdk-cli;"}
     async with a_client(tmp_path, THINKS_AND_CALLS, "done<|im_end|>", "bye<|im_end|>") as (world, client):

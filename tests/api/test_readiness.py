@@ -1,4 +1,4 @@
-"""`/readyz` reports whether the store can write, and concurrent requests share one look at the store."""
+"""`/readyz` reports whether the store can write, and concurrent requests share one check of the store."""
 
 from __future__ import annotations
 

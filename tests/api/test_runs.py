@@ -162,7 +162,7 @@ async def test_a_query_over_http(tmp_path: Path) -> None:
         assert (await client.query("SELECT count(*) FROM turns")).rows == ((2,),)
         with pytest.raises(InvalidField, match="ATTACH is not allowed"):
             await client.query("ATTACH 'x' AS y")
-        # A query sees a group as soon as a client has got the group's end, and until the group's removal.
+        # A query finds a group from the moment when a client has received the group's end until the group is removed.
         await client.gc(days=0)
         assert (await client.query("SELECT count(*) FROM sessions")).rows == ((0,),)
         assert (await client.sessions()).sessions == ()

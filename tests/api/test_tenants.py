@@ -37,7 +37,7 @@ NEW_GROUP = {"task": TASK, "idempotency_key": "step-1"}
 
 
 class Gets(Enum):
-    """What a token of another tenant gets, unless its role is refused (403)."""
+    """The result of a request with another tenant's token, unless the token's role is refused (403)."""
 
     NOT_FOUND = "404, by the same words as for an id that does not exist"
     NOTHING = "a list or counts without anything in it"

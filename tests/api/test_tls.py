@@ -90,7 +90,7 @@ async def test_a_client_refuses_a_service_that_it_cannot_verify(tmp_path: Path) 
             async with AsyncClient(url, ca=ca) as client:
                 with pytest.raises(ServiceUnusable, match="cannot be trusted"):
                     await client.status()
-        elsewhere = url.replace("127.0.0.1", "localhost")  # which the certificate does not name
+        elsewhere = url.replace("127.0.0.1", "localhost")  # the certificate does not name localhost
         async with AsyncClient(elsewhere, ca=str(pair.certificate)) as client:
             with pytest.raises(ServiceUnusable, match="cannot be trusted"):
                 await client.status()

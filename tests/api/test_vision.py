@@ -87,7 +87,7 @@ async def sample_of(client: AsyncClient, asked: dict[str, Any]) -> Sample:
 
 
 async def error_of(client: AsyncClient, given: dict[str, Any]) -> ErrorRecord:
-    """Run a session that ends with an error, and so without a verdict."""
+    """Run a session that must end with an error and without a verdict. Returns the error."""
     group = await client.submit({"task": given | {"max_attempts": 1}})
     [done] = await client.wait([group.id])
     result = done.sessions[0].result

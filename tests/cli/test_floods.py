@@ -125,7 +125,7 @@ def peak_mib(pid: int) -> float:
 @pytest.mark.parametrize(("descriptors", "number"), [(FEW, 12), pytest.param(20_000, 40, marks=pytest.mark.nightly)])
 async def test_large_bodies_wait_for_each_other(tmp_path: Path, descriptors: int, number: int) -> None:
     """Concurrent bodies do not cause refusals, and together take little memory. (With few descriptors, 40 connections
-    of one address at once are more than may come before their token is known.)"""
+    from one address are more than the service accepts before it has read their tokens, so there are only 12.)"""
     body = b'{"task": {}, "more": "%s"}' % (b"x" * (28 << 20))
     async with (
         serving(tmp_path, descriptors) as (url, pid),

@@ -1,5 +1,5 @@
-"""A service that lacks disk space, descriptors or its folder continues, reports the failure, and recovers. One that
-cannot start prints one error.
+"""A service that lacks disk space, descriptors or its folder continues, reports the failure, and recovers. A
+service that cannot start prints one error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`outrider doctor` and `outrider harness`: what this machine has."""
+"""`outrider doctor` checks this machine; `outrider harness` lists the agent programs, and refuses wrong names."""
 
 from __future__ import annotations
 

@@ -163,7 +163,8 @@ def _environment() -> dict[str, str]:
 
 
 async def _until(master: int, wanted: bytes) -> bytes:
-    """Read the terminal until the text appears, and return what was read. Movements of the cursor do not matter."""
+    """Read the terminal until the text appears, and return the bytes that were read. Movements of the cursor do not
+    matter."""
     os.set_blocking(master, False)
     seen, end = b"", time.monotonic() + 60
     while wanted not in re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", seen):

@@ -1,4 +1,4 @@
-"""Every field of the tables is sent. It is passed on, noted, refused or without effect on the reply, as its row
+"""Every field of the tables is sent, and is passed on, noted, refused or without effect on the reply, as its row
 says."""
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ class Writer:
 
 
 def tried(body: bytes, call: Any, memory: Memory) -> bool:
-    """Read a whole request and answer it. Returns False if it is refused. What is read can be encoded as JSON, and a
-    second reading gives the same."""
+    """Read a whole request and answer it. Returns False if it is refused. Checks that all that is read can be
+    encoded as JSON, and that a second reading gives the same messages."""
     with suppress(RequestError):
         request = DIALECT.parse(call, body, memory)
         raws = [request.messages.raw(index) for index in range(len(request.messages))]

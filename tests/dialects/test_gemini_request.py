@@ -1,4 +1,4 @@
-"""Google requests are read into messages, tools and sampling. A refusal names the wrong field."""
+"""Google requests are read into messages, tools and sampling. A refusal names the field that is wrong."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Items of Responses requests: the messages that they become, and the field that a refusal names."""
+
 from __future__ import annotations
 
 import base64

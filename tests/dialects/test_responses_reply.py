@@ -1,3 +1,5 @@
+"""Responses replies, streamed and not: items, ids, usage, order of events, and errors."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Responses requests: routes, fields, callers, refusals, and stored responses."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Tools of Responses requests: their form for the model, the choice of tools, and refusals."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""The dialect of a route that several dialects have."""
+"""The choice of a dialect for routes that several dialects have, and for unknown routes."""
 
 from __future__ import annotations
 

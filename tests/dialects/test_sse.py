@@ -1,3 +1,5 @@
+"""Server-sent events as the dialects write them."""
+
 from __future__ import annotations
 
 import json

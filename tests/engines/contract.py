@@ -72,7 +72,7 @@ class Factory(Protocol):
 
 
 async def collect(chunks: AsyncGenerator[Chunk, None]) -> Generation:
-    """Read a stream to its end, and check what holds for every stream."""
+    """Read a stream to its end, and check the rules that hold for every stream."""
     ids: list[int] = []
     logprobs: list[float] = []
     last: Chunk | None = None

@@ -123,7 +123,7 @@ class Worlds(Protocol):
 
 
 def worlds_of(kind: Kind, router: Router, folder: Path) -> Worlds:
-    """`folder` holds a tokenizer.json."""
+    """Return a factory of worlds whose router is started by `router`. `folder` holds a tokenizer.json."""
 
     @asynccontextmanager
     async def worlds(
@@ -366,7 +366,7 @@ CHECKS = (
 
 
 async def refuses_what_it_would_drop(worlds: Worlds) -> None:
-    """Only sglang-router: it forwards only the fields of its own schema."""
+    """A check for sglang-router alone, which forwards only the fields of its own schema."""
     async with worlds() as world, world.engine() as engine:
         with pytest.raises(EngineRejected, match="drops a request's logit_bias"):
             await collect(engine.generate(world.request(logit_bias={5: 1.0})))
@@ -382,7 +382,7 @@ DROPPED_SAMPLING = {"logit_bias", "spaces_between_special_tokens"}
 async def fake_router(
     kind: Kind, urls: Sequence[str], *, apart: bool, hidden: bool = False
 ) -> AsyncGenerator[RunningRouter, None]:
-    """With `hidden`, the router lists an address of its workers to which only the router could connect."""
+    """Run a fake router. With `hidden`, it lists one address, to which only the router could connect."""
     workers = dict.fromkeys(urls, "regular")
     if apart:
         workers = {url: "decode" if number else "prefill" for number, url in enumerate(urls)}

@@ -1,3 +1,5 @@
+"""The errors that the adapters make from a server's refusals and from error events."""
+
 from __future__ import annotations
 
 import orjson

@@ -87,7 +87,8 @@ async def test_a_follower_that_is_gone_has_nothing_in_flight() -> None:
 
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_follower_that_takes_too_long_is_lost(answers: bool) -> None:
-    """One follower never acknowledges a pause; the other reports generations in flight for ever."""
+    """The slow follower acknowledges the pause (`answers`) but reports generations in flight for ever, or it never
+    acknowledges the pause."""
     gate, lost = PolicyGate(), list[str]()
     gate.answer_seconds, gate.settle_seconds = (60.0, 0.05) if answers else (0.05, 60.0)
     gate.expect("slow", lost.append)

@@ -1,3 +1,5 @@
+"""The HTTP client of the engine adapters: retries, connections, the key, replies that are not JSON, and URLs."""
+
 from __future__ import annotations
 
 import asyncio

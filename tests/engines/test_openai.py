@@ -1,3 +1,5 @@
+"""The adapter for OpenAI-compatible servers: its requests, replies with and without token ids, and typed errors."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The heap of engine loads gives the same minimum as a plain search, and remains bounded."""
+
 from __future__ import annotations
 
 from hypothesis import given

@@ -287,7 +287,8 @@ async def test_a_version_goes_back_where_that_is_asked_for(folder: Path) -> None
         assert second.version == (1 << 31) - 1
         await until_waiting()
         assert [engine.ok for engine in pool.policy.status().engines] == [True, False]
-        await pool.policy.update(6, mode="finish", weights="weights-6", go_back=True)  # it need not go back
+        # `go_back` is also allowed with a newer version.
+        await pool.policy.update(6, mode="finish", weights="weights-6", go_back=True)
         await all_up(pool)
         assert (first.version, second.version) == (6, 6)
         with pytest.raises(Conflict, match="go back"):
@@ -714,7 +715,7 @@ async def test_an_engine_whose_weights_are_gone_takes_part_in_the_next_update(fo
     async with pool_of(engine, probing=probing, known=KnownPolicy(3, "nowhere")) as pool:
         while engine.told.count("update_weights") < 2:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0)
-        await pool.policy.resume(3)  # the trainer's report does not decide what can be loaded
+        await pool.policy.resume(3)  # the trainer's report does not make the weights loadable
         assert (engine.version, pool.policy.status().engines[0].ok) == (0, False)
         await pool.policy.update(4, mode="finish", weights="weights-4")
         assert (engine.version, pool.policy.status().engines[0].ok) == (4, True)

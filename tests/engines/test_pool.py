@@ -1,3 +1,5 @@
+"""The engine pool: placement of sessions, draining and removal of engines, failover, overflows, and failed calls."""
+
 from __future__ import annotations
 
 import asyncio
@@ -294,7 +296,8 @@ async def test_an_overflow_is_nobodys_failure() -> None:
 
 
 async def test_an_overflow_that_cannot_be_is_the_engines_fault() -> None:
-    """A prompt that is too long is graded, so the engine's report alone does not count."""
+    """A session whose prompt is too long is graded. So a report of an overflow that contradicts the sizes counts as the
+    engine's failure."""
     async with pool_of() as pool:
         await pool.add_engine(engine_of("a", fail="overflow"))
         with pytest.raises(EngineMisbehaved, match=r"a prompt of at most 4 tokens does not fit a context of"):

@@ -1,4 +1,4 @@
-"""Failures seen with real servers on a GPU, reproduced by fakes: pauses, probes, dead servers, old keys."""
+"""Failures observed with real servers on a GPU, reproduced by fakes: pauses, probes, dead servers, old keys."""
 
 from __future__ import annotations
 

@@ -899,7 +899,7 @@ NONSENSE: dict[str, tuple[Callable[[int], Any], str]] = {
 
 @pytest.mark.parametrize("case", NONSENSE)
 async def test_a_worker_that_speaks_nonsense_is_cut_off_with_the_reason(case: str) -> None:
-    """Its generations move to another worker."""
+    """The worker's generations move to another worker."""
     make, reason = NONSENSE[case]
     engine = relay()
     async with relay_served(engine) as url, raw_worker(url) as raw, asyncio.TaskGroup() as group:

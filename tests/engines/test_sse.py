@@ -1,3 +1,5 @@
+"""The reader of server-sent events: pieces of any size, and the rules of the standard."""
+
 from __future__ import annotations
 
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The command line, for the tests of this folder."""
+"""The fixture `cli` of the command line, for the tests of this folder."""
 
 from cli.conftest import cli
 

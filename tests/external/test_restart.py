@@ -202,7 +202,7 @@ async def test_a_call_before_the_session_runs_again_is_told_to_come_back(tmp_pat
 
 @asynccontextmanager
 async def served(tmp_path: Path, engine: str, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`outrider serve`, ready on a fixed port."""
+    """Run `outrider serve` on a fixed port. Yields the process when the service is ready."""
     process = await program(
         *("serve", "--port", str(port), "--data", tmp_path / "data", "--engine", f"vllm={engine}"),
         *("--tokenizer", tmp_path / "tokenizer", "--renderer", "qwen3", "--allow-plugin", "external.agents"),

@@ -39,7 +39,7 @@ class Agent:
 
 
 class Owner:
-    """The control API of a service."""
+    """A client of a service's control API."""
 
     def __init__(self, http: httpx.AsyncClient, url: str, token: str | None = None) -> None:
         self.url = url

@@ -1,3 +1,5 @@
+"""A scripted model, a harness's context, and a sandbox, for the tests of this folder."""
+
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,3 +1,5 @@
+"""Folders that are built in place: concurrent, failed and killed builds, and the check that a folder is complete."""
+
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The harness that runs a command or a preset: words, variables, files, logs, exit codes, and instructions."""
+
 import json
 from pathlib import Path
 from typing import Any

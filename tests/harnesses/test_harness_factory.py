@@ -1,3 +1,5 @@
+"""The harness that is made for a task's spec, and the field that a refusal names."""
+
 from typing import Any
 
 import pytest

@@ -1,3 +1,5 @@
+"""The harness for agents that run in this process: `init`, `run`, and agents that fail."""
+
 from typing import Any
 
 import pytest

@@ -1,3 +1,5 @@
+"""Installed agent programs: the folders that count as installed, the installers, versions and pins."""
+
 import shutil
 import tomllib
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Placeholders in the texts of harnesses."""
+
 import json
 
 from outrider.harnesses.placeholders import fill, fill_file, names_in

@@ -1,3 +1,5 @@
+"""Presets of agent programs: loading, pins, options and dialects."""
+
 from typing import Any
 
 import msgspec

@@ -1,3 +1,5 @@
+"""The built-in agent: its tools, its limits and failures, and agents with tools of their own."""
+
 import asyncio
 import json
 from collections.abc import Mapping

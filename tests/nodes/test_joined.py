@@ -45,7 +45,7 @@ from .test_processes import ends, node_processes, replies_of, result_of, served
 
 LENGTH = 4
 HEARD_OF = NodeWaits(silence=12.0)
-"""The silence is three times the maximum time between two messages of a node."""
+"""A node counts as lost after 12 seconds without a message, three times the interval of its heartbeats."""
 CAPACITY = Capacity(cpus=4.0, memory_mb=4096, gpus=(f"{os.getpid()}-far",))
 
 
@@ -347,8 +347,8 @@ async def test_of_many_that_come_for_a_name_at_once_one_gets_it(tokenizer: Path)
 
 
 async def test_a_machine_that_died_while_it_started_does_not_keep_its_name(tokenizer: Path) -> None:
-    """The name is free again when the connection ends, although a starting node has two minutes. The restarted machine
-    has a new id, so it counts as another machine."""
+    """The name is free again when the connection ends, although the service waits two minutes for a node that starts.
+    The restarted machine has a new id, so it counts as another machine."""
     async with Joining.open(tokenizer) as joining:
         first, early, again = Dialling("a"), Dialling("b", "n" * 16), Dialling("c", "n" * 16)
         ended = await joining.attended(first)

@@ -37,7 +37,8 @@ class Program:
         self.replies: list[str] = ["Nothing yet."]
 
     def text(self) -> str:
-        """A text of the program: its own words, earlier replies, a whole history, or a summary of its own."""
+        """A text that the program sends: its own words, earlier replies, a whole history, or a reply in summary
+        tags."""
         some = self.chance.choice(self.replies)
         history = self.chance.choice(self.histories) if self.histories else []
         return self.chance.choice(

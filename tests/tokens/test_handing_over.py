@@ -1,5 +1,4 @@
-"""A conversation that continues with other tools or another system prompt is still the main one, or a call beside
-it."""
+"""The kinds of the calls that continue a conversation with other tools or another system prompt."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ async def exchanges(tmp_path: Path) -> list[dict[str, Any]]:
 
 async def test_the_wire_is_as_recorded(tmp_path: Path) -> None:
     recorded = {one["name"]: one for one in map(json.loads, GOLDEN.read_text().splitlines())}
-    # By name, because a cancelled job may end before its cancellation.
+    # The exchanges are compared by name, because a cancelled job may end before its cancellation.
     found = {one["name"]: one for one in await exchanges(tmp_path)}
     assert found.keys() == recorded.keys()
     for name, one in found.items():

@@ -25,7 +25,7 @@ from ..strategies import hermes_call
 
 
 class Use(StrEnum):
-    """What the program does with an answer."""
+    """The program's use of an answer."""
 
     MAIN = "main"  # the conversation that does the task's work
     HELPER = "helper"  # another request, or the session's outcome, contains the answer: a sub-agent's, a voter's
