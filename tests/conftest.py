@@ -83,8 +83,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture
 def others_objects_set_aside() -> None:
-    """For tests that measure durations: the garbage collector no longer scans the objects that thousands of earlier
-    tests have left. A scan takes a tenth of a second in whichever thread it runs."""
+    """Exclude all existing objects from garbage collection, for tests that measure durations. Thousands of earlier
+    tests have left objects. To scan them takes a tenth of a second, in any thread in which a collection runs."""
     gc.collect()
     gc.freeze()
 

@@ -30,8 +30,8 @@ class Clock:
 
 
 class Turns:
-    """A chore's turn. Call number i raises `raised[i]`, or succeeds if it is None. The next call sets `done` and waits
-    for ever."""
+    """A chore's turn. Call number i raises `raised[i]`, or succeeds if it is None. The call after all of these sets
+    `done` and waits for ever."""
 
     def __init__(self, *raised: BaseException | None) -> None:
         self._raised: Iterator[BaseException | None] = iter(raised)
@@ -251,8 +251,8 @@ OTHER_TASKS = {
     "sandbox/runtimes/e2b/envd.py": "one process of a sandbox: it catches what they raise",
     "lab/fakes/e2b_server/envd.py": "one process of a sandbox",
 }
-"""Files that use asyncio.TaskGroup directly. If a task of a group fails, the other tasks end; the value is the reason
-why this is right in the file."""
+"""Files that use asyncio.TaskGroup directly. If a task of a group fails, the other tasks end. Each value is the reason
+why this is right in that file."""
 
 
 def test_background_work_is_a_chore() -> None:

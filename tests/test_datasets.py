@@ -166,7 +166,7 @@ def test_values_that_no_task_can_hold_are_named(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], **state: Any) -> Path:
-    """Write what `Dataset.save_to_disk` writes, with the rows in two data files. Returns the folder."""
+    """Write the files that `Dataset.save_to_disk` writes, with the rows in two data files. Returns the folder."""
     folder.mkdir()
     files = []
     for number, part in enumerate((rows[:1], rows[1:])):

@@ -115,6 +115,6 @@ def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra: str) -
 
 
 def test_no_message_installs_outrider_itself() -> None:
-    """No package is published under the name."""
+    """No package is published under the name `outrider`."""
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
     assert [str(file) for file in files if file.suffix != ".pyc" and b"install 'outrider" in file.read_bytes()] == []

@@ -86,7 +86,7 @@ def test_grids_and_pixels_are_those_of_the_models_own_processor(processor: Any, 
     assert np.abs(ours.values(SETTINGS) - theirs["pixel_values"]).max() < 1e-6
 
 
-@pytest.mark.deep  # as above
+@pytest.mark.deep  # transformers takes seconds to import
 @pytest.mark.transformers
 @pytest.mark.parametrize("size", SIZES)
 def test_a_png_for_an_engine_has_the_same_patches_as_the_image(processor: Any, size: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Release pairs without the network: the texts about a pip that hangs or fails."""
+"""Release pairs without the network: the error messages if pip hangs or fails."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ def test_a_restart_loses_nothing_and_repeats_nothing(surplus: Surplus) -> None:
                     break
                 given += batch.prompts
                 await asyncio.sleep(restart % 7)
-                # JSON, as in a checkpoint.
+                # A checkpoint stores the state as JSON.
                 state = msgspec.json.decode(msgspec.json.encode(sampler.state()), type=SamplerState)
                 if restart % 3 == 0:
                     await sampler.batch()  # the trainer dies while it trains on this batch; it is given out again

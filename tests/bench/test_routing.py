@@ -178,7 +178,7 @@ async def test_cache_aware_follows_the_prompt_until_engines_are_unequal() -> Non
 
     chosen = [router.choose(first_call(session, 0.0)) for session in sessions]
 
-    assert chosen == ["one", "one", "one", "two", "two"]  # the fourth call: one has three calls more
+    assert chosen == ["one", "one", "one", "two", "two"]  # at the fourth call, one has three calls more than two
 
 
 async def test_outriders_placement_is_that_of_the_pool() -> None:

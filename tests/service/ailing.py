@@ -85,7 +85,7 @@ Plan = Callable[[Place], Planned]
 
 
 def a_turn(index: int, **changes: Any) -> Turn:
-    """Return a turn of ten sampled tokens. The turn with index 0 begins a conversation, the others are appended."""
+    """Return a turn of ten sampled tokens. Turn 0 begins a conversation, and each later turn continues it."""
     fields: dict[str, Any] = {
         "index": index,
         "parent": index - 1 if index else None,
@@ -353,7 +353,7 @@ def uneven(share: float) -> Plan:
 
 
 def slow(times: float) -> Plan:
-    """One of two engines takes `times` as long as the other."""
+    """One of two engines takes `times` times as long as the other."""
 
     def of(place: Place) -> Planned:
         engine, factor = ("one", times) if place.number % 2 else ("two", 1.0)

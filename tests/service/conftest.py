@@ -1,3 +1,5 @@
+"""Fixtures for the tests of the service: a tokenizer, an empty folder for temporary files, and a running service."""
+
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager

@@ -35,7 +35,7 @@ ODD: dict[str, BaseException] = {
     "exit": SystemExit(3),
     "cancelled": asyncio.CancelledError(),
     "half a character": ValueError("caf\udce9"),
-    "no text": EvaluatorError(KeyError("x")),  # type: ignore[arg-type]  # what a careless plugin does
+    "no text": EvaluatorError(KeyError("x")),  # type: ignore[arg-type]  # the mistake of a plugin
 }
 GIVEN: dict[str, Any] = {
     "nothing": None,

@@ -1,4 +1,4 @@
-"""A storm: many groups with every kind of fate, some cancelled at random, and the checks for its end."""
+"""A storm: many groups with every kind of fate, some cancelled at random, and the checks after the groups' end."""
 
 from __future__ import annotations
 

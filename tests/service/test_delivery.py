@@ -172,8 +172,8 @@ async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path
 
 
 class Moments(Store):
-    """A store whose second `deliveries` returns what it has read only when `gate` is set. Records the groups that are
-    read for a push, and sets `done` after a delivery."""
+    """A store whose second call of `deliveries` sets `read` when it has read its rows, and returns them after `gate` is
+    set. `pushed` has the groups that were read for a push. `done` is set after each delivery."""
 
     def __init__(self) -> None:
         super().__init__(SqliteDatabase(None))

@@ -1,5 +1,5 @@
-"""Each rule of the doctor of runs finds a fault of its size and reports none for a smaller one. Each number of a rule
-matters."""
+"""Each rule of the doctor of runs finds a fault of its size and reports none for a smaller one. Another threshold or
+the opposite comparison changes the findings, and a rule needs a minimum of evidence."""
 
 from __future__ import annotations
 

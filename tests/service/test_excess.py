@@ -146,8 +146,9 @@ async def test_excess_pays_no_better_than_to_do_nothing(world: MakeWorld, tempor
 
 
 class Breakable(StagedRuntime):
-    """A runtime whose commands fail after the agent has run `fail`. The spec's variable FAILS is `inside`, `outside`,
-    or `everywhere`; with `everywhere`, all commands in sandboxes for grading fail, too."""
+    """A runtime whose commands fail after the agent has run `fail`. The failures come from inside the sandbox, or from
+    outside if the spec's variable FAILS is `outside`. With `everywhere`, all commands in sandboxes for grading fail,
+    too."""
 
     _broken = False
 

@@ -36,7 +36,7 @@ PROCESS = {"kind": "process"}
 @pytest.fixture(autouse=True)
 def a_busy_machine_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the limit for harmful stalls. On a machine with many busy loops, the process may stand still for two
-    seconds, and then the service is blamed."""
+    seconds, and the failure then counts as the service's."""
     monkeypatch.setattr(rollout, "HARMFUL_SECONDS", 60.0)
 
 

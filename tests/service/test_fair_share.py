@@ -31,7 +31,7 @@ RUN_LANE = LaneStats(name="run", size=4, in_use=0, waiting=0, served=0, waited_s
 
 
 class HeldNode:
-    """A node whose sessions run until the event in `running` is set."""
+    """A node on which each session runs until its event in `running` is set."""
 
     name = machine = "held"
 
@@ -233,7 +233,7 @@ async def test_priority_goes_before_fair_share() -> None:
 
 
 async def test_evaluations_get_their_share_and_training_what_they_leave() -> None:
-    async with scheduled(share=0.5) as s:  # of 4 run slots
+    async with scheduled(share=0.5) as s:  # half of the 4 run slots
         await s.submit("train", of_run("a", 100, priority=5))
         await s.until(lambda: s.node.runs()["train"] == 6)
         await s.submit("eval", group("ask", n=5, labels={EVALUATION_LABEL: "held out"}, priority=-5))

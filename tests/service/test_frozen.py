@@ -90,7 +90,7 @@ async def test_an_agent_talks_to_both_and_its_rows_are_as_without(
         assert "do it: judge, line 1" in views[3].context
         assert [view.dialect for view in views] == [dialect] * 5
 
-        # The record is what the judge's engine received and sampled, in ids of the judge's tokenizer.
+        # The recorded ids are those that the judge's engine received and sampled: ids of the judge's tokenizer.
         tokenizer = Tokenizer.load(str(other))
         engine = engine_of(w.service)
         prompt: list[int] = []

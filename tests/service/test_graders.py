@@ -1,4 +1,4 @@
-"""What evaluators use beside the agent's sandbox: another sandbox, frozen models, and external graders."""
+"""Evaluators that use more than the agent's sandbox: another sandbox, frozen models, and external graders."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ JUDGED = "It is fine.<|im_end|>"
 
 
 async def looks_beside(outcome: Outcome) -> Any:
-    """Evaluate with further sandboxes beside the agent's: they are prepared alike, but do not have the agent's
-    changes."""
+    """Evaluate with further sandboxes beside the agent's. They are prepared like the agent's sandbox, but do not have
+    the agent's changes. The verdict's reason lists the files of the first one."""
     await outcome.runtime.read("agents")
     async with outcome.beside() as other:
         listing = await other.exec("ls", seconds=5)

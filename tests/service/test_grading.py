@@ -268,7 +268,7 @@ async def test_new_sandboxes_that_keep_failing_are_an_error_of_the_runtime(world
     async with world() as w:
         given = carried(runtime={"env": {"FAILS": "100"}}, max_attempts=2)
         failed(await run(w, **given), Boundary.RUNTIME, "runtime_failure")
-        assert w.stage.count["fresh"] == 6  # in each attempt one ahead, and one for each try
+        assert w.stage.count["fresh"] == 6  # in each attempt, one ahead and one for each of two tries
         assert w.stage.count["graded"] == 0
         w.assert_quiet()
 

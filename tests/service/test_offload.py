@@ -26,7 +26,7 @@ from .world import group
 
 pytestmark = pytest.mark.usefixtures("others_objects_set_aside")
 HELD = 0.1
-"""Maximum hold of the event loop in seconds. On a quiet machine, half of it is not exceeded."""
+"""Maximum hold of the event loop in seconds. On a quiet machine, holds are at most half as long."""
 
 
 def with_files(*contents: tuple[str, str]) -> bytes:

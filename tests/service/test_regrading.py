@@ -1,4 +1,4 @@
-"""Regrading of sessions: what the evaluator receives, how rewards change, and what is refused."""
+"""Regrading of sessions: the outcome that the evaluator receives, the new rewards, and the refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEPT = {"carry": ["answer", "deep"], "keep": True}
 
 
 async def peek(outcome: Outcome) -> Verdict:
-    """Record what the evaluator receives, and return the reward of the options."""
+    """Record the outcome that the evaluator receives, and return the reward of the options."""
     options = outcome.task.evaluator.options
     _stage.get().order.append(f"{outcome.stop_reason} {outcome.turns} {len(outcome.calls)} {len(outcome.transcript)}")
     if options.get("files"):

@@ -100,7 +100,7 @@ async def test_a_cancel_that_the_service_did_not_live_to_carry_out(world: MakeWo
 
 
 async def test_an_attempt_whose_lease_has_lapsed_does_not_end_its_session(world: MakeWorld) -> None:
-    """Another service may take a slow node for dead. The test changes the store as that service would."""
+    """Another service may treat a slow node as dead. The test changes the store as that service would."""
     async with world() as w:
         view = await w.submit("ask", "wait door", n=2)
         await w.stage.arrived["door"].wait()

@@ -1,5 +1,5 @@
-"""Results by cursor: each finished group is returned exactly once, in the order of the ends, as soon as it has
-finished."""
+"""Results by cursor: each group is returned exactly once, as soon as it has finished. Groups are in the order in which
+they finished."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ async def test_the_oldest_go_until_the_rest_fits(tmp_path: Path) -> None:
     ("shown", "left"),
     [
         ({"a": "1", "b": "2", "c": "3", "d": "4"}, ["c", "d"]),
-        ({"a": "1", "b": "1", "c": "2", "d": "3"}, ["c", "d"]),  # as after a regrading: the first removal frees nothing
+        ({"a": "1", "b": "1", "c": "2", "d": "3"}, ["c", "d"]),  # like a regrading of a: to remove `a` frees nothing
         ({"a": "1", "b": "2", "c": "1", "d": "3"}, ["c", "d"]),
         ({"a": "12", "b": "3", "c": "4", "d": "4"}, ["b", "c", "d"]),
         ({"a": "", "b": "12", "c": "23", "d": "4"}, ["c", "d"]),

@@ -15,7 +15,7 @@ from support.coin import coin_task
 from support.service import running_service, say
 
 N = 12
-"""Samples per prompt. All coins of a prompt fall on the same side once in 2,048 times."""
+"""Samples per prompt. For one prompt in 2,048, all coins fall on the same side."""
 SAYS = [say("heads or tails")] * 1000
 
 

@@ -1,4 +1,5 @@
-"""Whole sessions in sandboxes of the kinds `e2b` and `kubernetes`: graded, cut off, lost, refused, and made ahead.
+"""Whole sessions in sandboxes of the kinds `e2b` and `kubernetes`, also with sandboxes that are made ahead or lost, and
+with a service of sandboxes that is busy, full or down.
 
 The invariants of every test: no sandbox is left at the service, each session has one result, and a fault of the service
 is an error that is tried again, never a reward.

@@ -93,7 +93,8 @@ def honest(client: Mapping[str, Any], attempts: int = 1) -> dict[str, Any]:
 
 
 async def settled(world: World, group_id: str, seconds: float, *, times: float = 20.0) -> None:
-    """Advance the test's clock until the group is done. The clock is `times` as fast as the machine's."""
+    """Advance the test's clock until the group is done, by at most `seconds`. The clock is `times` times as fast as the
+    machine's."""
     done = asyncio.ensure_future(world.done(group_id))
     while not done.done():
         assert seconds > 0
@@ -113,7 +114,7 @@ async def all_earned(world: World, group_id: str) -> None:
 
 
 async def some_time(seconds: float, *, times: float = 20.0) -> None:
-    """Advance the test's clock, `times` as fast as the machine's, so that the store has time for its work."""
+    """Advance the test's clock, `times` times as fast as the machine's, so that the store has time for its work."""
     await pass_time(seconds, step=0.04, real_step=0.04 / times)
 
 

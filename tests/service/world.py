@@ -32,7 +32,7 @@ HASTY = RetryPolicy(first=0.01, longest=0.02)
 
 
 class World:
-    """A running service with one scripted engine, and what tests do with it."""
+    """A running service with one scripted engine, and the calls and checks that tests make."""
 
     def __init__(self, service: Service, node: LocalNode, url: str, stage: Stage, engine: ScriptedEngine) -> None:
         self.service = service

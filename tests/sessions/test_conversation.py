@@ -68,7 +68,7 @@ async def test_text_is_streamed_while_the_engine_is_still_generating(tmp_path: P
 async def test_a_caller_that_leaves_aborts_upstream_and_its_tokens_are_recorded(tmp_path: Path) -> None:
     async with a_world(tmp_path, [{"reply": "never to be finished<|im_end|>", "stall": 3}]) as world:
         async with aclosing(world.conversation.call(chat_request(USER), dialect="chat")) as batches:
-            for _ in range(3):  # a token each
+            for _ in range(3):  # each batch has one token
                 await anext(batches)
         assert world.engine.abort_seen.is_set()
         [turn] = world.turns

@@ -1,4 +1,5 @@
-"""Conversations in a session's turns: who made a call, and what this means for transcripts, forks, drift and rows."""
+"""The caller and the conversation that each turn of a session records, and their effect on transcripts, forks, drift
+and rows."""
 
 from __future__ import annotations
 

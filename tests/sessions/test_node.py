@@ -1,4 +1,4 @@
-"""The start and end of a node."""
+"""The start and end of a node, its sweeps, and the failures that it reports."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ async def test_cpus_are_given_out_while_many_wait_for_gpus() -> None:
         names = [f"gpu {number}" for number in range(9)]
         for name in names:
             await line.comes(name, ResourceAmount(gpus=1, cpus=0.5))
-        await line.comes("cpus", cpus(2))  # what three takers leave free, less the need of the first in line
+        await line.comes("cpus", cpus(2))  # the cpus that three takers leave free, less the need of the first in line
         assert line.served == [*names[:3], "cpus"]
         for name in [*names, "cpus"]:
             await line.leaves(name)

@@ -28,7 +28,7 @@ async def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
 
 @pytest_asyncio.fixture(params=["file", POSTGRESQL])
 async def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
-    """As `empty`, but only databases whose content survives closing."""
+    """A database as in `empty`, but only of the kinds whose content survives closing."""
     return await _kept(request, tmp_path)
 
 

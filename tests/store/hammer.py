@@ -44,7 +44,7 @@ class Hammer:
                 tasks.create_task(self._submit())
 
     async def _recover(self) -> None:
-        """Queue the sessions again that were running, and end those that were to end, as a service does first."""
+        """Queue again the sessions that were running, and end those that were to end, as a service does first."""
         await self._store.recover(now=math.inf)
         await self._end(await self._store.to_end())
 

@@ -68,7 +68,7 @@ class ModelGroup:
         return [session for session in self.sessions if session.state is not SessionState.DONE]
 
     def end_others(self, reason: StopReason) -> bool:
-        """Mark all open sessions that are not yet to end with `reason`. Returns True if there are any."""
+        """Set `ending` to `reason` for all open sessions that have no ending. Returns True if there are any."""
         others = [session for session in self.open if session.ending is None]
         for session in others:
             session.ending = reason

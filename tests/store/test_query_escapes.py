@@ -181,7 +181,7 @@ async def test_what_a_query_may_do(tmp_path: Path) -> None:
             ["alices.0", 1],
             ["alices.1", 2],
         ]
-        # A common table expression may have the name of a view. It can also read only views.
+        # A common table expression may have the name of a view, but it too reads nothing except views.
         assert await rows("WITH sessions AS (SELECT id FROM groups) SELECT * FROM sessions") == [["alices"]]
         assert await rows("SELECT 9e999, x'00ff', NULL") == [["inf", "00ff", None]]
 
