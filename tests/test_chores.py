@@ -196,7 +196,6 @@ def test_names_have_a_bound() -> None:
 
 
 SOURCES = Path(outrider.__file__).parent
-BEGINS = {"begin", "until_done"}
 
 
 def _calls(word: str, is_it: Callable[[ast.Call], bool]) -> list[tuple[str, ast.Call]]:

@@ -171,7 +171,7 @@ async def test_the_wait_for_groups_outlasts_a_restart_of_the_service(
     assert [(view.id, view.state) for view in found] == [("g-1", GroupState.DONE)]
 
 
-async def test_a_wait_for_a_service_that_is_not_there_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_for_a_service_that_is_not_there_fails_at_once() -> None:
     async with AsyncClient("http://127.0.0.1:1") as client:
         with pytest.raises(ServiceError):
             await asyncio.wait_for(client.wait(["g-1"]), 5)

@@ -69,6 +69,7 @@ def test_errors_and_lines_of_the_log_are_written_without_them() -> None:
 
 
 def test_a_long_text_is_read_once() -> None:
+    """A search that takes quadratic time exceeds the test's time limit."""
     for text in (
         "://" * 200_000,
         "://" + "a" * 500_000,

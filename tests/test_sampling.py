@@ -35,7 +35,7 @@ def failing(task: Task, index: int, version: int) -> Played:
     return Played(1.0, None)
 
 
-async def test_advantages_of_a_group() -> None:
+def test_advantages_of_a_group() -> None:
     assert group_advantages([1.0, 0.0], "mean") == [0.5, -0.5]
     assert group_advantages([1.0, 0.0], "leave_one_out") == [1.0, -1.0]
     assert group_advantages([1.0, 0.0], "grpo", epsilon=0.0) == [1.0, -1.0]

@@ -69,7 +69,7 @@ async def test_events_tell_the_whole_life_of_a_session(tmp_path: Path) -> None:
         ]
 
 
-def test_the_sync_client_has_what_the_async_one_has(tmp_path: Path) -> None:
+def test_the_sync_client_has_what_the_async_one_has() -> None:
     def public(kind: type) -> dict[str, list[str]]:
         members = inspect.getmembers(kind, inspect.isfunction)
         return {name: list(inspect.signature(f).parameters) for name, f in members if not name.startswith("_")}

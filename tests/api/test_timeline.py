@@ -89,10 +89,12 @@ async def test_what_happened_when(tmp_path: Path) -> None:
 
 
 async def test_a_session_that_is_tried_again_has_a_timeline_for_each_attempt(tmp_path: Path) -> None:
-    flaky = {"kind": "process", "prepare": [{"run": 'mkdir "$FOLDER"; exit $?'}], "env": {}}
     async with running_service(tmp_path=tmp_path, replies=[say("done")]) as (_, url), AsyncClient(url) as client:
         once = str(tmp_path / "once")
-        flaky["prepare"] = [{"run": f"mkdir {once} || exit 0; exit 9"}]  # fails in the first attempt
+        flaky = {
+            "kind": "process",
+            "prepare": [{"run": f"mkdir {once} || exit 0; exit 9"}],
+        }  # fails in the first attempt
         group = await client.submit({"task": task(runtime=flaky, evaluator={"kind": "command", "run": "true"})})
         [done] = await client.wait([group.id])
         session = done.sessions[0].id

@@ -28,7 +28,6 @@ def faults(kind: FaultKind, *points: float) -> list[Fault]:
 
 KILLED = faults(FaultKind.SERVICE_KILLED, 0.1, 0.3, 0.5)
 LAPSED = faults(FaultKind.LEASES_LAPSED, 0.2, 0.4, 0.6)
-FAR = Fleet(processes=0, machines=(1,))
 SILENCE = faults(FaultKind.CONNECTION_SILENT, 0.2)
 
 

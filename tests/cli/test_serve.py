@@ -172,7 +172,7 @@ def test_what_cannot_be_served_names_its_setting(
 
 
 @pytest.mark.deep
-async def test_an_engine_that_does_not_answer_ends_it(cli: Cli, tmp_path: Path) -> None:
+async def test_an_engine_that_does_not_answer_ends_it(tmp_path: Path) -> None:
     process = await program("serve", *flags(tmp_path), "--engine", "vllm=http://127.0.0.1:9")
     _, err = await process.communicate()
     assert process.returncode == 1

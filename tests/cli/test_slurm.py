@@ -113,7 +113,7 @@ def test_the_service_runs_no_sessions_and_listens_where_nodes_reach_it(cli: Cli,
     ]
 
 
-def test_a_flag_that_is_given_several_times_is_passed_on_as_often(cli: Cli, tmp_path: Path) -> None:
+def test_a_flag_that_is_given_several_times_is_passed_on_as_often(cli: Cli) -> None:
     script = written(cli, serve=("--insecure", "--sandbox-gpu", "0", "--sandbox-gpu", "2"))
     assert array(script, "join")[-4:] == ["--sandbox-gpu", "0", "--sandbox-gpu", "2"]
 

@@ -17,7 +17,7 @@ PAGE = page("docs/branches.md")
 
 
 def table(first: str) -> Table:
-    (found,) = (found for found in PAGE.tables(first) if found.columns[0] == first)
+    [found] = PAGE.tables(first)
     return found
 
 

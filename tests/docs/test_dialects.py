@@ -15,7 +15,7 @@ Rows = set[tuple[str, str, str]]
 
 def written(first: str) -> Rows:
     """Return the rows of the table whose first column is `first`, one for each field."""
-    (found,) = (table for table in PAGE.tables(first) if table.columns[0] == first)
+    [found] = PAGE.tables(first)
     return {(code(name), told, why) for names, told, why in found.rows for name in names.split(", ")}
 
 

@@ -260,7 +260,7 @@ async def test_a_refusal_that_is_a_drop(status: int, message: str, dropped: bool
             await engine.close()
 
 
-async def test_an_engine_that_only_ever_drops_a_request_is_not_asked_for_ever(tokenizer_folder: Path) -> None:
+async def test_an_engine_that_only_ever_drops_a_request_is_not_asked_for_ever() -> None:
     async with upstream(Answer(events=[ABORTED]), pages=PAGES) as (url, server), EnginePool() as pool:
         engine = SGLangEngine(EngineOptions(name="e", url=url), retry=HASTY)
         await engine.start()

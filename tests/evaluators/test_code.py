@@ -496,7 +496,8 @@ async def test_what_an_agent_left_in_the_sandbox_earns_nothing(bench: Bench, for
     that overwrites the files in /tmp and /work again and again with a program that would pass."""
     await bench.sandbox.exec(
         """
-        printf '#!/bin/sh\\ncase "$*" in *ready*) printf ready;; *) read a b; echo $((a + b)); echo PASSED;; esac\\n' > /tmp/python3
+        printf '%s\\n' '#!/bin/sh' 'case "$*" in *ready*) printf ready; exit;; esac' \\
+            'read a b; echo $((a + b)); echo PASSED' > /tmp/python3
         chmod +x /tmp/python3; cp /tmp/python3 /usr/local/bin/python3 || cp /tmp/python3 /usr/bin/python3
         echo 'import os; os._exit(0)' > sitecustomize.py; cp sitecustomize.py json.py
         echo /tmp/evil.so > /etc/ld.so.preload

@@ -58,7 +58,7 @@ def test_other_contents_do_not_count(tmp_path: Path) -> None:
     assert is_complete(folder, TWO)
 
 
-def test_an_invalidateed_or_garbled_folder_does_not_count(tmp_path: Path) -> None:
+def test_an_invalidated_or_garbled_folder_does_not_count(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     build_in_place(folder, ONE, lambda: None)
     invalidate(folder)

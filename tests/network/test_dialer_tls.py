@@ -98,7 +98,7 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-def test_a_server_with_another_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_issuer_is_not_trusted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port, served = server(tmp_path, monkeypatch)
     monkeypatch.delenv("SSL_CERT_FILE")
 

@@ -187,7 +187,7 @@ async def a_failure(lookups: Lookups, host: str, named: bool, seconds: float) ->
     return ""
 
 
-async def test_made_up_names_hold_up_no_name_of_the_task(tmp_path: Path) -> None:
+async def test_made_up_names_hold_up_no_name_of_the_task() -> None:
     """Look-ups of invented names whose name servers never answer do not delay a declared name. Otherwise a program
     could make its task's server unreachable, and so turn a bad grade into an error. A look-up counts until its thread
     ends, even if no request waits for it any more."""
@@ -200,7 +200,7 @@ async def test_made_up_names_hold_up_no_name_of_the_task(tmp_path: Path) -> None
         assert await a_failure(theirs, "files.test", True, 5) == ""
 
 
-async def test_requests_for_one_name_share_a_look_up(tmp_path: Path) -> None:
+async def test_requests_for_one_name_share_a_look_up() -> None:
     """Otherwise a program could delay its task's server with many simultaneous requests for its name."""
     async with slow_names() as (names, named, others):
         mine = Lookups(named, others, names.look_up)

@@ -541,7 +541,7 @@ async def test_every_call_of_end_returns_when_the_process_is_gone() -> None:
     assert await ended() == 0
 
 
-def test_a_process_is_told_no_secret_and_its_part_of_the_slots(tokenizer: Path) -> None:
+def test_a_process_is_told_no_secret_and_its_part_of_the_slots() -> None:
     config = Config(
         processes=3,
         sandboxes=SandboxesConfig(warm=2, warm_memory_mb=17),

@@ -192,7 +192,7 @@ async def test_a_program_is_certified_with_a_server_and_a_skill(name: str) -> No
         assert rows["mcp"].reason == f"harness {name!r} cannot be given MCP servers"
 
 
-async def test_pi_reads_a_skill(servers: tuple[Path, Path], policy_folder: Path, tmp_path: Path) -> None:
+async def test_pi_reads_a_skill(policy_folder: Path, tmp_path: Path) -> None:
     replies = [READ_SKILL["pi"] + END, call("bash", command="echo hello > out.txt") + END, "All done." + END]
     runtime = {"kind": "namespace", "prepare": [{"write": SKILL, "to": "skills/greeting/SKILL.md"}]}
     async with a_world(tmp_path, policy_folder, replies) as world:

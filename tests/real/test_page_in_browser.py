@@ -282,7 +282,6 @@ async def test_two_sessions_of_a_group_are_compared(tmp_path: Path) -> None:
         await tab.open(f"groups/{world.parsers}")
         await tab.page.get_by_label("Compare sample 0").check()
         await tab.page.get_by_label("Compare sample 3").check()
-        await picture(tab, "group")
         await tab.page.get_by_role("button", name="Compare 2/2").click()
         await shown(tab, "After 2 common messages, in turn 1, in what the model sampled.")
         left, right = tab.page.locator(".side").nth(0), tab.page.locator(".side").nth(1)
@@ -348,7 +347,6 @@ async def test_hostile_content_stays_text(tmp_path: Path) -> None:
         assert await tab.page.locator("dialog[open]").count() == 0
         assert all(url.startswith((world.url, "blob:", "data:")) for url in tab.asked)
         assert tab.faults == []
-        assert HOSTILE.count("hacked") == 5
 
 
 async def test_a_token_is_asked_for_once_and_kept_out_of_urls(tmp_path: Path) -> None:
@@ -650,13 +648,9 @@ async def test_five_open_pages_do_not_slow_model_calls(tmp_path: Path) -> None:
 
 async def test_a_group_is_submitted_again(tmp_path: Path) -> None:
     async with page_world(tmp_path) as world, browser_tab(world.url) as tab:
-        paths = json.loads(await world.client.reply_body("/openapi.json"))["paths"]
         await tab.open(f"groups/{world.hostile}")
         await tab.page.get_by_role("button", name="submit again").click()
         await tab.page.get_by_role("button", name="Yes, submit again").click()
-        if "/v1/sessions/retry" not in paths:
-            await shown(tab, "this service submits nothing again")
-            return
         await tab.page.locator("h1").get_by_text(world.hostile).wait_for(state="detached")
         [newest, *_] = json.loads(await world.client.reply_body("/v1/groups", {"limit": 1}))["groups"]
         await shown(tab, newest["id"], "h1")

@@ -125,7 +125,7 @@ def test_the_key_of_a_dockerfile_never_changes(context: Path, monkeypatch: pytes
 
 def test_wildcards_name_what_is_there(context: Path, store: ImageStore) -> None:
     (context / "c.txt").touch()
-    [step] = planned(context, store, "FROM base\nCOPY *.txt sub/? /x/\n".replace(" sub/?", " su?/")).steps
+    [step] = planned(context, store, "FROM base\nCOPY *.txt su?/ /x/\n").steps
     assert isinstance(step, Copy)
     assert [source.name for source in step.sources] == ["a.txt", "c.txt", "sub"]
 

@@ -18,7 +18,6 @@ from outrider.sandbox.runtimes.kernel.mounts import MountPoint, MountTable, pars
 from outrider.sandbox.runtimes.namespace.plan import Root, inner_of
 
 FORMS = ("plain", "stacked", "locked")
-FORMS = ("plain", "stacked", "locked")
 BEGIN = Path(__file__).with_name("below_usr.py")
 
 

@@ -233,7 +233,7 @@ async def test_what_became_of_a_container(world: World, fake: FakeDaemon) -> Non
     assert [await daemon.out_of_memory(name) for name in ("a", "b", "c")] == [False, True, None]
 
 
-async def test_a_daemon_that_goes_away(world: World, fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_daemon_that_goes_away(world: World, fake: FakeDaemon) -> None:
     sandbox = world.create_with(DOCKER, image="good")
     await world.host.part(DOCKER_ENGINE.daemon)
     (world.folder / "daemon.sock").unlink()

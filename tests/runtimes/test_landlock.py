@@ -235,7 +235,8 @@ def test_missing_paths_are_passed_over(tmp_path: Path) -> None:
         "import sys; from outrider.sandbox.runtimes.guest.isolation.landlock import enter; "
         "enter(sys.argv[1:]); open('/etc/shadow')"
     )
+    if not landlock.version():
+        pytest.skip("this kernel has no Landlock")
     command = [sys.executable, "-c", program, "0", f"read={tmp_path}/none", f"read={sys.base_prefix}", "read=/usr"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if landlock.version():
-        assert "PermissionError" in done.stderr
+    assert "PermissionError" in done.stderr

@@ -29,7 +29,7 @@ stat -c %h /work/hard; ls -A /var/tmp
 """
 
 
-async def saved(world: World, target: Path, sandbox: object) -> Path:
+async def saved(target: Path, sandbox: object) -> Path:
     assert isinstance(sandbox, ToolServerSandbox)
     await sandbox.save_layer(target)
     await sandbox.stop()
@@ -40,7 +40,7 @@ async def test_all_that_was_changed_is_there_again(world: World, folder: Path) -
     first = await world.start("namespace")
     made = await first.exec(MAKE, seconds=20)
     assert (made.exit_code, made.stderr) == (0, b"")
-    second = await world.start("namespace", layer=await saved(world, folder / "layer.tar", first))
+    second = await world.start("namespace", layer=await saved(folder / "layer.tar", first))
     result = await second.exec(LOOK, seconds=20)
     assert result.stdout.decode().split("\n") == ["one", "one", "700", "ran", "new: 10.0.0.1", "2", ""]
     assert b"/etc/protocols" in result.stderr
@@ -54,7 +54,7 @@ async def test_what_an_image_lost_stays_lost(world: World, folder: Path) -> None
     await first.write("/opt/new", b"n")
     taken = "import shutil, os; shutil.rmtree('/opt/old'); os.mkdir('/opt/old'); os.unlink('/etc/release')"
     assert (await (await first.open_shell("python")).run(taken, seconds=20)).exit_code == 0
-    second = await world.start("namespace", rootfs=str(root), layer=await saved(world, folder / "layer.tar", first))
+    second = await world.start("namespace", rootfs=str(root), layer=await saved(folder / "layer.tar", first))
     assert await second.glob("/opt/**/*") == ["/opt/new", "/opt/old"]
     with pytest.raises(FileNotFoundError):
         await second.read("/etc/release")
@@ -108,6 +108,6 @@ async def test_a_broken_archive_is_told(world: World, folder: Path) -> None:
 async def test_a_layer_larger_than_the_disk_is_refused(world: World, folder: Path) -> None:
     first = await world.start("namespace")
     assert (await first.exec("head -c 8000000 /dev/zero > /work/large", seconds=20)).exit_code == 0
-    layer = await saved(world, folder / "layer.tar", first)
+    layer = await saved(folder / "layer.tar", first)
     with pytest.raises(RuntimeFailure):
         await world.start("namespace", layer=layer, resources=Resources(disk_mb=4))

@@ -176,7 +176,7 @@ def with_mounts(program: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "shown"), [("namespace", "/usr"), ("process-landlock", "/opt")])
-def test_settings_do_not_lie_where_sandboxes_look(folder: Path, kind: str, shown: str) -> None:
+def test_settings_do_not_lie_where_sandboxes_look(kind: str, shown: str) -> None:
     """Calls the pure function `refused`, because a test must not write into these folders."""
     assert shown in SHOWN[kind]
     top = Located(shown, ((1, 2), (1, 1)))
@@ -193,7 +193,7 @@ def test_landlock_shows_no_folder_with_private_keys() -> None:
     assert not {"/etc/ssl", "/etc/pki/tls", "/etc"}.intersection(SHOWN["process-landlock"])
 
 
-def test_another_spelling_is_the_same_folder(folder: Path) -> None:
+def test_another_spelling_is_the_same_folder() -> None:
     """On a file system that ignores case, two spellings lead to the same inode."""
     place = Kept(Path("/srv/Data"), KEPT["data"], Located("/srv/Data", ((1, 3), (1, 2), (1, 1))))
     named = Named(Path("/srv/data"), "files", (Located("/srv/data", ((1, 3), (1, 2), (1, 1))),))
@@ -238,7 +238,7 @@ def test_neither_pipe_nor_socket_is_uploaded(folder: Path, name: str) -> None:
         open_plain(folder / "uploads/inner" / name)
 
 
-def test_without_a_folder_there_is_no_upload(folder: Path) -> None:
+def test_without_a_folder_there_is_no_upload() -> None:
     with pytest.raises(InvalidField, match="no folder of files") as error:
         HostPaths().upload("x", field="task.runtime.prepare.0.upload")
     assert (error.value.field, "--files" in str(error.value.hint)) == ("task.runtime.prepare.0.upload", True)

@@ -121,7 +121,7 @@ async def taken(pool: WarmPool, wanted: RuntimeSpec) -> Sandbox:
     return sandbox
 
 
-async def test_the_second_to_want_one_is_given_it_ready(tmp_path: Path) -> None:
+async def test_the_second_to_want_one_is_given_it_ready() -> None:
     async with a_pool() as (pool, seen):
         wanted = spec(prepare=[{"run": "echo x > prepared"}])
         assert await pool.take(wanted, ()) is None

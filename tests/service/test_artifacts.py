@@ -201,11 +201,14 @@ async def test_a_failure_to_collect_is_recorded_and_fails_nothing(
         assert f"the artifacts of session {broken.id} attempt 1 are not kept" in caplog.text
 
 
-async def test_a_service_that_cannot_write_says_so(world: MakeWorld, tmp_path: Path) -> None:
+async def test_a_service_that_cannot_write_says_so(
+    world: MakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with world() as w:
         (tmp_path / "data/artifacts").write_text("in the way")
         session = await w.run("ask", LEAVE, artifacts=["logs/a"])
         assert result_of(session).stop_reason is StopReason.COMPLETED
+        assert f"the artifacts of session {session.id}" in caplog.text
 
 
 async def test_none_are_kept_of_a_cancelled_session(world: MakeWorld) -> None:

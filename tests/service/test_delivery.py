@@ -472,7 +472,7 @@ async def test_a_push_that_is_discarded_meanwhile_ends_quietly(tokenizer: Path) 
         await deliver(store, tokenizer, discarded)
 
 
-async def test_a_push_is_signed_each_time_anew(world: MakeWorld) -> None:
+async def test_a_push_is_signed(world: MakeWorld) -> None:
     secret = "correct horse battery staple"
     async with receiving(500) as receiver, world(callbacks={"secret": secret}) as w, asyncio.timeout(20):
         submitted = await w.submit("ask", callback_url=receiver.url)

@@ -266,7 +266,7 @@ async def test_evaluations_are_not_judged_as_training(ward: Ward) -> None:
     assert (await ward.doctor.diagnose()).findings == ()
 
 
-async def test_the_newest_groups_of_a_large_run_are_read(ward: Ward) -> None:
+async def test_a_large_run_is_read_in_part(ward: Ward) -> None:
     await put_run(ward.store, planned, groups=40, n=2)
     found = await ward.doctor.diagnose(most_sessions=30)
     assert found.truncated
@@ -360,7 +360,7 @@ async def test_the_sample_has_a_bound(ward: Ward) -> None:
     assert again == found
 
 
-async def test_callers_wait_for_each_other(ward: Ward) -> None:
+async def test_callers_at_once_get_the_same_diagnosis(ward: Ward) -> None:
     await put_run(ward.store, planned, groups=10, n=2)
     found = await asyncio.gather(*(ward.doctor.diagnose() for _ in range(4)))
     assert len(set(map(msgspec.json.encode, found))) == 1

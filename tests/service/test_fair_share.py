@@ -170,7 +170,7 @@ async def test_runs_share_the_slots_however_much_each_has_queued_and_however_lon
         assert left["a"] > 300
 
 
-async def test_a_run_with_little_is_served_though_there_are_more_runs_than_slots() -> None:
+async def test_every_run_is_served_though_there_are_more_runs_than_slots() -> None:
     async with scheduled(2) as s:
         for name in "abcde":
             await s.submit(name, of_run(name, 50))

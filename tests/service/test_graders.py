@@ -222,7 +222,7 @@ def test_nodes_in_other_processes_know_the_graders() -> None:
         ([{"name": "a", "url": "http://x"}] * 2, "the same name"),
     ],
 )
-def test_settings_that_cannot_work_are_named(graders: Any, message: str, tmp_path: Path) -> None:
+def test_settings_that_cannot_work_are_named(graders: Any, message: str) -> None:
     with pytest.raises(InvalidField, match=message):
         load_config({"graders": graders})
 

@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @asynccontextmanager
-async def submitter(folder: Path, **flags: Any) -> AsyncIterator[AsyncClient]:
+async def submitter(**flags: Any) -> AsyncIterator[AsyncClient]:
     """Yield a client with a token of the role submit, of a service as `outrider serve --config outrider.toml` starts
     it."""
     config = load_config({"port": 0, **flags}, file=Path("outrider.toml"))
@@ -81,7 +81,7 @@ async def test_a_submit_token_uploads_nothing_of_a_service_without_a_folder_for_
         ("task.then.0.prepare.0.upload", body({}, then=[step])),
         ("task.evaluator.runtime.prepare.0.upload", body({}, evaluator=grader)),
     ]
-    async with submitter(folder) as client:
+    async with submitter() as client:
         for field, group in asked:
             with pytest.raises(InvalidField, match="no folder of files for tasks") as refused:
                 await client.submit(group)
@@ -93,7 +93,7 @@ async def test_a_service_does_not_start_with_a_folder_that_holds_its_own_files(
     folder: Path, flags: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidField, match="tasks could read it"):
-        async with submitter(folder, **flags):
+        async with submitter(**flags):
             pass
 
 
@@ -108,7 +108,7 @@ async def test_a_submit_token_gets_nothing_from_beside_the_folder(folder: Path, 
     (files / "chain").symlink_to("hop")
     (files / "hop").symlink_to(folder / "outrider.toml")
     (files / "proc").symlink_to(f"/proc/self/root{folder}/outrider.toml")
-    async with submitter(folder, files="uploads") as client:
+    async with submitter(files="uploads") as client:
         with pytest.raises(InvalidField) as refused:
             await client.submit(body({"prepare": [{"upload": name, "to": "x"}]}))
         assert refused.value.field == "task.runtime.prepare.0.upload"
@@ -121,7 +121,7 @@ async def test_a_submit_token_mounts_nothing_of_the_service(folder: Path, path: 
     (folder / "shared").mkdir()
     named = path.format(folder)
     asked: list[dict[str, Any]] = [{"rootfs": named}, {"image": named}, {"mounts": [{"source": named, "target": "/x"}]}]
-    async with submitter(folder, sandboxes={"allow": ["shared"]}) as client:
+    async with submitter(sandboxes={"allow": ["shared"]}) as client:
         for runtime in asked:
             with pytest.raises(InvalidField):
                 await client.submit(body({"kind": "namespace", **runtime}))
@@ -130,7 +130,7 @@ async def test_a_submit_token_mounts_nothing_of_the_service(folder: Path, path: 
 async def test_what_cannot_be_uploaded_is_named_as_the_task_names_it(folder: Path) -> None:
     (folder / "uploads").mkdir()
     (folder / "uploads" / "link").symlink_to("/etc")
-    async with submitter(folder, files="uploads") as client:
+    async with submitter(files="uploads") as client:
         group = await client.submit(body({"prepare": [{"upload": ".", "to": "x"}]}, max_attempts=1))
         (done,) = await client.wait([group.id])
     result = done.sessions[0].result
@@ -148,7 +148,7 @@ async def test_what_the_operator_gives_is_uploaded(folder: Path, kind: str) -> N
         {"kind": kind, "prepare": [{"upload": "current", "to": "here"}]},
         evaluator={"kind": "command", "run": "cat here/data > $OUTRIDER_VERDICT"},
     )
-    async with submitter(folder, files="uploads") as client:
+    async with submitter(files="uploads") as client:
         group = await client.submit(task)
         [group] = await client.wait([group.id])
     [session] = group.sessions
@@ -165,7 +165,7 @@ async def test_a_link_that_is_put_there_after_the_check_fails_the_attempt(folder
     goal = folder if swapped == "deep" else folder / "outrider.toml"
     swap = f"mv {files}/{swapped} {files}/before && ln -s {goal} {files}/{swapped}"
     prepare = [{"run": swap}, {"upload": "deep/outrider.toml", "to": "stolen"}]
-    async with submitter(folder, files="uploads") as alice, AsyncClient(alice.url, token="the-operators") as client:
+    async with submitter(files="uploads") as alice, AsyncClient(alice.url, token="the-operators") as client:
         group = await client.submit(body({"kind": "process", "prepare": prepare}, max_attempts=1))
         [group] = await client.wait([group.id])
     [session] = group.sessions

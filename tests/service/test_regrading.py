@@ -282,9 +282,7 @@ async def test_it_can_be_cancelled(world: MakeWorld) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-async def test_the_service_dies_while_it_is_graded(
-    world: MakeWorld, kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+async def test_the_service_dies_while_it_is_graded(world: MakeWorld, kind: str, request: pytest.FixtureRequest) -> None:
     """The next service grades the session in a second attempt. The session's turns are stored once."""
     settings: dict[str, Any] = {}
     if kind == "postgresql":

@@ -62,7 +62,9 @@ async def test_a_rollout_is_a_trace_that_links_to_the_trainers(tmp_path: Path) -
     assert {names[span.parent_span_id] for span in chats} == {"run"}
     assert b"secret-argument" not in b"".join(request.SerializeToString() for request in collector.requests)
     (resource,) = (each for request in collector.requests for each in request.resource_spans)
-    assert [(each.key, each.value.string_value) for each in resource.resource.attributes if each.key == "service.name"]
+    assert ("service.name", "outrider") in [
+        (each.key, each.value.string_value) for each in resource.resource.attributes
+    ]
 
 
 @pytest.mark.deep

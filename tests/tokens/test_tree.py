@@ -319,14 +319,17 @@ def test_ids_after_the_stop_token_are_never_cut_off() -> None:
 
 
 def test_template_history_forks_at_a_user_message() -> None:
-    for history, expected in (("recorded", append(0)), ("template", (JoinKind.FORK, ForkCause.TEMPLATE_HISTORY, None))):
+    for history, expected in (
+        ("recorded", sibling(0)),
+        ("template", (JoinKind.FORK, ForkCause.TEMPLATE_HISTORY, None)),
+    ):
         rollout = Rollout(family_renderer("qwen3"), history)  # type: ignore[arg-type]  # one of the literals
         reply = rollout.answer(rollout.join([QUESTION], TOOLS), ids(THOUGHT + CALL), tools=TOOLS)
         result = result_of(reply)
         assert outcome(rollout.join([QUESTION, reply, result], TOOLS)) == append(0)
         other = msgspec.structs.replace(result, content="other")
         fork = rollout.join([QUESTION, reply, other, AGAIN], TOOLS)
-        assert outcome(fork) == (sibling(0) if history == "recorded" else expected)
+        assert outcome(fork) == expected
 
 
 def test_a_request_that_ends_with_a_reply_is_rendered_whole() -> None:

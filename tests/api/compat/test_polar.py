@@ -448,7 +448,7 @@ async def test_a_full_queue_has_polars_status_and_the_seconds_to_wait(tmp_path: 
 async def test_one_of_many_requests_at_once_makes_a_session(tmp_path: Path) -> None:
     """Of several requests with one id all but one are refused. Otherwise two clients could share a session without
     notice."""
-    dispatched = {name: value for name, value in task().items() if name != "task_id"} | {"task_id": "t9"}
+    dispatched = task("t9")
     async with serving(tmp_path) as (service, client, _):
         for body in ({"session_id": "m"}, {**dispatched, "session_id": "d"}):
             made = await asyncio.gather(
