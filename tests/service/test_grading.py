@@ -15,6 +15,7 @@ from outrider.sandbox.runtimes.base import ExecResult
 from outrider.schemas import SessionView
 from outrider.trajectory import SessionResult, Verdict
 from support.clock import pass_time
+from support.waiting import until
 
 from .conftest import MakeWorld
 from .stage import StagedRuntime, _stage
@@ -184,9 +185,10 @@ async def test_a_cancel_stops_both_sandboxes(world: MakeWorld, place: str) -> No
         given = carried("ask", *(["wait here"] if place == "here" else []), options={"wait": "there"})
         view = await w.submit(*given.pop("do"), **given)
         await w.stage.arrived[place].wait()
+        both = {(f"{view.sessions[0].id}{end}", 1) for end in ("", "-g0")}
+        await until(lambda: w.stage.ledger.started.keys() == both)  # the grader's starts while the agent runs
         await w.service.cancel(view.id)
         assert result_of((await w.done(view.id)).sessions[0]).stop_reason is StopReason.CANCELLED
-        assert w.stage.ledger.started.keys() == {(f"{view.sessions[0].id}{end}", 1) for end in ("", "-g0")}
         w.assert_quiet()
 
 
