@@ -445,7 +445,7 @@ async def test_an_answer_is_not_read(tokenizer: Path, answer: bytes, then: bytes
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0\r\n", b"HTTP/1.1 200 " + b"x" * 100_000, OK + b"A: b\r\n" * 10_000])
 async def test_an_answer_that_is_no_http_is_a_failure(tokenizer: Path, answer: bytes) -> None:
     async with answering(answer) as url, in_memory() as store:
-        await finished_group(store, "g", url)
+        await finished_group(store, "g", f"{url}?token=hidden")
 
         async def tried() -> bool:
             return (await store.deliveries(now=1e12, limit=1))[0].tries > 1
@@ -453,6 +453,7 @@ async def test_an_answer_that_is_no_http_is_a_failure(tokenizer: Path, answer: b
         await deliver(store, tokenizer, tried)
         [due] = await store.deliveries(now=1e12, limit=1)
         assert due.fault
+        assert "hidden" not in due.fault
         assert len(due.fault) <= MAX_DESCRIPTION
 
 

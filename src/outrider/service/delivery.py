@@ -266,6 +266,9 @@ class Deliverer:
         except (aiohttp.InvalidURL, ValueError):
             # aiohttp raises these errors for an invalid URL. Their text is left out, because it may contain a secret.
             return Failure("the callback URL cannot be used", refused=True)
+        except aiohttp.ClientResponseError as error:
+            # The text of this error contains the whole URL, which may contain a secret. Its message does not.
+            return Failure(storable(f"the receiver's reply is not valid HTTP: {error.message}"[:MAX_DESCRIPTION]))
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_DESCRIPTION]))
 
