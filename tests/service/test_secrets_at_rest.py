@@ -7,6 +7,7 @@ import base64
 import os
 import stat
 import subprocess
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 from outrider.client.client import AsyncClient
 from outrider.errors import Conflict, ServiceError, UnreadableTask
 from outrider.lifecycle import SessionState
+from outrider.service.admission import stored_group
 from outrider.service.principals import OPERATOR
 from outrider.service.regrading import regraded_session
 from outrider.spec import RegradeSpec
+from outrider.store.rows import GroupRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.task_key import KEY_FILE, KeyFile, TaskKey
 from support.postgresql import PostgresqlServer
@@ -162,6 +165,18 @@ async def test_queued_sessions_of_a_lost_key_end_with_an_error_and_no_reward(wor
         with pytest.raises(UnreadableTask):
             await regraded_session(w.service.store, finished.id, RegradeSpec())
         assert result_of(await w.run("ask")).error is None
+
+
+async def test_the_log_does_not_quote_a_stored_task_that_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    """Another version of Outrider had other fields, for example another form of the environment."""
+    spec = b'{"task": {"instruction": "x", "runtime": {"kind": "process", "env": [["A", "%s"]]}}}' % MARK.encode()
+    async with sqlite_store(None) as store:
+        await store.create_group(GroupRow(id="g", n=1, priority=0, created=1.0), spec, ["s"])
+        with pytest.raises(UnreadableTask) as refused:
+            await stored_group(store, "g")
+    logged = caplog.text + "".join(traceback.format_exception(refused.value))
+    assert "task.runtime.env" in logged
+    assert MARK not in logged
 
 
 async def test_a_key_is_given_in_the_settings(world: MakeWorld, tmp_path: Path) -> None:

@@ -127,11 +127,15 @@ async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
         # In a thread, because the validation decodes the base64 of every file in the task.
         return await asyncio.to_thread(StoredGroupSpec.model_validate_json, stored)
     except ValidationError as error:
-        log.error("the task of group %s cannot be read: %s", group_id, error)
+        # The text of a ValidationError quotes parts of the task, which may contain secrets. So the log names only the
+        # fields, and the error is not chained.
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        fields = ", ".join(f"{'.'.join(map(str, fault['loc']))} ({fault['type']})" for fault in faults)
+        log.error("the task of group %s cannot be read: %s", group_id, fields)
         raise UnreadableTask(
             f"the stored task of group {group_id} cannot be read by this version of Outrider",
             hint="the service's log says which field; submit the task again",
-        ) from error
+        ) from None
 
 
 def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
