@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from outrider.service.delivery import (
     MAX_FAILING,
     MAX_PUSHES,
     MAX_PUSHES_EACH,
+    MAX_PUSHES_OF_TENANT,
     MIN_TRIES,
     Deliverer,
     _wait_asked,
 )
 from outrider.service.views import ViewReader, callback_view
+from outrider.spec import OPERATOR_TENANT
 from outrider.store.rows import Delivery, EventKind, GroupRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
@@ -354,6 +356,25 @@ async def test_a_receiver_that_hangs_holds_up_nobody_else(tokenizer: Path) -> No
         assert len(hanging.keys) <= MAX_PUSHES_EACH
 
 
+async def test_a_tenant_with_many_slow_receivers_delays_no_other_tenant(tokenizer: Path) -> None:
+    """Four receivers that hang suffice for MAX_PUSHES, and a tenant can name any number of them."""
+    async with AsyncExitStack() as stack, in_memory() as store:
+        hanging = [await stack.enter_async_context(receiving()) for _ in range(MAX_PUSHES // MAX_PUSHES_EACH)]
+        other = await stack.enter_async_context(receiving())
+        for receiver in hanging:
+            receiver.answering.clear()
+            for number in range(MAX_PUSHES_EACH + 1):
+                await finished_group(store, f"a{hanging.index(receiver)}.{number}", receiver.url, tenant="a")
+        await finished_group(store, "z", other.url, tenant="b")
+
+        async def accepted() -> bool:
+            return other.accepted.is_set()
+
+        await deliver(store, tokenizer, accepted)
+        assert other.keys == ["z"]
+        assert sum(len(receiver.keys) for receiver in hanging) <= MAX_PUSHES_OF_TENANT
+
+
 async def test_a_receiver_that_fails_gets_one_at_a_time(tokenizer: Path) -> None:
     async with receiving(500) as receiver, in_memory() as store:
         for number in range(5):
@@ -482,8 +503,8 @@ async def test_a_push_is_signed(world: MakeWorld) -> None:
             assert verify(headers, body, secret).id == submitted.id
 
 
-async def finished_group(store: Store, id: str, url: str) -> None:
-    await put(store, id, f"{id}.0", callback_url=url)
+async def finished_group(store: Store, id: str, url: str, *, tenant: str = OPERATOR_TENANT) -> None:
+    await put(store, id, f"{id}.0", callback_url=url, tenant=tenant)
     attempt = await store.start_attempt(f"{id}.0", node="n", lease_until=1e12)
     await store.set_state(f"{id}.0", attempt, SessionState.READY)
     result = SessionResult(

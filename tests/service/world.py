@@ -19,7 +19,7 @@ from outrider.service.admission import validate_group
 from outrider.service.assembly import open_service
 from outrider.service.service import Service
 from outrider.sessions.node import LocalNode
-from outrider.spec import GroupSpec
+from outrider.spec import OPERATOR_TENANT, GroupSpec
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
 from outrider.trajectory import SessionResult
@@ -101,7 +101,14 @@ def group(*do: str, init: Sequence[str] = (), n: int = 1, **fields: Any) -> Grou
     return validate_group({"task": task | {"runtime": runtime} | fields, "n": n, **of_group})
 
 
-async def put(store: Store, id: str, *session_ids: str, callback_url: str | None = None, **fields: Any) -> None:
+async def put(
+    store: Store,
+    id: str,
+    *session_ids: str,
+    callback_url: str | None = None,
+    tenant: str = OPERATOR_TENANT,
+    **fields: Any,
+) -> None:
     """Store a group as the service does; `fields` as in `group`."""
     made = group("ask", n=len(session_ids), **fields)
     row = GroupRow(
@@ -111,6 +118,7 @@ async def put(store: Store, id: str, *session_ids: str, callback_url: str | None
         callback_url=callback_url,
         created=1.0,
         labels=made.task.labels,
+        tenant=tenant,
     )
     await store.create_group(row, made.model_dump_json().encode(), session_ids)
 

@@ -56,6 +56,9 @@ MAX_PUSHES = 32
 MAX_PUSHES_EACH = 8
 """Maximum number of requests to one receiver at once, so that a slow receiver does not delay others. After a failure,
 the receiver gets one request at a time until one succeeds."""
+MAX_PUSHES_OF_TENANT = 16
+"""Maximum number of requests at once for the groups of one tenant. A tenant chooses its receivers, so it could
+otherwise occupy all requests with many slow receivers, and delay the callbacks of other tenants."""
 MAX_FAILING = 1000
 """Maximum number of failing receivers that are remembered. A receiver that was forgotten may again get several requests
 at the same time, until one of these requests fails."""
@@ -109,8 +112,8 @@ class Deliverer:
         self._http: aiohttp.ClientSession | None = None
         """The HTTP session. It is opened before the first delivery."""
         self._work = asyncio.Event()
-        self._under_way: dict[str, str] = {}
-        """The receiver of each running request, by group id."""
+        self._under_way: dict[str, Delivery] = {}
+        """The deliveries that are being attempted, by group id."""
         self._failing: dict[str, None] = {}
         """Receivers whose last request failed. The latest failure is the last entry."""
         self._translators: dict[str, Translate] = {}
@@ -159,27 +162,39 @@ class Deliverer:
         )
 
     async def _due(self) -> list[Delivery]:
-        """Return the deliveries that are due, except those to receivers that already get their maximum number of
-        requests."""
-        now, pushes = time.time(), Counter(self._under_way.values())
-        busy = [receiver for receiver, count in pushes.items() if count >= self._most(receiver)]
-        latest = now + max(self._pauses.longest, LONGEST_PAUSE)
-        return await self._store.deliveries(now=now, limit=LOOK_AHEAD, latest=latest, busy=busy)
+        """Return the deliveries that are due. Left out are those to receivers that already get their maximum number of
+        requests, and those of tenants that already have their maximum number of requests."""
+        now, receivers, tenants = time.time(), self._pushes_by_receiver(), self._pushes_by_tenant()
+        return await self._store.deliveries(
+            now=now,
+            limit=LOOK_AHEAD,
+            latest=now + max(self._pauses.longest, LONGEST_PAUSE),
+            busy=[receiver for receiver, count in receivers.items() if count >= self._most(receiver)],
+            busy_tenants=[tenant for tenant, count in tenants.items() if count >= MAX_PUSHES_OF_TENANT],
+        )
+
+    def _pushes_by_receiver(self) -> Counter[str]:
+        return Counter(delivery.receiver for delivery in self._under_way.values())
+
+    def _pushes_by_tenant(self) -> Counter[str]:
+        return Counter(delivery.tenant for delivery in self._under_way.values())
 
     def _most(self, receiver: str) -> int:
         return 1 if receiver in self._failing else MAX_PUSHES_EACH
 
     def _admit(self, due: Iterable[Delivery]) -> list[Delivery]:
-        """Select the deliveries to start now, within MAX_PUSHES and MAX_PUSHES_EACH, and record them as running."""
-        pushes = Counter(self._under_way.values())
+        """Select the deliveries to start now, within MAX_PUSHES, MAX_PUSHES_EACH and MAX_PUSHES_OF_TENANT, and record
+        them as running."""
+        receivers, tenants = self._pushes_by_receiver(), self._pushes_by_tenant()
         admitted = []
         for delivery in due:
-            receiver = delivery.receiver
-            if pushes.total() == MAX_PUSHES:
+            receiver, tenant = delivery.receiver, delivery.tenant
+            if len(self._under_way) == MAX_PUSHES:
                 break
-            if pushes[receiver] < self._most(receiver):
-                self._under_way[delivery.group_id] = receiver
-                pushes[receiver] += 1
+            if receivers[receiver] < self._most(receiver) and tenants[tenant] < MAX_PUSHES_OF_TENANT:
+                self._under_way[delivery.group_id] = delivery
+                receivers[receiver] += 1
+                tenants[tenant] += 1
                 admitted.append(delivery)
         return admitted
 

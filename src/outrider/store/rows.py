@@ -171,6 +171,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     fault: why the last try failed.
     given_up: when the service gave up. The delivery is then retried only on request.
     receiver: host and port of the callback URL.
+    tenant: owner of the group.
     url: empty if the store lacks the key that encrypted the URL.
     """
 
@@ -182,6 +183,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     since: float = 0.0
     given_up: float | None = None
     fault: str | None = None
+    tenant: str = OPERATOR_TENANT
 
 
 pack = msgspec.msgpack.encode

@@ -1155,20 +1155,29 @@ class Store:
         return await self._db.read(lambda tx: newest_event(tx, tenant))
 
     async def deliveries(
-        self, *, now: float, limit: int, latest: float = inf, busy: Collection[str] = ()
+        self,
+        *,
+        now: float,
+        limit: int,
+        latest: float = inf,
+        busy: Collection[str] = (),
+        busy_tenants: Collection[str] = (),
     ) -> list[Delivery]:
-        """List callbacks that are due for a try, except those to the receivers in `busy`.
+        """List callbacks that are due for a try, except those to the receivers in `busy` and those of the tenants in
+        `busy_tenants`.
 
         A callback whose next try is later than `latest` is due, too. No try is ever delayed until after `latest`, so
         such a time shows that the system clock was set back.
         """
-        others = f" AND receiver NOT IN ({', '.join('?' * len(busy))})" if busy else ""
+        left_out = (("receiver", busy), ("tenant", busy_tenants))
+        others = "".join(f" AND {name} NOT IN ({', '.join('?' * len(some))})" for name, some in left_out if some)
+        values = (*busy, *busy_tenants)
         sql = f"SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NULL AND next_try"
         order = f"{others} ORDER BY next_try, group_id LIMIT ?"
 
         async def body(tx: Connection) -> list[Row]:
-            due = await tx.fetch(f"{sql} <= ?{order}", (now, *busy, limit))
-            return due + await tx.fetch(f"{sql} > ?{order}", (latest, *busy, limit - len(due)))
+            due = await tx.fetch(f"{sql} <= ?{order}", (now, *values, limit))
+            return due + await tx.fetch(f"{sql} > ?{order}", (latest, *values, limit - len(due)))
 
         return [self._delivery(row) for row in await self._db.read(body)]
 
