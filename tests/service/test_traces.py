@@ -4,6 +4,8 @@ again."""
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,22 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace import TracerProvider
 
 from outrider.client.client import AsyncClient
+from outrider.concurrency.cancellation import OffloadThread
+from outrider.concurrency.chores import Failures
 from outrider.errors import InvalidField
 from outrider.lifecycle import SessionState
 from outrider.schemas import AttemptView, SessionView, SpanView, TimelineView
-from outrider.service.trace_export import SETTLED_SECONDS
-from outrider.service.trace_spans import session_trace
+from outrider.service.trace_export import SETTLED_SECONDS, TraceExport
+from outrider.service.trace_spans import TraceSpan, session_trace
+from outrider.service.views import ViewReader
+from outrider.store.sqlite import SqliteDatabase
+from outrider.store.store import Store
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from support.service import call, running_service, say
 from support.trace_collector import attribute, collecting, connected
 from support.waiting import until
+
+from .test_delivery import finished_group
 
 TASK: dict[str, Any] = {
     "instruction": "do it",
@@ -127,6 +137,29 @@ async def test_a_message_holds_several_traces(tmp_path: Path) -> None:
             spans = await collector.trace()
     assert len(collector.requests) == 1
     assert len({span.trace_id for span in spans}) == 4
+
+
+async def test_a_trace_survives_a_clock_that_is_ahead_for_a_moment(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first session ends while the clock is two hours ahead, the second one when it is right again."""
+    now = time.time() - 60
+    times = {"a": now + 7200, "b": now}
+    exported: list[str] = []
+    reading = "a"
+    async with Store(SqliteDatabase(None), clock=lambda: times[reading]) as store:
+        reader = ViewReader(store, Tokenizer.load(tokenizer), OffloadThread())
+        exporter = TraceExport(store, reader, "http://127.0.0.1:9/", model="m", failures=Failures())
+
+        def export(traces: Sequence[Sequence[TraceSpan]]) -> None:
+            exported.extend(str(span.attributes["gen_ai.conversation.id"]) for spans in traces for span in spans[:1])
+
+        monkeypatch.setattr(exporter, "_export", export)
+        await exporter.send()
+        for reading in times:
+            await finished_group(store, reading, "http://127.0.0.1:9/")
+        await exporter.send()
+    assert exported == ["a.0", "b.0"]
 
 
 async def test_without_the_exporter_the_error_names_what_to_install(

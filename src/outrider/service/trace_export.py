@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from outrider.concurrency.chores import Chores, Failures
@@ -79,7 +80,8 @@ class TraceExport:
             if kept is None:
                 await self._store.keep_position(NAME, self._cursor)
         while events := await self._store.events(after=self._cursor, limit=EVENTS_AT_ONCE):
-            settled = [event for event in events if event.at <= time.time() - SETTLED_SECONDS]
+            # Stop at the first event that is not settled, because the stored position must not pass it.
+            settled = list(takewhile(_is_settled, events))
             await self._send_of(settled)
             if len(settled) < len(events):
                 return
@@ -144,6 +146,12 @@ class TraceExport:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         return self._exporter.export(sdk_spans(spans)) is SpanExportResult.SUCCESS
+
+
+def _is_settled(event: EventView) -> bool:
+    """Return True unless the event was stored within the last SETTLED_SECONDS. An event from the future is settled: the
+    clock was ahead when the event was stored, and the wait for its time might take hours."""
+    return abs(time.time() - event.at) >= SETTLED_SECONDS
 
 
 def sdk_spans(spans: Sequence[TraceSpan]) -> list[Any]:
