@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from outrider.client import client as client_module
 from outrider.client.client import AsyncClient
 from outrider.errors import Conflict, InvalidField, NotFound, ServiceError
 from outrider.schemas import GroupView
@@ -197,7 +199,7 @@ class Cutting:
         if (status := next(self._statuses, 200)) != 200:
             return web.Response(status=status, text="<html>no upstream</html>")
         self.asked.append(request.query["after"])
-        answer = web.StreamResponse()
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         async with aiohttp.ClientSession() as http, http.get(f"{self.target}{request.path_qs}") as reply:
             async for line in reply.content:
@@ -234,6 +236,32 @@ async def test_events_of_a_service_that_is_not_there_are_an_error_at_once() -> N
         with pytest.raises(ServiceError, match="cannot reach"):
             async for _ in client.events():
                 pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 99\r\n\r\nhalf of it", "cannot reach"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 7\r\n\r\n<html>\n", "text/html"),
+    ],
+)
+async def test_an_answer_that_is_no_stream_of_events_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes, error: str
+) -> None:
+    """A proxy sends half of its error page and falls silent, or another program answers each request with a page."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            await reader.read()
+
+    monkeypatch.setattr(client_module, "SILENCE", 0.3)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, AsyncClient(url) as client, asyncio.timeout(5):
+        with pytest.raises(ServiceError, match=error):
+            await anext(client.events())
 
 
 async def test_old_groups_are_removed_on_request(tmp_path: Path) -> None:

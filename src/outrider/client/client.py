@@ -152,6 +152,7 @@ LATER = frozenset({408, 425, 429})
 """HTTP statuses below 500 after which a retry may help, whether from the service or a proxy."""
 UNAVAILABLE = frozenset({502, 503, 504})
 """HTTP statuses that a proxy sends while the service behind it restarts."""
+EVENT_STREAM = "text/event-stream"
 GZIP = 31
 """The value of `wbits` with which zlib reads gzip."""
 SPREAD = 1.25
@@ -429,16 +430,23 @@ class AsyncClient:
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
         """Yield every event after the cursor `after`, without end. The client connects again if the connection is lost,
         or if a proxy replies with a status in UNAVAILABLE. Raises ServiceError if the first connection fails, or if no
-        connection succeeds for PATIENCE seconds. Any other error in a reply is raised at once."""
+        connection succeeds for PATIENCE seconds. Any other error in a reply is raised at once, and ServiceUnusable if
+        a reply is not a stream of events."""
         clock = asyncio.get_running_loop().time
         give_up_at, tries = clock(), 0
         while True:
             try:
                 async with self._reply("GET", _with_query("/v1/events", {"after": after}), seconds=SILENCE) as reply:
                     if reply.status >= 300:
-                        refusal = _refusal(await reply.whole(), reply)
+                        async with asyncio.timeout(SILENCE):
+                            refusal = _refusal(await reply.whole(), reply)
                         if reply.status not in UNAVAILABLE or clock() >= give_up_at:
                             raise refusal
+                    elif (kind := _media_type(reply)) != EVENT_STREAM:
+                        raise ServiceUnusable(
+                            f"the reply from {self._shown} is no stream of events, but {kind or 'of no type'}",
+                            hint="another program may listen at this address, or a proxy in front of the service",
+                        )
                     async for line in _lines(reply):  # the body of an error was read above, so no line is left
                         give_up_at, tries = clock() + PATIENCE, 0
                         if line.startswith(b"data: "):
@@ -773,8 +781,7 @@ class AsyncClient:
                 if reply.status >= 300:
                     raise _refusal(data, reply)
                 self._reached = True
-                media_type = (reply.header(b"content-type") or b"").decode("latin-1")
-                return _Reply(data, media_type.partition(";")[0].strip())
+                return _Reply(data, _media_type(reply))
         except OSError as error:  # TimeoutError is an OSError
             raise self._unreachable(error) from error
 
@@ -837,6 +844,11 @@ class AsyncClient:
             f"cannot reach the service at {self._shown}: {reason}",
             hint="start one with `outrider serve`, or name its address with --url",
         )
+
+
+def _media_type(reply: Response) -> str:
+    """Return the media type of a reply without its parameters, or an empty text if the reply names none."""
+    return (reply.header(b"content-type") or b"").decode("latin-1").partition(";")[0].strip().lower()
 
 
 async def _lines(reply: Response) -> AsyncIterator[bytes]:
