@@ -56,12 +56,12 @@ class Pauses:
         pause = Pause(tenant or ALL_TENANTS, dict(labels), harness or "")
 
         async def body(tx: Connection) -> int:
-            others = "SELECT COUNT(*) FROM pauses WHERE tenant = ?"
-            if (await tx.fetch(others, (pause.tenant,)))[0][0] >= MAX_PAUSES:
-                raise Conflict(f"there are {MAX_PAUSES} pauses already", hint="end some: outrider queue list")
             sql = """INSERT INTO pauses (tenant, labels, harness, since, who) VALUES (?, ?, ?, ?, ?)
                 ON CONFLICT DO NOTHING"""
-            await tx.execute(sql, (pause.tenant, _packed(labels), pause.harness, self._clock(), who))
+            new = await tx.execute(sql, (pause.tenant, _packed(labels), pause.harness, self._clock(), who))
+            count = "SELECT COUNT(*) FROM pauses WHERE tenant = ?"
+            if new and (await tx.fetch(count, (pause.tenant,)))[0][0] > MAX_PAUSES:
+                raise Conflict(f"there are {MAX_PAUSES} pauses already", hint="end some: outrider queue list")
             waiting = """SELECT DISTINCT groups.id, groups.tenant, groups.labels, groups.harness
                 FROM sessions JOIN groups ON groups.id = sessions.group_id WHERE sessions.waiting = 1"""
             groups = [id for id, *about in await tx.fetch(waiting) if pause.matches(*_about(*about))]
