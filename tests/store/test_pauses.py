@@ -11,7 +11,8 @@ from outrider.store.database import Database
 from outrider.store.pauses import MAX_PAUSES
 from outrider.store.store import Store
 
-from .world import FAILURE, group_row, result, start, submit
+from .conftest import NOW
+from .world import FAILURE, group_row, result, session_ids, start, submit
 
 
 async def put(store: Store, id: str, n: int = 1, *, tenant: str = "operator", harness: str = "", **labels: str) -> None:
@@ -79,6 +80,20 @@ async def test_a_held_session_can_be_cancelled(store: Store) -> None:
     assert await store.pauses.held(tenant=None) == 0
     assert await resume(store) == 0
     assert await queued(store) == set()
+
+
+async def test_a_session_may_wait_anew_after_a_pause(store: Store) -> None:
+    """A pause that lasts longer than `expires_seconds` does not end the sessions when it ends."""
+    created = NOW - 100.0
+    group = group_row("a", 1, created=created)
+    await pause(store)
+    await store.create_group(group, b"{}", session_ids(group), expires=created + 30.0)
+    assert not await store.expire(now=NOW)
+    assert await resume(store) == 1
+    assert not await store.expire(now=NOW + 29.0)
+    assert await queued(store) == {"a"}
+    assert await store.next_due(after=NOW) == NOW + 30.0
+    assert await store.expire(now=NOW + 30.0)
 
 
 async def test_held_sessions_count_in_the_queue(store: Store) -> None:

@@ -70,8 +70,9 @@ class Pauses:
         return await self._db.write(body)
 
     async def resume(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None) -> int:
-        """End a pause. Returns the number of sessions that may start again because no other pause matches them. Raises
-        NotFound if there is no such pause."""
+        """End a pause. Returns the number of sessions that may start again because no other pause matches them. If such
+        a session may expire, its wait begins anew, because it could not start during the pause. Raises NotFound if
+        there is no such pause."""
         owner = tenant or ALL_TENANTS
 
         async def body(tx: Connection) -> int:
@@ -88,7 +89,8 @@ class Pauses:
             for some, marks in _chunks(free):
                 sql = f"SELECT DISTINCT priority, bucket FROM sessions WHERE held = 1 AND group_id IN ({marks})"
                 shares.update((priority, bucket) for priority, bucket in await tx.fetch(sql, some))
-            changed = await _set(tx, free, "held = 0, waiting = 1", "held = 1")
+            change = "held = 0, waiting = 1, expires = ? + (expires - created)"
+            changed = await _set(tx, free, change, "held = 1", self._clock())
             for priority, bucket in sorted(shares):
                 await queue.reopen_share(tx, priority, bucket)
             return changed
@@ -136,13 +138,14 @@ def _about(tenant: str, labels: str, harness: str) -> tuple[str, dict[str, str],
     return tenant, msgspec.json.decode(labels), harness
 
 
-async def _set(tx: Connection, groups: Sequence[str], change: str, where: str) -> int:
-    """Run `UPDATE sessions SET change` on the sessions of `groups` that match `where` and have no `ending`. Returns the
-    number of changed sessions."""
+async def _set(tx: Connection, groups: Sequence[str], change: str, where: str, *values: float) -> int:
+    """Run `UPDATE sessions SET change` on the sessions of `groups` that match `where` and have no `ending`. `values`
+    are the values of the placeholders in `change`. Returns the number of changed sessions."""
     return sum(
         [
             await tx.execute(
-                f"UPDATE sessions SET {change} WHERE {where} AND ending IS NULL AND group_id IN ({marks})", some
+                f"UPDATE sessions SET {change} WHERE {where} AND ending IS NULL AND group_id IN ({marks})",
+                (*values, *some),
             )
             for some, marks in _chunks(groups)
         ]
