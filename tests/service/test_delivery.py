@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -373,6 +376,39 @@ async def test_a_tenant_with_many_slow_receivers_delays_no_other_tenant(tokenize
         await deliver(store, tokenizer, accepted)
         assert other.keys == ["z"]
         assert sum(len(receiver.keys) for receiver in hanging) <= MAX_PUSHES_OF_TENANT
+
+
+async def test_names_without_an_answer_delay_no_other_work(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant names many hosts whose name server does not answer, so each lookup occupies a thread."""
+    hung: list[str] = []
+    answered = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def hang(host: str, *rest: Any, **options: Any) -> Any:
+        if not str(host).endswith(".example"):
+            return look_up(host, *rest, **options)
+        hung.append(host)
+        answered.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    threads = ThreadPoolExecutor(2)
+    asyncio.get_running_loop().set_default_executor(threads)
+    async with in_memory() as store:
+        for number in range(4):
+            await finished_group(store, f"g{number}", f"http://host{number}.example/")
+
+        async def hanging() -> bool:
+            if len(hung) < 2:
+                return False
+            async with asyncio.timeout(2):
+                await asyncio.to_thread(bool)
+            return True
+
+        try:
+            await deliver(store, tokenizer, hanging)
+        finally:
+            answered.set()
 
 
 async def test_a_receiver_that_fails_gets_one_at_a_time(tokenizer: Path) -> None:

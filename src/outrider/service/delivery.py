@@ -138,7 +138,7 @@ class Deliverer:
         busy = set(self._under_way)
         due = await retry_store(self._due, self._failures)
         if due and self._http is None:
-            self._http = await sessions.enter_async_context(await self._session())
+            self._http = await self._session(sessions)
         admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
         for delivery in admitted:
             chores.create_task(self._deliver(delivery), name=f"deliver {delivery.group_id}", chore="a callback")
@@ -147,19 +147,25 @@ class Deliverer:
         if len(due) < LOOK_AHEAD or not admitted:
             await wait_for_event(self._work, self._pauses.first)
 
-    async def _session(self) -> aiohttp.ClientSession:
+    async def _session(self, sessions: AsyncExitStack) -> aiohttp.ClientSession:
+        """Open the HTTP session, which `sessions` closes."""
         # aiohttp is imported only before the first delivery, because a service without callbacks does not need it, and
         # the import takes a seventh of the processor time of a service's start. The import runs in a thread, so that it
         # does not block the event loop.
-        await asyncio.to_thread(import_module, "aiohttp")
+        await asyncio.to_thread(import_module, "outrider.service.callback_resolver")
         import aiohttp
 
-        return aiohttp.ClientSession(
+        from outrider.service.callback_resolver import ThreadResolver
+
+        resolver = ThreadResolver(MAX_PUSHES)
+        sessions.push_async_callback(resolver.close)
+        session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=TRY_SECONDS),
             # Cookies are not kept, because one receiver's cookies must not be sent to another.
             cookie_jar=aiohttp.DummyCookieJar(),
-            connector=aiohttp.TCPConnector(socket_factory=self._allow_lists.socket),
+            connector=aiohttp.TCPConnector(resolver=resolver, socket_factory=self._allow_lists.socket),
         )
+        return await sessions.enter_async_context(session)
 
     async def _due(self) -> list[Delivery]:
         """Return the deliveries that are due. Left out are those to receivers that already get their maximum number of
