@@ -170,6 +170,16 @@ async def test_artifacts_that_nobody_owns_are_removed_at_the_start(tmp_path: Pat
             running.cancel()
 
 
+async def test_another_database_costs_no_artifacts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The service is started with the data folder but without its setting `store`, so its database is new."""
+    artifacts = ArtifactStore(tmp_path / "artifacts")
+    keep(artifacts, "a.0")
+    async with sqlite_store(tmp_path / "new") as store, asyncio.timeout(20):
+        await retention(store, artifacts).run()
+        assert artifacts.sessions() == ["a.0"]
+    assert "is it the database of this data folder" in caplog.text
+
+
 async def test_artifacts_that_cannot_be_removed_keep_their_session(tmp_path: Path) -> None:
     artifacts = ArtifactStore(tmp_path / "artifacts")
     async with Past() as store:

@@ -163,11 +163,20 @@ class Retention:
         async with self._turn:
             await self._erase()
             # Also remove the artifacts of unknown sessions. A database that was restored from a backup lacks the
-            # sessions that are younger than the backup, but their artifacts are still on the disk.
+            # sessions that are younger than the backup, but their artifacts are still on the disk. If no session is
+            # known, this is probably the wrong database, for example because a setting was left out.
             kept = await _on_disk(self._artifacts.sessions)
+            unknown: list[str] = []
             for start in range(0, len(kept), SESSIONS_AT_ONCE):
-                unknown = await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])
-                await _on_disk(partial(self._artifacts.remove, unknown))
+                unknown += await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])
+            if unknown and len(unknown) == len(kept):
+                log.warning(
+                    "the artifacts of %d sessions are kept, because the database knows none of these sessions: is it"
+                    " the database of this data folder? If they are not needed, remove the folder `artifacts`",
+                    len(kept),
+                )
+                return
+            await _on_disk(partial(self._artifacts.remove, unknown))
 
     async def _erase(self) -> None:
         """Delete all data of hidden groups. The files are deleted before the rows, because the files can be found only
