@@ -173,6 +173,21 @@ async def test_an_event_that_never_was_is_told_from_one_that_is_to_come(tmp_path
                     assert reply.status == status
 
 
+async def test_a_reader_learns_that_the_service_has_lost_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next groups would get cursors that the reader has passed already, and be skipped."""
+    monkeypatch.setattr(client_module, "LONG_POLL", 0.1)
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client, asyncio.timeout(20):
+        await run(client, 1)
+        groups = client.follow(after=1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await anext(groups)
+        with pytest.raises(ServiceError, match="no group has the cursor 7: the newest is 1"):
+            await anext(client.follow(after=7))
+
+
 class Cutting:
     """Passes a service's events on, and ends each connection after one event. The first requests get the
     statuses in `statuses`; a status other than 200 comes with an error page of a proxy."""
