@@ -21,6 +21,7 @@ from outrider.config import ModelConfig
 from outrider.errors import InvalidField, ServiceError
 from outrider.lab.demo.dialogue import POLICY, RENDERER
 from outrider.lab.demo.task import group_spec, make_task
+from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL, EngineSpec, TaskSpec
 from support.coin import coin_task
 from support.scribe import scribe_task
@@ -116,6 +117,30 @@ async def test_an_evaluation_that_is_given_up_leaves_nothing_running(tmp_path: P
             await work
         [summary] = await client.groups()
         assert summary.cancelled
+
+
+class Slow(AsyncClient):
+    """A client that has submitted a group when `stored` is set, and gets the reply half a second later."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.stored = asyncio.Event()
+
+    async def submit(self, *asked: Any, **options: Any) -> GroupView:
+        group = await super().submit(*asked, **options)
+        self.stored.set()
+        await asyncio.sleep(0.5)
+        return group
+
+
+async def test_a_group_whose_submission_is_cut_off_is_cancelled_too(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), Slow(url) as client, asyncio.timeout(20):
+        work = asyncio.create_task(evaluate(client, [coin_task(0, seconds=60.0)]))
+        await client.stored.wait()
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert [group.cancelled for group in await client.groups()] == [True]
 
 
 def episode(name: str) -> dict[str, Any]:

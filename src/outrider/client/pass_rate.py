@@ -32,6 +32,9 @@ PRIORITY = 100
 """The default priority of an evaluation's groups. It is higher than the priority of training groups, because a trainer
 may wait for the result."""
 LARGEST_SEED = (1 << 63) - 1
+SUBMISSION_GRACE = 5.0
+"""How long a cancelled evaluation waits for the reply to its last submission, in seconds. Without the reply, it does
+not know the id of the group, and so cannot cancel it."""
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +128,10 @@ async def evaluate(
         )
     key = run or secrets.token_hex(8)
     ids: list[str] = []
+
+    async def submit(body: dict[str, Any]) -> None:
+        ids.append((await patiently(partial(client.submit, body))).id)
+
     try:
         for number, task in enumerate(tasks):
             body = {
@@ -133,7 +140,7 @@ async def evaluate(
                 "priority": priority,
                 "idempotency_key": f"evaluation/{key}/{number}",
             }
-            ids.append((await patiently(partial(client.submit, body))).id)
+            await shielded(partial(submit, body), grace=SUBMISSION_GRACE)
         groups = await patiently(partial(client.wait, ids, watch))
     except BaseException:
         for group_id in ids if run is None else ():
