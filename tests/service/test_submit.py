@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from outrider.config import LanesConfig, QueueConfig
@@ -14,6 +15,7 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.service.service import Ids
 from outrider.spec import EvaluatorSpec
 from outrider.store.sqlite import sqlite_store
+from outrider.store.store import _spec_of
 from outrider.trajectory import Verdict
 
 from .conftest import MakeWorld
@@ -87,6 +89,21 @@ async def test_the_same_key_is_the_same_group(world: MakeWorld) -> None:
         done = await w.done(first.id)
         assert (await w.submit("ask", n=2, idempotency_key="k")).sessions == done.sessions
         assert len(await w.service.store.groups()) == 1
+
+
+async def test_the_same_key_is_the_same_group_after_an_upgrade(world: MakeWorld) -> None:
+    """An earlier version has stored the request without a field that it did not know."""
+    async with world() as w:
+        first = await w.submit("ask", n=2, idempotency_key="k")
+        store = w.service.store
+        spec = msgspec.json.decode(await store.spec(first.id))
+        assert spec.pop("expires_seconds") is None
+        sealed = store._key.seal(msgspec.json.encode(spec), _spec_of(first.id))
+        await store._db.write(lambda tx: tx.execute("UPDATE groups SET spec = ?", (sealed,)))
+        assert (await w.submit("ask", n=2, idempotency_key="k")).id == first.id
+        for n, priority in ((3, 0), (2, 1)):
+            with pytest.raises(Conflict):
+                await w.submit("ask", n=n, priority=priority, idempotency_key="k")
 
 
 async def test_what_this_machine_cannot_do_is_refused_before_it_is_stored(world: MakeWorld) -> None:

@@ -138,6 +138,14 @@ async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
         ) from None
 
 
+def is_same_request(stored: bytes, spec: GroupSpec, body: bytes) -> bool:
+    """Return True if the JSON of a stored group, as this version reads it, equals `body`, the JSON of `spec`."""
+    try:
+        return type(spec).model_validate_json(stored).model_dump_json().encode() == body
+    except ValidationError:
+        return False
+
+
 def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
     # The nesting is checked first, level by level, because recursion into deep nesting could overflow the stack.
     level: list[tuple[Location, Any]] = [((), value)]

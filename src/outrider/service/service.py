@@ -28,6 +28,7 @@ from outrider.counts import CallFailures
 from outrider.dialects import DIALECTS
 from outrider.environment import installed_version
 from outrider.errors import (
+    Conflict,
     ContextOverflow,
     FailingChore,
     InvalidField,
@@ -54,7 +55,14 @@ from outrider.schemas import (
     ServiceStatus,
     SessionView,
 )
-from outrider.service.admission import SubmissionChecks, check_bounds, check_group, check_resources, parse_body
+from outrider.service.admission import (
+    SubmissionChecks,
+    check_bounds,
+    check_group,
+    check_resources,
+    is_same_request,
+    parse_body,
+)
 from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
@@ -373,9 +381,29 @@ class Service:
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
         body = await self._offload.run(lambda: spec.model_dump_json().encode())
         expires = None if seconds is None else row.created + seconds
-        stored = await self.store.create_group(row, body, session_ids, expires=expires, quota=quota, external=external)
+        try:
+            stored = await self.store.create_group(
+                row, body, session_ids, expires=expires, quota=quota, external=external
+            )
+        except Conflict:
+            if (known := await self._same_request(row, spec, body)) is None:
+                raise
+            stored = known
         self.scheduler.wake()
         return await self.reader.view(stored)
+
+    async def _same_request(self, group: GroupRow, spec: GroupSpec, body: bytes) -> GroupRow | None:
+        """Return the stored group with the idempotency key of `group` if it was made from the same request. `body` is
+        the JSON of `spec`. Another version of Outrider may have written the stored request in another form, for example
+        without a field that is new in this version."""
+        if group.idempotency_key is None:
+            return None
+        known = await self.store.keyed_group(group.tenant, group.idempotency_key)
+        if known is None:
+            return None
+        stored = await self.store.spec(known.id)
+        async with self._turns[group.tenant]:
+            return known if await asyncio.to_thread(is_same_request, stored, spec, body) else None
 
     def translate_callbacks(self, system: str, translate: Translate) -> None:
         """Use the function `translate` for the callback bodies of groups that were submitted through the API of
