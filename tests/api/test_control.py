@@ -7,7 +7,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,20 @@ async def answering(answer: bytes, ask: Callable[[AsyncClient], Awaitable[Any]])
 async def test_what_a_client_tells_of_odd_answers(answer: bytes, told: str) -> None:
     with pytest.raises(ServiceError, match=told):
         await answering(answer, lambda client: client.status())
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf"])
+async def test_a_reply_that_takes_too_long_is_told_from_a_service_that_is_not_there(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            writer.write(answer)
+            await reader.read()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, AsyncClient(url) as client:
+        with pytest.raises(ServiceError, match=r"no complete reply from the service at .* within 0\.2 s"):
+            await client.pull_image("a", "b", seconds=0.2)
 
 
 async def test_a_user_and_a_password_in_the_address_are_sent() -> None:

@@ -782,6 +782,8 @@ class AsyncClient:
         seconds: float | None,
         accept: str | None,
     ) -> _Reply:
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             target = _with_query(path, query or {})
             async with asyncio.timeout(seconds), self._reply(method, target, body, accept=accept) as reply:
@@ -791,6 +793,11 @@ class AsyncClient:
                 self._reached = True
                 return _Reply(data, _media_type(reply))
         except OSError as error:  # TimeoutError is an OSError
+            if isinstance(error, TimeoutError) and seconds is not None and clock() - began >= seconds:
+                raise ServiceError(
+                    f"no complete reply from the service at {self._shown} within {seconds:g} s",
+                    hint="the service or the network is very busy, or the service stands still",
+                ) from error
             raise self._unreachable(error) from error
 
     @asynccontextmanager
