@@ -59,8 +59,8 @@ def test_the_limits_and_the_filters_are_those_of_the_code() -> None:
     assert limits["bytes of rows"].startswith(f"{queries.LIMITS.bytes >> 20} MiB;")
     assert limits["time"] == f"{queries.LIMITS.seconds:.0f} seconds"
     assert limits["memory"] == f"{queries.LIMITS.memory >> 20} MiB"
-    waiting = queries.MAX_WAITING - queries.AT_ONCE
-    assert limits["queries at once"].startswith(f"{queries.AT_ONCE}; {waiting} more wait")
+    waiting = queries.MAX_WAITING - 1
+    assert limits["queries at once"].startswith(f"{queries.AT_ONCE}, and 1 of each tenant; {waiting} more")
     [table] = PAGE.tables("HTTP")
     documented = [code(cell) for cell in table.column("Command line")]
     assert documented == ["--group" if name == "of_group" else f"--{name.replace('_', '-')}" for name in OPTIONS]

@@ -231,6 +231,26 @@ async def test_queries_wait_for_their_turn_and_not_without_a_bound(tmp_path: Pat
         assert sum(isinstance(each, Busy) for each in done) == 4
 
 
+async def test_the_queries_of_one_tenant_do_not_refuse_those_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = asyncio.Event()
+
+    async def slowly(sql: str, tenant: str | None) -> bytes:
+        await (over.wait() if tenant == "alice" else asyncio.sleep(0))
+        return sql.encode()
+
+    async with alices_queries(tmp_path) as asked, asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        monkeypatch.setattr(asked, "_in_process", slowly)
+        for _ in range(MAX_WAITING):
+            tasks.create_task(asked.run("SELECT 1", "alice"))
+        await asyncio.sleep(0)
+        assert await asked.run("SELECT 2", "bob") == b"SELECT 2"
+        with pytest.raises(Busy):
+            await asked.run("SELECT 3", "alice")
+        over.set()
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("number_of_queries", [150, pytest.param(500, marks=pytest.mark.nightly)])
 async def test_random_queries_never_show_another_tenant(tmp_path: Path, number_of_queries: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from outrider.store.run_index.tables import READ_TABLES, VIEWS
 MAX_SQL = 100_000
 """Maximum length of a query, in characters."""
 AT_ONCE = 2
-"""Maximum number of queries that run at the same time."""
+"""Maximum number of queries that run at the same time. Of one tenant, one query runs at a time, so that the queries of
+one tenant hardly delay those of another."""
 MAX_WAITING = 16
-"""Maximum number of queries that run or wait. A further query gets Busy."""
+"""Maximum number of queries of one tenant that run or wait. A further query gets Busy."""
 PROGRAM = Path(__file__).with_name("query_program.py")
 
 
@@ -53,7 +55,7 @@ class _Head(msgspec.Struct):
 
 class Queries:
     """Runs queries over one index. `run` raises InvalidField for a query that is wrong, forbidden or too expensive. It
-    raises Busy if too many queries are waiting."""
+    raises Busy if too many queries of the tenant are waiting."""
 
     def __init__(self, index: RunIndex, *, limits: QueryLimits = LIMITS) -> None:
         self._index = index
@@ -61,7 +63,9 @@ class Queries:
         # The query's process runs in another folder, so a relative path would not work there.
         self._path = str(index.path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._waiting = 0
+        self._turns_of: dict[str | None, asyncio.Lock] = {}
+        self._waiting: Counter[str | None] = Counter()
+        """Number of queries that run or wait, by tenant. None stands for callers who see the rows of all tenants."""
 
     async def run(self, sql: str, tenant: str | None) -> bytes:
         """Run a query, and return the JSON of a `schemas.QueryReply`. The query sees the rows of the tenant, or all
@@ -71,15 +75,17 @@ class Queries:
             raise InvalidField("the query is empty", field="sql", hint="such as SELECT * FROM sessions LIMIT 10")
         if len(sql) > MAX_SQL or "\0" in sql:
             raise InvalidField(f"a query has at most {MAX_SQL} characters, and no zero byte", field="sql")
-        if self._waiting >= MAX_WAITING:
-            raise Busy(f"{self._waiting} queries wait for their turn: one more is not accepted yet", hint="ask again")
-        self._waiting += 1
+        if (waiting := self._waiting[tenant]) >= MAX_WAITING:
+            raise Busy(f"{waiting} queries wait for their turn: one more is not accepted yet", hint="ask again")
+        self._waiting[tenant] += 1
         try:
-            async with self._turns:
+            async with self._turns_of.setdefault(tenant, asyncio.Lock()), self._turns:
                 await self._index.catch_up(turns=True)
                 return await self._in_process(sql, tenant)
         finally:
-            self._waiting -= 1
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant], self._turns_of[tenant]
 
     async def _in_process(self, sql: str, tenant: str | None) -> bytes:
         job = {
