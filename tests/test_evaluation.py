@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.client import estimates
 from outrider.client.client import AsyncClient
 from outrider.client.estimates import pass_at
 from outrider.client.pass_rate import PRIORITY, evaluate
@@ -33,6 +35,22 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass(passes: list[bool], data: s
     k = data.draw(st.integers(1, len(passes)))
     draws = [any(draw) for draw in combinations(passes, k)]
     assert pass_at(k, sum(passes), len(passes)) == pytest.approx(fmean(draws))
+
+
+@given(st.integers(1, 300), st.data())
+def test_pass_at_k_of_many_samples_is_the_same(samples: int, data: st.DataObject) -> None:
+    k, passes = data.draw(st.integers(1, samples)), data.draw(st.integers(0, samples))
+    with pytest.MonkeyPatch.context() as patch:
+        exact = pass_at(k, passes, samples)
+        patch.setattr(estimates, "MOST_EXACT", 0)
+        assert pass_at(k, passes, samples) == pytest.approx(exact, abs=1e-12)
+
+
+def test_pass_at_k_of_very_many_samples_does_not_stop_the_other_threads() -> None:
+    """Python runs no other thread while it computes a binomial coefficient, whose digits grow with the samples."""
+    began = time.thread_time()
+    assert pass_at(1_000_000, 1, 2_000_000) == pytest.approx(0.5)
+    assert time.thread_time() - began < 2.0
 
 
 def told(task: dict[str, Any]) -> dict[str, Any]:
