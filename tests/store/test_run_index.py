@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,6 +22,7 @@ from outrider.store.run_index.queries import Queries
 from outrider.store.run_reader import RunReader
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
+from support.waiting import until
 
 from .world import FAILURE, group_row, result, start, submit, turn
 
@@ -202,3 +205,29 @@ async def test_a_wrong_query_is_refused_by_its_field(store: Store, tmp_path: Pat
         with pytest.raises(InvalidField, match="no such column: missing") as refused:
             await ask("SELECT missing FROM sessions")
         assert (refused.value.field, refused.value.http_status) == ("sql", 422)
+
+
+async def test_the_reads_of_one_tenant_do_not_queue_up_before_those_of_another(tmp_path: Path) -> None:
+    """Also not if the tenant breaks its requests off, and so begins many reads that nobody waits for."""
+    began: list[str] = []
+    go_on = threading.Event()
+
+    def slow(_: sqlite3.Connection) -> None:
+        began.append("alice")
+        go_on.wait(10)
+
+    def quick(_: sqlite3.Connection) -> None:
+        began.append("bob")
+
+    async with sqlite_store(None) as store, an_index(store, tmp_path) as asked, asyncio.timeout(20):
+        await asked.index.catch_up()
+        reads = [asyncio.create_task(asked.index.read(slow, tenant="alice")) for _ in range(6)]
+        await until(lambda: began)
+        for read in reads[:3]:
+            read.cancel()
+        await asyncio.sleep(0)
+        reads.append(asyncio.create_task(asked.index.read(quick, tenant="bob")))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(*reads, return_exceptions=True)
+    assert began == ["alice", "bob", "alice", "alice", "alice"]

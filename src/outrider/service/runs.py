@@ -70,7 +70,7 @@ class Runs:
         check_filter(wanted, SessionState)
         await self._index.catch_up()
         find = partial(lists.find_sessions, wanted=wanted, tenant=caller.sees, after=after, limit=limit)
-        ids = await self._index.read(find)
+        ids = await self._index.read(find, tenant=caller.sees)
         rows = await self._store.runs.sessions(ids)
         views = tuple(reply_of(SessionView, row) for row in rows)
         return SessionList(sessions=views, after=ids[-1] if len(ids) == limit else None)
@@ -84,7 +84,7 @@ class Runs:
             return _group_list(await self._store.groups(state=state, limit=limit, tenant=caller.sees), limit)
         await self._index.catch_up()
         find = partial(lists.find_groups, wanted=wanted, tenant=caller.sees, after=after, limit=limit)
-        ids = await self._index.read(find)
+        ids = await self._index.read(find, tenant=caller.sees)
         listed = _group_list(await self._store.runs.groups(ids), limit)
         return GroupList(groups=listed.groups, after=ids[-1] if len(ids) == limit else None)
 
@@ -96,7 +96,7 @@ class Runs:
         for field, selector in (("a", a), ("b", b)):
             wanted = selected(selector, field)
             find = partial(lists.compared_sessions, wanted=wanted, tenant=caller.sees, limit=MOST_COMPARED + 1)
-            runs = await self._index.read(find)
+            runs = await self._index.read(find, tenant=caller.sees)
             if not runs:
                 raise NotFound(
                     f"no session of {selector!r}", field=field, hint="see `outrider sessions --groups` for groups"
@@ -213,10 +213,10 @@ class Runs:
                 hint='give a filter, such as {"labels": {"run": "try"}}, or {"all": true} for all sessions',
             )
         await self._index.catch_up()
-        found = await self._index.read(partial(lists.matching, wanted=wanted, tenant=caller.sees))
+        found = await self._index.read(partial(lists.matching, wanted=wanted, tenant=caller.sees), tenant=caller.sees)
         if asked.ids:
             named = partial(lists.find_sessions, wanted=SessionFilter(ids=wanted.ids), tenant=caller.sees, after=None)
-            known = set(await self._index.read(partial(named, limit=len(asked.ids))))
+            known = set(await self._index.read(partial(named, limit=len(asked.ids)), tenant=caller.sees))
             for id in asked.ids:
                 if id not in known:
                     raise NotFound(f"no session {id!r}", field="ids", hint="see `outrider sessions`")

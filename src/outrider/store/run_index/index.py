@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from outrider.concurrency.cancellation import shielded
 from outrider.errors import Busy, OutriderError, ServiceError
 from outrider.store.run_index import rows_of_runs
 from outrider.store.run_index.tables import TABLES, VERSION
@@ -67,6 +69,9 @@ class RunIndex:
         self._checked = False
         """True once the open file is known to belong to this store."""
         self._one_at_a_time = asyncio.Lock()
+        self._reads_of: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """One lock for each tenant. Only one read of a tenant is in the reader thread at a time, because all tenants
+        share this thread, and a read may take READ_SECONDS."""
         self._gone: set[str] = set()
         """Removed groups that the index may still have."""
         self._cursor = 0
@@ -114,9 +119,9 @@ class RunIndex:
                 retry_after=30.0,
             ) from None
 
-    async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Call `work` with a read-only connection to the index, in the reader thread. Raises Busy after
-        READ_SECONDS."""
+    async def read(self, work: Callable[[sqlite3.Connection], T], *, tenant: str | None = None) -> T:
+        """Call `work` with a read-only connection to the index, in the reader thread. Reads for the same `tenant` wait
+        for each other. Raises Busy after READ_SECONDS."""
         loop = asyncio.get_running_loop()
 
         def run() -> T:
@@ -125,9 +130,10 @@ class RunIndex:
             db.set_progress_handler(lambda: loop.time() > until, STEPS_BETWEEN_CLOCK_CHECKS)
             return work(db)
 
-        async with self._failures():
+        async with self._reads_of[tenant], self._failures():
             try:
-                return await loop.run_in_executor(self._reader, run)
+                # A read cannot be cancelled, so its tenant's next read waits for its end even after a cancellation.
+                return await shielded(lambda: loop.run_in_executor(self._reader, run))
             except sqlite3.OperationalError as error:
                 if "interrupted" not in str(error):
                     raise
