@@ -156,6 +156,20 @@ async def test_each_address_of_a_server_is_tried(monkeypatch: pytest.MonkeyPatch
         await Connections(f"http://several.example:{port}", {}).request("GET", "/x")
 
 
+async def test_the_kernel_notices_a_machine_that_has_gone() -> None:
+    """Some calls have no time limit. Without probes, they would wait for ever for a machine that has lost its power."""
+    async with a_server(Script(WHOLE)) as connections:
+        reply = await connections.request("GET", "/")
+        assert reply._connection is not None
+        assert reply._connection._transport is not None
+        connected = reply._connection._transport.get_extra_info("socket")
+        assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle, interval, count = (connected.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+        assert idle + interval * count <= 120
+        reply.close()
+
+
 async def test_an_odd_address_is_sent_as_http_allows() -> None:
     script = Script(WHOLE)
     async with a_server(script, "user:password@", "/a b/ü/%20/") as connections:

@@ -41,6 +41,10 @@ LARGE = 1 << 16
 prompt."""
 PATH_CHARACTERS = "/%:@!$&'()*+,;=~"
 """Characters that are not percent-encoded in the path of a URL."""
+PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+"""When a connection has been silent for 60 seconds, the kernel probes every 10 seconds whether the other machine still
+answers. After 6 probes without an answer, reading raises TimeoutError. Some calls have no time limit of their own.
+Where the module `socket` lacks these options, as on macOS, the system's own times apply."""
 HIGH_WATER = 128 << 10
 """While more than this number of bytes of a response are unread, the connection reads no more from its socket."""
 
@@ -315,6 +319,11 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        connected = transport.get_extra_info("socket")
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in PROBES.items():
+            if (option := getattr(socket, name, None)) is not None:
+                connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def data_received(self, data: bytes) -> None:
         if self.complete:  # bytes after a response must not become part of the next response
