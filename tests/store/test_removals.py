@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -16,7 +17,7 @@ from outrider.store.sqlite import SPARE, sqlite_store
 from outrider.store.store import Store
 
 from .test_images import CAT, DOG, showing
-from .world import group_row, result, start, submit, turn
+from .world import FAILURE, group_row, result, start, submit, turn
 
 TABLES = ("groups", "sessions", "turns", "frozen_turns", "events", "outbox", "images", "image_uses")
 
@@ -93,6 +94,31 @@ async def test_it_is_erased_in_small_steps(store: Store, rows: int) -> None:
         steps += 1
     assert steps >= 4 * 3 // rows
     assert await rows_of(store) == empty
+
+
+async def test_a_run_leaves_no_row_in_the_queue(store: Store) -> None:
+    """The row of a bucket goes with the last group of its run, unless a session of another group still needs it."""
+
+    async def put(name: str, run: str, n: int = 1) -> None:
+        await submit(store, msgspec.structs.replace(group_row(name, n=n), labels={"run": run}))
+
+    async def shares() -> int:
+        return len(await store._db.read(lambda tx: tx.fetch("SELECT 1 FROM queue_shares")))
+
+    for number in range(3):
+        await put(f"g{number}", f"run {number}")
+    await put("running", "run 1")
+    await store.pauses.pause({"run": "run 2"}, None, tenant=None, who="test")
+    await put("held", "run 2")
+    attempt = await start(store, "running.0")
+    for number in range(3):
+        await store.cancel_session(f"g{number}.0")
+        await store.finish(f"g{number}.0", 0, result(f"g{number}.0", 0))
+    await remove(store, "g0", "g1", "g2")
+    assert await shares() == 2
+    await store.requeue("running.0", attempt, FAILURE)
+    await store.pauses.resume({"run": "run 2"}, None, tenant=None)
+    assert {session.group_id for session in await store.queued(9)} == {"running", "held"}
 
 
 async def test_it_vanishes_before_it_is_erased(store: Store) -> None:

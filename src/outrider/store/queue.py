@@ -132,6 +132,15 @@ async def close_empty_shares(tx: Connection, shares: Sequence[tuple[int, str]]) 
     )
 
 
+async def forget_share(tx: Connection, priority: int, bucket: str) -> None:
+    """Delete the row of a bucket and priority, if no session needs it: none waits, and none may wait again later. A
+    client that names a new run for each group would otherwise leave a row for each of them for ever."""
+    same = "sessions.priority = queue_shares.priority AND sessions.bucket = queue_shares.bucket"
+    needs = ("sessions.waiting = 1", "sessions.lease_until IS NOT NULL", "sessions.held = 1")
+    unneeded = " ".join(f"AND NOT EXISTS (SELECT 1 FROM sessions WHERE {need} AND {same})" for need in needs)
+    await tx.execute(f"DELETE FROM queue_shares WHERE priority = ? AND bucket = ? {unneeded}", (priority, bucket))
+
+
 class QueuePass:
     """Picks sessions to start, in one pass over the queue.
 

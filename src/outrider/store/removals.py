@@ -20,6 +20,7 @@ import msgspec
 
 from outrider.store.database import Connection, Database
 from outrider.store.images import forget_images
+from outrider.store.queue import forget_share
 from outrider.store.rows import row_from
 from outrider.store.tenants import note_erased_events, note_hidden
 
@@ -181,7 +182,8 @@ class Removals:
         async def body(tx: Connection) -> bool:
             left = rows
             for (group_id,) in await tx.fetch("SELECT id FROM groups WHERE state = ? ORDER BY id", (REMOVED,)):
-                for (session_id,) in await tx.fetch("SELECT id FROM sessions WHERE group_id = ?", (group_id,)):
+                sessions = await tx.fetch("SELECT id, priority, bucket FROM sessions WHERE group_id = ?", (group_id,))
+                for number, (session_id, priority, bucket) in enumerate(sessions, 1):
                     for table, key in (
                         ("turns", "attempt, turn_index"),
                         ("frozen_turns", "attempt, model, turn_index"),
@@ -198,6 +200,8 @@ class Removals:
                     for table in ("session_reports", "failed_calls", "remote_runs"):
                         await tx.execute(f"DELETE FROM {table} WHERE session_id = ?", (session_id,))
                     left -= await tx.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
+                    if number == len(sessions):  # all sessions of a group have the same bucket
+                        await forget_share(tx, priority, bucket)
                     if left <= 0:
                         return True
                 events = await tx.fetch(
