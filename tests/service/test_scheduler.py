@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -20,11 +21,11 @@ from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
-from outrider.service.scheduler import LIMITS, LeaseLimits, Scheduler
+from outrider.service.scheduler import ENDED_AT_ONCE, LIMITS, LeaseLimits, Scheduler
 from outrider.sessions.attempt import Attempt, NodeLost
 from outrider.spec import RuntimeSpec, StoredGroupSpec
 from outrider.store.rows import SessionRow
-from outrider.store.sqlite import SqliteDatabase
+from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
 from outrider.trajectory import HarnessExit, SessionResult, Turn
 from store.world import turn
@@ -370,6 +371,19 @@ async def test_a_failure_worth_it_is_tried_again_until_the_task_has_had_enough()
         assert session.last_error == FAILURE
         assert session.result is not None
         assert (session.result.stop_reason, session.result.error) == (StopReason.ERROR, FAILURE)
+
+
+async def test_a_queue_that_expires_is_ended_in_few_commits(tmp_path: Path) -> None:
+    """While the scheduler ends these sessions, it starts none, and a commit may take long on a slow disk."""
+    async with sqlite_store(tmp_path / "db") as store, asyncio.timeout(60):
+        for name in "ab":
+            await put(store, name, *(f"{name}{number}" for number in range(ENDED_AT_ONCE)))
+            await store.cancel_group(name)
+        before = sum(store.commit_seconds().counts)
+        scheduler = Scheduler(store, [], on_done=lambda: None)
+        await scheduler.end(await store.to_end())
+        assert [group.state for group in await store.groups()] == [GroupState.DONE] * 2
+        assert sum(store.commit_seconds().counts) - before < ENDED_AT_ONCE / 4
 
 
 async def test_a_session_goes_where_there_is_room_for_what_it_needs() -> None:

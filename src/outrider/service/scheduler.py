@@ -63,6 +63,10 @@ EXPIRED = ErrorRecord(
 EXTERNAL_AT_ONCE = 32
 """Maximum number of external sessions that are started before other sessions are considered."""
 
+ENDED_AT_ONCE = 100
+"""Number of queued sessions that are ended concurrently. The store puts their ends into one commit. One commit for each
+session would take minutes if a whole queue expires, and meanwhile no session of any tenant would be started."""
+
 LOOK_SECONDS = 30.0
 """Maximum seconds between two reads of the queue, even without an event. There is a maximum because the system clock
 may be changed during a wait, and this clock decides when sessions are due."""
@@ -219,17 +223,29 @@ class Scheduler:
     async def end(self, sessions: Sequence[SessionRow]) -> None:
         """End the given sessions that have `ending` set. Queued sessions are finished. Running attempts are
         interrupted, each only once."""
-        for session in sessions:
-            if session.state is SessionState.DONE or session.ending is None:
-                continue
-            placement = self._placements.get(session.id)
-            if placement is None:
-                error = EXPIRED if session.ending is StopReason.EXPIRED else None
-                await self._end_with_turns(session, session.ending, task=await self._task_of(session), error=error)
-            elif placement.ending is None:
-                placement.ending = session.ending
-                if placement.task is not None:
-                    placement.task.cancel()
+        for start in range(0, len(sessions), ENDED_AT_ONCE):
+            queued: list[tuple[SessionRow, TaskSpec | None]] = []
+            for session in sessions[start : start + ENDED_AT_ONCE]:
+                if session.state is SessionState.DONE or session.ending is None:
+                    continue
+                placement = self._placements.get(session.id)
+                if placement is None:
+                    queued.append((session, await self._task_of(session)))
+                elif placement.ending is None:
+                    placement.ending = session.ending
+                    if placement.task is not None:
+                        placement.task.cancel()
+            ended = await asyncio.gather(
+                *(self._end_queued(session, task) for session, task in queued), return_exceptions=True
+            )
+            for error in ended:
+                if error is not None:
+                    raise error
+
+    async def _end_queued(self, session: SessionRow, task: TaskSpec | None) -> None:
+        assert session.ending is not None
+        error = EXPIRED if session.ending is StopReason.EXPIRED else None
+        await self._end_with_turns(session, session.ending, task=task, error=error)
 
     async def _retake(self, now: float, *, wait: float = 0.0) -> None:
         """Put sessions whose lease ended before `now` back into the queue, unless this scheduler runs them. They may
