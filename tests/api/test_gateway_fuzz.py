@@ -42,8 +42,8 @@ async def test_no_request_breaks_the_gateway_or_loses_a_token(tmp_path: Path, di
     assert tally.statuses[400] > requests * 0.1
     assert tally.sampled == tally.trained + tally.masked + tally.dropped
     assert tally.trained > 0
-    # Tokens are dropped only after certain sequences of requests. Whether 250 requests have one depends on the machine's
-    # speed, because requests that come too fast get 429.
+    # Tokens are dropped only after certain sequences of requests. Whether 250 requests have one depends on the speed of
+    # the machine, because requests that come too fast get 429.
     assert tally.dropped > 0 or requests < 1000
     assert set(tally.joins) == {"root", "append", "fork", "retry"}
 

@@ -82,8 +82,9 @@ async def test_a_held_session_can_be_cancelled(store: Store) -> None:
     assert await queued(store) == set()
 
 
-async def test_a_session_may_wait_anew_after_a_pause(store: Store) -> None:
-    """A pause that lasts longer than `expires_seconds` does not end the sessions when it ends."""
+async def test_the_time_of_a_pause_does_not_count_towards_the_wait(store: Store) -> None:
+    """A pause that lasts longer than `expires_seconds` does not end the sessions when it ends. Several pauses do not
+    extend the wait."""
     created = NOW - 100.0
     group = group_row("a", 1, created=created)
     await pause(store)
@@ -92,6 +93,9 @@ async def test_a_session_may_wait_anew_after_a_pause(store: Store) -> None:
     assert await resume(store) == 1
     assert not await store.expire(now=NOW + 29.0)
     assert await queued(store) == {"a"}
+    assert await pause(store) == 1
+    assert not await store.expire(now=NOW + 30.0)
+    assert await resume(store) == 1
     assert await store.next_due(after=NOW) == NOW + 30.0
     assert await store.expire(now=NOW + 30.0)
 

@@ -64,7 +64,8 @@ MIGRATIONS: Migrations = (
         # due: earliest start of the next attempt. Set after a failed attempt.
         # recovered: number of attempts that were lost with their node.
         # ending: why the session is to be ended. Set once this is decided.
-        # expires: if the session has not started by this time, it is ended. NULL after the first start.
+        # expires: if the session has not started by this time, it is ended. NULL after the first start. While a pause
+        #     holds the session, the seconds that are left for its start.
         """CREATE TABLE sessions (
             id TEXT PRIMARY KEY,
             group_id TEXT NOT NULL REFERENCES groups (id),

@@ -65,14 +65,14 @@ class Pauses:
             waiting = """SELECT DISTINCT groups.id, groups.tenant, groups.labels, groups.harness
                 FROM sessions JOIN groups ON groups.id = sessions.group_id WHERE sessions.waiting = 1"""
             groups = [id for id, *about in await tx.fetch(waiting) if pause.matches(*_about(*about))]
-            return await _set(tx, groups, "held = 1, waiting = 0", "waiting = 1")
+            change = "held = 1, waiting = 0, expires = expires - ?"
+            return await _set(tx, groups, change, "waiting = 1", self._clock())
 
         return await self._db.write(body)
 
     async def resume(self, labels: Mapping[str, str], harness: str | None, *, tenant: str | None) -> int:
-        """End a pause. Returns the number of sessions that may start again because no other pause matches them. If such
-        a session may expire, its wait begins anew, because it could not start during the pause. Raises NotFound if
-        there is no such pause."""
+        """End a pause. Returns the number of sessions that may start again because no other pause matches them. Raises
+        NotFound if there is no such pause."""
         owner = tenant or ALL_TENANTS
 
         async def body(tx: Connection) -> int:
@@ -89,7 +89,7 @@ class Pauses:
             for some, marks in _chunks(free):
                 sql = f"SELECT DISTINCT priority, bucket FROM sessions WHERE held = 1 AND group_id IN ({marks})"
                 shares.update((priority, bucket) for priority, bucket in await tx.fetch(sql, some))
-            change = "held = 0, waiting = 1, expires = ? + (expires - created)"
+            change = "held = 0, waiting = 1, expires = expires + ?"
             changed = await _set(tx, free, change, "held = 1", self._clock())
             for priority, bucket in sorted(shares):
                 await queue.reopen_share(tx, priority, bucket)

@@ -292,7 +292,8 @@ class Store:
                 raise Conflict(f"there already is a group {group.id!r}")
             bucket = queue.bucket_of(group.tenant, group.labels, external=external)
             held = await is_held(tx, group.tenant, group.labels, group.harness)
-            common = (group.priority, group.created, group.created, bucket, expires, int(not held), int(held))
+            until = expires - group.created if held and expires is not None else expires
+            common = (group.priority, group.created, group.created, bucket, until, int(not held), int(held))
             inserted = await tx.execute_many(
                 """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated, bucket,
                        expires, waiting, held) VALUES (?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
