@@ -13,9 +13,12 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from outrider.concurrency.chores import Chores, Failures
+from outrider.config import Config
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.network.door import Door
+from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.runtimes.base import Availability, ExecResult, Runtime
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.sandbox import Sandboxes, run_step
@@ -40,10 +43,11 @@ def spec(**fields: Any) -> RuntimeSpec:
 
 
 @asynccontextmanager
-async def some_sandboxes(folder: Path) -> AsyncIterator[Sandboxes]:
+async def some_sandboxes(folder: Path, *, network: NetworkRules | None = None) -> AsyncIterator[Sandboxes]:
     Counted.ledger = MemoryLedger()
+    paths = HostPaths.of(folder)
     async with Host(folder) as host, Chores(Failures()) as background:
-        yield Sandboxes(host=host, background=background, paths=HostPaths.of(folder), gateway_socket=folder / "s")
+        yield Sandboxes(host=host, background=background, paths=paths, gateway_socket=folder / "s", network=network)
 
 
 async def test_it_is_ready_once_and_stopped_once(tmp_path: Path) -> None:
@@ -81,6 +85,33 @@ async def test_the_folder_goes_although_a_runtime_cannot_stop(tmp_path: Path) ->
         with pytest.raises(OSError, match="busy"):
             await sandbox.stop()
     assert os.listdir(tmp_path) == []
+
+
+class Networked(Counted):
+    filters_network = True
+
+
+async def test_a_cancellation_while_the_door_closes_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, close = asyncio.Event(), Door.close
+
+    async def noted(door: Door) -> None:
+        closing.set()
+        await close(door)
+
+    monkeypatch.setattr(Door, "close", noted)
+    rules = NetworkRules(Config.model_validate({"network": {"allow": ["docs.example"]}}))
+    async with some_sandboxes(tmp_path, network=rules) as sandboxes:
+        networked = spec(kind="sandboxes.test_sandbox:Networked", network={"allow": ["docs.example"]})
+        sandbox = await sandboxes.make(networked, "s", 1)
+        await sandbox.ready()
+        stopping = asyncio.create_task(sandbox.stop())
+        await closing.wait()
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert os.listdir(tmp_path) == []
 
 
 async def test_a_sandbox_that_cannot_be_made_leaves_no_folder(tmp_path: Path) -> None:

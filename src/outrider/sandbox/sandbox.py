@@ -110,8 +110,10 @@ class Sandbox:
         except BaseException as error:  # CancelledError is a BaseException
             if isinstance(error, Exception):
                 self._starts.note(self._spec.sandbox_kind, None)
-            await self.stop()
-            self._locks.close()  # `stop` may have run before the GPUs were locked
+            try:
+                await self.stop()
+            finally:
+                self._locks.close()  # `stop` may have run before the GPUs were locked
             raise
         self._starts.note(self._spec.sandbox_kind, time.monotonic() - began)
         self._ready = True
@@ -140,13 +142,18 @@ class Sandbox:
         if self._stopped:
             return
         self._stopped = True
+        await shielded(self._stop)
+
+    async def _stop(self) -> None:
         try:
-            await shielded(self.runtime.stop)
+            await self.runtime.stop()
         finally:
-            if self.door is not None:
-                await self.door.close()
-            self._locks.close()
-            await shielded(partial(asyncio.to_thread, remove_tree, self.directory))
+            try:
+                if self.door is not None:
+                    await self.door.close()
+            finally:
+                self._locks.close()
+                await asyncio.to_thread(remove_tree, self.directory)
 
 
 class Sandboxes:

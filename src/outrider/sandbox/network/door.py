@@ -152,10 +152,12 @@ class Door:
     async def close(self) -> None:
         """Close all connections and remove the socket. May be called more than once."""
         self._phase = None
-        await shielded(self._held.aclose)
-        if self._path is not None:
-            with suppress(OSError):
-                os.unlink(self._path)
+        try:
+            await shielded(self._held.aclose)
+        finally:
+            if self._path is not None:
+                with suppress(OSError):
+                    os.unlink(self._path)
 
     async def enter(self, phase: Phase | None) -> None:
         """Begin a phase, and close the connections of the previous phase. With None, the sandbox has no network until
