@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,8 @@ import uvloop
 
 from network.world import HELLO, a_door, a_server, connect, get, said
 from outrider.destinations import Phase
-from outrider.sandbox.network.door import CONNECTIONS, MAX_PLACES
+from outrider.sandbox.network import proxy
+from outrider.sandbox.network.door import CONNECTIONS, MAX_CLIENTS, MAX_PLACES
 from outrider.sandbox.network.proxy import LEAST_CONNECTIONS, ConnectionPool, ProxyWaits
 from outrider.sandbox.network.requests import NotAllowed, read_request
 
@@ -498,3 +502,73 @@ def test_clients_that_hang_up_leave_no_traceback(tmp_path: Path) -> None:
 
     uvloop.run(trial())
     assert faults == []
+
+
+def open_sockets_to(port: int) -> int:
+    """Return how many sockets that are connected to this port a process still holds."""
+    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(line[2].rpartition(":")[2], 16) == port and line[9] != "0" for line in lines)
+
+
+@pytest.mark.parametrize("ending", ["phase", "reply"])
+async def test_no_connection_stays_open_to_a_server_that_reads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Such a server never takes the last bytes of a request. They must not keep the connection open: a program in the
+    sandbox and a server of its own could otherwise use up the descriptors of the node."""
+    monkeypatch.setattr(proxy, "LATE_BODY_SECONDS", 0.2)
+    size, begun, ended = 32 << 20, asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]  # the transport of a socket has it
+        if ending == "reply":
+            writer.write(HELLO)
+        begun.set()
+        await ended.wait()
+
+    async with a_server(answer=answer) as server, asyncio.timeout(10):
+        place = f"files.test:{server.port}"
+        door = a_door(tmp_path, place, names={"files.test": [["127.0.0.1"]]}, internal=[place])
+        async with door as (opened, _):
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "door")
+            writer.write(f"POST http://{place}/ HTTP/1.1\r\nContent-Length: {size}\r\n\r\n".encode() + bytes(size))
+            await begun.wait()
+            assert open_sockets_to(server.port) == 1
+            if ending == "phase":
+                await asyncio.sleep(0.5)  # until the buffers of the connection are full
+                await opened.enter(None)
+            else:
+                with suppress(ConnectionResetError):
+                    await reader.read()
+            await asyncio.sleep(0.1)
+            assert open_sockets_to(server.port) == 0
+            ended.set()
+            writer.transport.abort()
+
+
+async def test_clients_that_read_nothing_are_counted_until_their_connections_end(tmp_path: Path) -> None:
+    """In a container, programs can connect to the door's socket directly. A client that does not read the last bytes
+    of its reply must not hold a connection that no limit counts."""
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(bytes(250_000))  # the buffers of a Unix socket take 200 KiB
+        await writer.drain()
+        writer.close()
+
+    gateway = await asyncio.start_unix_server(reply, tmp_path / "gateway")
+    async with gateway, asyncio.timeout(30), a_door(tmp_path):
+        before = len(os.listdir("/proc/self/fd"))
+        clients = []
+        for _ in range(MAX_CLIENTS + 20):
+            client = socket.socket(socket.AF_UNIX)
+            client.connect(str(tmp_path / "door"))
+            client.send(b"GET /v1/models HTTP/1.1\r\n\r\n")
+            client.shutdown(socket.SHUT_WR)
+            clients.append(client)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        held = len(os.listdir("/proc/self/fd")) - before - len(clients)
+        for client in clients:
+            client.close()
+        assert 0 < held <= MAX_CLIENTS

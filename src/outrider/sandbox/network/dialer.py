@@ -69,6 +69,11 @@ class ServerConnection(msgspec.Struct, frozen=True):
     header: tuple[str, ...] = ()
     beneath: asyncio.StreamWriter | None = None
 
+    def drop(self) -> None:
+        """Close the connection at once. Bytes that the server has not taken yet are discarded. A normal close would
+        keep the connection open until the server has taken them, and so for ever if the server reads nothing."""
+        (self.beneath or self.writer).transport.abort()
+
 
 class Dialer:
     """Opens connections for one proxy.

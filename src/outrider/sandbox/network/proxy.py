@@ -32,9 +32,11 @@ from outrider.sandbox.network.requests import (
 LATE_BODY_SECONDS = 5.0
 """Once the server has replied, the proxy forwards the rest of the request's body for at most this many seconds."""
 LINGER_SECONDS = 2.0
-"""How many seconds a refused client has to read the reason. Meanwhile, the rest of the client's request is read and
-discarded. Otherwise the connection would be closed while bytes are unread. Such a close resets the connection, and the
-client would lose the reason."""
+"""How many seconds a server has to take the last bytes that are sent to it, and a refused client to read the reason.
+While the client reads, the rest of its request is read and discarded. Otherwise the connection would be closed while
+bytes are unread. Such a close resets the connection, and the client would lose the reason."""
+LAST_BYTES_SECONDS = 120.0
+"""How many seconds a client has to take the last bytes of a reply."""
 LEAST_CONNECTIONS = 8
 """Number of connections that each sandbox may always have, however many the other sandboxes have."""
 CHUNK = 64 << 10
@@ -247,8 +249,10 @@ class Proxy:
                 text = f"{request.place} did not answer"
                 await reply_with_error(reader, writer, NotPassedOn("504 Gateway Timeout", text), name=self._name)
             writer.transport.abort()  # after a normal close, an incomplete reply would look complete
+        else:
+            await flush(connection.writer, seconds=LINGER_SECONDS)
         finally:
-            connection.writer.close()
+            connection.drop()
 
     async def _exchange(
         self,
@@ -356,6 +360,17 @@ def is_plain_read(request: RequestHead, route: ProxyRoute) -> bool:
     """Return whether the request reads from a package index and has no body. Such a request cannot make its server
     fail. Others can, for example with a body that never ends."""
     return bool(route.methods) and not request.length
+
+
+async def flush(writer: asyncio.StreamWriter, *, seconds: float) -> None:
+    """Wait until the other end has taken the bytes that were written, but at most `seconds`. Then close the connection
+    by `abort`: after `close`, it would stay open until the other end has taken the bytes."""
+    if not writer.transport.get_write_buffer_size():
+        return
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(seconds):
+            writer.close()
+            await writer.wait_closed()
 
 
 async def put(writer: asyncio.StreamWriter, data: bytes) -> None:
@@ -721,12 +736,14 @@ class ProxyServer:
         try:
             if (head := await self._head(reader, writer)) is not None:
                 await self._serve(reader, writer, head)
+            # Until the client has its last bytes, the connection counts against the limits.
+            await flush(writer, seconds=LAST_BYTES_SECONDS)
         except asyncio.CancelledError:
             pass  # if this were raised, asyncio would log an error
         finally:
             self._tasks.discard(task)
             self._pool.give_back(len(self._tasks))
-            writer.close()
+            writer.transport.abort()
 
     async def _head(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
         """Return the head of a connection's first request, or None if no whole head arrives."""
