@@ -128,8 +128,12 @@ class LiveShell:
             self.calls.loop.at(self, OPEN_SECONDS, self._not_ready)
 
     def _not_ready(self) -> None:
+        self._try_next(b"[not ready after %d seconds]" % OPEN_SECONDS)
+
+    def _try_next(self, reason: bytes) -> None:
+        """Give the program up that is not ready yet, and try the next command."""
         self.drain()
-        self.why = self.capture.take() + b"[not ready after %d seconds]" % OPEN_SECONDS
+        self.why = self.capture.take() + reason
         self._kill()
         del self.commands[0]
         self._open_again()
@@ -235,6 +239,16 @@ class LiveShell:
             send_signal(pid, SIGKILL)
         send_signal(-group, SIGINT)
         self.program.interrupted()
+
+    def unreadable(self) -> None:
+        """Handle a result that cannot be read. The shell is started again only for a running input: a program that
+        sends such results at every start must not be started for ever."""
+        if self.opening:
+            self._try_next(b"[no readable result]")
+        elif self.call:
+            self.restart(b"the shell sent no readable result")
+        else:
+            self._kill()
 
     def restart(self, reason: bytes) -> None:
         """Kill the shell and start it again. If an input was running, its result says that the shell's state is lost,
@@ -474,7 +488,7 @@ class Interpreter:
         while len(self.frames) >= 4:
             size = int.from_bytes(self.frames[:4], "big")
             if not 12 <= size <= FRAME_MAX:
-                shell.restart(b"the shell sent no readable result")
+                shell.unreadable()
                 return
             if len(self.frames) < 4 + size:
                 return
