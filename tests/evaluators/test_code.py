@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -12,7 +13,8 @@ import pytest
 from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
 from outrider.evaluators.code.cases import json_value
 from outrider.evaluators.factory import make_evaluator
-from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime, ShellResult
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerShell
 from outrider.spec import EvaluatorSpec, Resources
 from outrider.trajectory import Verdict
 
@@ -406,6 +408,47 @@ async def test_a_sandbox_that_ends_no_program_is_the_programs_doing_where_anothe
     monkeypatch.setattr(bench, "beside", none)
     with pytest.raises(RuntimeFailure, match="no sandbox starts"):
         await bench.grade(options)
+
+
+class Stands:
+    """A sandbox of a node that is stopped while a program runs, for longer than the program may take."""
+
+    def __init__(self, sandbox: Runtime, seconds: float) -> None:
+        self._sandbox = sandbox
+        self._seconds = seconds
+
+    async def exec(self, command: Any, **options: Any) -> Any:
+        if "solution.py" in command:
+            asyncio.get_running_loop().call_later(0.02, time.sleep, self._seconds)
+        return await self._sandbox.exec(command, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sandbox, name)
+
+
+async def test_a_node_that_stands_still_costs_the_candidate_nothing(bench: Bench) -> None:
+    await bench.sandbox.write("solution.py", SUM.encode())
+    bench.sandbox = cast(Runtime, Stands(bench.sandbox, 1.0))
+    # The third of the seconds that remain after `total_seconds` is 0.1 s: the node stands still for longer.
+    late = spec(file="solution.py", case_seconds=0.5, total_seconds=59.7, **TEXTS)
+    graded = await bench.grade(late)
+    assert (graded.reward, graded.reason) == (1.0, None)
+    graded = await bench.grade(spec(file="solution.py", total_seconds=1.5, **TEXTS))
+    assert (graded.reward, graded.reason) == (1.0, None)
+
+
+async def test_a_node_that_stands_still_during_a_check_costs_the_candidate_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ToolServerShell.run
+
+    async def late(shell: ToolServerShell, text: str, *, seconds: float) -> ShellResult:
+        asyncio.get_running_loop().call_later(0.01, time.sleep, 0.7)
+        return await run(shell, text, seconds=seconds)
+
+    monkeypatch.setattr(ToolServerShell, "run", late)
+    graded = await bench.grade(spec(**CHECK | {"total_seconds": 2}), fenced(ADD))
+    assert (graded.reward, graded.reason) == (1.0, None)
 
 
 COUNTS = """

@@ -21,7 +21,7 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -46,6 +46,9 @@ QUOTED = 200
 """Maximum characters of a wrong answer in a verdict's reason."""
 RUN_SECONDS = 0.05
 """Assumed minimum duration of one run of a program, in seconds."""
+LAST_LOOK_SECONDS = 0.5
+"""After the limit of LATE_SECONDS, a result is still accepted for this many seconds. It may have waited in the socket
+while this process stood still."""
 LATE_SECONDS = 10.0
 """If a program still runs this many seconds after its time limit, it counts as impossible to stop. For example, a fork
 bomb of thousands of processes leaves the sandbox's own process no processor time to kill it."""
@@ -134,15 +137,14 @@ class CodeEvaluator:
                 raise EvaluatorError(f"the check cannot run: {error.message}", hint=error.hint) from error
             about = (options.prompt, options.entry_point, options.test)
             words = ", ".join(map(repr, about))
-            # The time limit starts only here, because the start of the second sandbox must not count.
             candidate = CandidateProgram(outcome, program, options, self._seconds)
             try:
-                event = await stepped(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()", candidate.left)
+                event = await candidate.check_step(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()")
                 while call := event.get("call"):
                     calls += 1
                     assert options.entry_point is not None
                     answer = await candidate.asked(options.entry_point, call, prompt=options.prompt)
-                    event = await stepped(shell, f"checker.step({json.dumps(answer)!r})", candidate.left)
+                    event = await candidate.check_step(shell, f"checker.step({json.dumps(answer)!r})")
             except WrongAnswer as error:
                 event = {"failed": f"call {calls}: {error}"}
             except TimeoutError as error:
@@ -164,8 +166,9 @@ class CodeEvaluator:
 
 
 class CandidateProgram:
-    """Runs the candidate's program in the outcome's sandbox, each time in a new process. `seconds` is the time limit of
-    all runs together.
+    """Runs the candidate's program in the outcome's sandbox, each time in a new process. `left` is how many seconds all
+    further runs and steps of a check may take together. The seconds are counted in the sandboxes, so that a node that
+    is slow or stands still costs the candidate nothing.
 
     The methods raise WrongAnswer if the candidate is the cause of a failure, otherwise RuntimeFailure or
     EvaluatorError.
@@ -178,15 +181,9 @@ class CandidateProgram:
         self._program = program
         self._options = options
         self._env = {name: few for name, few in FEW_THREADS.items() if name not in outcome.task.runtime.env}
-        self._clock: Callable[[], float] = asyncio.get_running_loop().time
-        self._deadline = self._clock() + seconds
+        self.left = seconds
         self._late = min(LATE_SECONDS, (outcome.task.evaluator.seconds - seconds) / 3)
         self.broke_sandbox = False
-
-    @property
-    def left(self) -> float:
-        """Seconds left for all runs together."""
-        return self._deadline - self._clock()
 
     async def printed(self, text: str) -> list[str]:
         """Return the lines that the program prints for the input `text`."""
@@ -221,9 +218,17 @@ class CandidateProgram:
         if self.left <= 0:
             raise WrongAnswer("no time is left")
         seconds = min(self._options.case_seconds, self.left)
+        loop = asyncio.get_running_loop()
+        self.left -= seconds
         try:
-            async with asyncio.timeout(seconds + self._late):
-                done = await self._runtime.exec(command, env=self._env, stdin=given, seconds=seconds)
+            async with asyncio.timeout(None) as limit:
+                last_look = loop.call_later(
+                    seconds + self._late, lambda: limit.reschedule(loop.time() + LAST_LOOK_SECONDS)
+                )
+                try:
+                    done = await self._runtime.exec(command, env=self._env, stdin=given, seconds=seconds)
+                finally:
+                    last_look.cancel()
         except TimeoutError as error:
             await self._confirm_broken()
             raise WrongAnswer(f"the program could not be ended after {seconds:.3g} s") from error
@@ -233,6 +238,7 @@ class CandidateProgram:
                 raise
             await self._confirm_broken()
             raise WrongAnswer(f"the program broke its sandbox: {error.message}") from error
+        self.left += max(0.0, seconds - done.seconds)
         self._log(f"[exit code {done.exit_code} after {done.seconds:.2f} s]\n".encode())
         self._log(done.stdout)
         self._log(done.stderr)
@@ -243,6 +249,12 @@ class CandidateProgram:
         if len(done.stdout) > self._options.output_bytes:
             raise WrongAnswer(f"the program printed more than {self._options.output_bytes} bytes")
         return done
+
+    async def check_step(self, shell: Shell, text: str) -> dict[str, Any]:
+        """Run one step of the check. Returns and raises the same as `stepped`."""
+        event, seconds = await stepped(shell, text, self.left)
+        self.left -= seconds
+        return event
 
     async def _confirm_broken(self) -> None:
         """Start a new sandbox to find out whether the candidate broke its own sandbox. If Python works in the new
@@ -313,9 +325,9 @@ async def probe(runtime: Runtime, python: str) -> None:
     )
 
 
-async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
-    """Run one step of the Checker (see `guest.py`), and return the event that it prints. Raises TimeoutError, and
-    EvaluatorError if the output has no readable event."""
+async def stepped(shell: Shell, text: str, seconds: float) -> tuple[dict[str, Any], float]:
+    """Run one step of the Checker (see `guest.py`). Returns the event that it prints, and the seconds that the step
+    took in its sandbox. Raises TimeoutError, and EvaluatorError if the output has no readable event."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)
@@ -323,10 +335,10 @@ async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
         raise TimeoutError
     events = [line for line in done.output.split("\n") if line.startswith(MARK)]
     try:
-        step: dict[str, Any] = json.loads(events[-1].removeprefix(MARK))
-    except (IndexError, ValueError, RecursionError) as error:
+        event, took = json.loads(events[-1].removeprefix(MARK))
+    except (IndexError, ValueError, TypeError, RecursionError) as error:
         raise EvaluatorError("the check says nothing that can be read", log_tail=done.output[-4096:]) from error
-    return step
+    return event, took
 
 
 @cache
