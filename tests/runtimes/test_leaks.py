@@ -18,6 +18,7 @@ from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.host_process.process import server_process
 from outrider.sandbox.runtimes.kernel.process_marks import marked
+from outrider.sandbox.runtimes.namespace import zygote as zygotes
 from outrider.sandbox.runtimes.tool_server.launch import START_SECONDS, ToolServerSetup
 
 from .world import World
@@ -148,6 +149,29 @@ async def test_a_start_that_is_cancelled_before_it_is_answered(world: World) -> 
         os.kill(zygote, signal.SIGCONT)
     await before.are_all()
     assert children() - others == {zygote}
+
+
+async def test_a_zygote_that_is_stopped_holds_up_no_later_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sandboxes go on. The start that it does not answer fails, and the next one is forked from another zygote."""
+    monkeypatch.setattr(zygotes, "ANSWER_SECONDS", 0.3, raising=False)
+    others = children()  # children of earlier tests
+    old = await world.start("namespace")
+    before = Traces()
+    [stopped] = before.processes - others
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(RuntimeFailure, match="that makes sandboxes has not answered"):
+                await world.start("namespace")
+            new = await world.start("namespace")
+        for sandbox in (old, new):
+            assert (await sandbox.exec("true", seconds=10)).exit_code == 0
+        await new.stop()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert (await old.exec("true", seconds=10)).exit_code == 0
+    await old.stop()
+    assert len(children() - others) == 2
 
 
 async def test_server_killed_from_outside(world: World, kind: str) -> None:

@@ -30,6 +30,8 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.tool_server.launch import connection
 
 ANSWER_MAX = 1 << 16
+ANSWER_SECONDS = 30.0
+"""Maximum seconds that the zygote may take to fork a sandbox. It usually takes a few milliseconds."""
 STOP_SECONDS = 5.0
 PAUSE_SECONDS = 0.001
 BOOT = """
@@ -60,13 +62,16 @@ class ZygoteClient:
     - `mounts` returns the mounts of this machine.
 
     When the zygote exits, all sandboxes that were forked from it also exit. The next call of `fork` then starts a new
-    zygote."""
+    zygote. If the zygote was stopped by a signal, the next call also starts a new one, and the stopped zygote's
+    sandboxes go on."""
 
     def __init__(self, host: Host) -> None:
         self._folder = host.folder
         self.base = host.folder / "base"
         self._child: Child | None = None
         self._given_up: list[Child] = []
+        self._stopped: list[tuple[Child, socket.socket]] = []
+        """Zygotes that were stopped by a signal, with their connections. A zygote lives as long as its connection."""
         self._number = 0
         self._waiting: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._spares: list[int] = []
@@ -84,6 +89,10 @@ class ZygoteClient:
 
     async def __aexit__(self, *_: Any) -> None:
         self._give_up()
+        while self._stopped:
+            child, control = self._stopped.pop()
+            control.close()
+            self._given_up.append(child)
         self._table.close()
         await shielded(self._await_deaths)
 
@@ -102,8 +111,8 @@ class ZygoteClient:
 
     async def fork(self, plan: Plan, tool_server: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
         """Fork a new sandbox. Its tool server uses the socket `tool_server`. Returns the sandbox's process, and a
-        function that returns whether the zygote from which this process was forked still runs. Raises RuntimeFailure.
-        Raises OSError if no descriptors are left."""
+        function that returns whether the zygote from which this process was forked still runs. Raises RuntimeFailure,
+        also if the zygote does not answer within ANSWER_SECONDS. Raises OSError if no descriptors are left."""
         if self._child is None:
             await shielded(self._await_deaths)
         if self._child is None:  # another call may have started a zygote meanwhile
@@ -114,17 +123,28 @@ class ZygoteClient:
             undo.callback(os.close, log)
             file.write(msgspec.msgpack.encode(msgspec.to_builtins(plan)))
             self._spares.append(os.dup(log))
-            pid, pidfd = await self._request(file.fileno(), tool_server.fileno(), log)
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    pid, pidfd = await self._request(file.fileno(), tool_server.fileno(), log)
+            except TimeoutError as error:
+                message = f"the process that makes sandboxes has not answered within {ANSWER_SECONDS:g} s"
+                if maker is not None and maker is self._child and maker.stopped_by_signal():
+                    self._stopped.append((maker, self._control))
+                    self._forget(f"{message}: a signal has stopped it")
+                raise RuntimeFailure(message) from error
             undo.pop_all()
 
         async def maker_lives() -> bool:
             """Return whether the zygote of this sandbox still runs. Waits briefly, because a zygote's exit also ends
             the sandbox, and the sandbox's exit may be noticed first."""
-            if maker is None or maker is not self._child or await maker.ends_within(PAUSE_SECONDS):
+            if maker is None or not self._keeps(maker) or await maker.ends_within(PAUSE_SECONDS):
                 return False
-            return maker is self._child  # another task may have abandoned the zygote meanwhile
+            return self._keeps(maker)  # another task may have abandoned the zygote meanwhile
 
         return Child(pid, pidfd, log), maker_lives
+
+    def _keeps(self, zygote: Child) -> bool:
+        return zygote is self._child or any(zygote is child for child, _ in self._stopped)
 
     async def _request(self, *fds: int) -> tuple[int, int]:
         self._number += 1
@@ -180,14 +200,19 @@ class ZygoteClient:
         """Abandon the zygote. Close the connection, so that the zygote exits, and let the pending requests fail."""
         if self._child is None:
             return
-        self._loop.remove_reader(self._control.fileno())
-        self._control.close()
-        tail = self._child.log_tail() or None
         self._given_up.append(self._child)
+        self._forget("the process that makes sandboxes is gone")
+        self._control.close()
+
+    def _forget(self, reason: str) -> None:
+        """Fork no more sandboxes from the zygote, and let the pending requests fail with this reason."""
+        assert self._child is not None
+        self._loop.remove_reader(self._control.fileno())
+        tail = self._child.log_tail() or None
         self._child = None
         waiting, self._waiting = self._waiting, {}
         for answer in waiting.values():
-            answer.set_exception(RuntimeFailure("the process that makes sandboxes is gone", log_tail=tail))
+            answer.set_exception(RuntimeFailure(reason, log_tail=tail))
         while self._spares:
             os.close(self._spares.pop())
 
