@@ -164,6 +164,19 @@ async def test_an_interpreter_that_sends_nonsense_is_not_started_for_ever(
     assert (await sandbox.exec("true", seconds=10)).exit_code == 0
 
 
+async def test_a_folder_that_cannot_be_made_holds_up_nothing(sandbox: Runtime, tmp_path: Path) -> None:
+    """In /proc, the kernel refuses a new folder with the error that also a missing parent folder has."""
+    (tmp_path / "file").touch()
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeFailure, match="No such file") as refused:
+            await sandbox.write("/proc/none/x/file", b"")
+        assert refused.value.inside
+        with pytest.raises(RuntimeFailure, match="No such file") as refused:
+            await sandbox.upload(tmp_path, "/proc/none/x")
+        assert refused.value.inside
+        assert (await sandbox.exec("true", seconds=10)).exit_code == 0
+
+
 TRACED = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 1); print('goes on')"
 
 

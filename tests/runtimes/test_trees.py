@@ -95,6 +95,8 @@ def test_as_many_folders_as_a_path_has_are_made(tmp_path: Path) -> None:
     assert (tmp_path / "a/b/c").is_dir()
     with pytest.raises(NotADirectoryError):
         make_folders(f"{tmp_path}/file/x")
+    with pytest.raises(FileNotFoundError):
+        make_folders("/proc/none/x")  # the kernel makes no folder there, and says that the path does not exist
     empty_folder(os.open(tmp_path, os.O_RDONLY))
 
 

@@ -308,11 +308,14 @@ class ToolServerSandbox:
             await self._write(self._paths.server_path(path), data[offset : offset + PIECE], mode, append=offset > 0)
 
     async def _write(self, place: str, data: bytes, mode: int, *, append: bool) -> None:
-        args = {"path": place, "data": data, "mode": mode, "append": append}
+        await self._make("write", {"path": place, "data": data, "mode": mode, "append": append})
+
+    async def _make(self, method: str, args: Mapping[str, Any]) -> None:
+        """Call a method that makes the file, link or folder at `args["path"]`. Raises RuntimeFailure."""
         try:
-            await self.server.tools.call("write", args, Done)
+            await self.server.tools.call(method, args, Done)
         except OSError as error:
-            raise RuntimeFailure(f"cannot write {place}: {error}", inside=True) from error
+            raise RuntimeFailure(f"cannot write {args['path']}: {error}", inside=True) from error
 
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
         fixed, wild = split_pattern(pattern)
@@ -341,9 +344,9 @@ class ToolServerSandbox:
         for entry in await asyncio.to_thread(lambda: list(entries(source))):
             place = self._paths.server_path(posixpath.join(target, entry.name) if entry.name else target)
             if entry.link is not None:
-                await self.server.tools.call("link", {"path": place, "target": entry.link}, Done)
+                await self._make("link", {"path": place, "target": entry.link})
             elif entry.folder:
-                await self.server.tools.call("folder", {"path": place}, Done)
+                await self._make("folder", {"path": place})
             else:
                 opened = opened_in_thread(partial(open_plain, entry.path), lambda plain: os.close(plain[0]))
                 async with opened as (fd, mode):

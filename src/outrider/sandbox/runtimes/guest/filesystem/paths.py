@@ -52,12 +52,14 @@ def is_link(path: str) -> bool:
 def make_folders(path: str) -> None:
     """Like `os.makedirs(path, exist_ok=True)`, but without recursion, so a path may have any depth."""
     missing = [path]
+    found = False  # True once the folder above the next missing one exists
     while missing:
         try:
             posix.mkdir(missing[-1])
         except FileNotFoundError:
             above = folder_of(missing[-1].rstrip("/"))
-            if not above or above == missing[-1] or len(missing) > len(path):
+            # In /proc, the kernel raises this error for every new folder, although the folder above exists.
+            if found or not above or above == missing[-1]:
                 raise
             missing.append(above)
             continue
@@ -65,6 +67,7 @@ def make_folders(path: str) -> None:
             if not is_folder(missing[-1]):
                 raise
         missing.pop()
+        found = True
 
 
 def find_program(name: str, path: str) -> bool:
