@@ -121,6 +121,19 @@ async def test_time_in_which_the_machine_does_other_things_is_not_held_against_a
     assert (await working).answer == {"said": "worked"}
 
 
+async def test_a_zygote_that_is_stopped_holds_up_no_later_check(host: Host) -> None:
+    await act(host, "nothing")
+    await until(host, 1)
+    [stopped] = processes(host)
+    os.kill(stopped, signal.SIGSTOP)
+    async with asyncio.timeout(20):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await act(host, "nothing")
+        assert (await act(host, "nothing")).answer == {"said": "nothing"}
+    assert stopped not in processes(host)
+
+
 @pytest.mark.nightly
 async def test_what_is_submitted_keeps_no_answer_waiting(host: Host) -> None:
     """Checks of submitted tasks have their own queues. However many of them hang, checks of answers and quick checks of

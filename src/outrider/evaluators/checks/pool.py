@@ -189,6 +189,11 @@ class Checks:
             output = await self._exchange(control, body, LIMITS.pack(seconds, MAX_MEMORY, nicer))
         except OSError as error:
             raise await self._failure(child, control, str(error)) from error
+        except asyncio.CancelledError:
+            # If a signal has stopped the zygote, no check gets an answer. The next check starts another zygote.
+            if (child, control) == self._zygote and child.stopped_by_signal():
+                self._give_up(child, control)
+            raise
         answer, _, end = output.rpartition(b"\n")
         try:
             ended = msgspec.json.decode(end, type=Ended)
