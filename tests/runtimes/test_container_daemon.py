@@ -14,6 +14,7 @@ from aiohttp import web
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.base import Availability
+from outrider.sandbox.runtimes.containers import daemon as containers
 from outrider.sandbox.runtimes.containers.create_request import ContainerRequest, HostMount
 from outrider.sandbox.runtimes.containers.daemon import DOCKER_ENGINE, NODE_LABEL, PODMAN_ENGINE, ContainerDaemon
 from outrider.sandbox.runtimes.containers.runtime import DOCKER, GVISOR
@@ -29,12 +30,14 @@ class FakeDaemon:
     """A daemon with containers by name.
 
     `loses` names the calls whose replies are lost. If `refuses` is true, the daemon refuses containers with a limit on
-    their disk. `slow` names the calls that wait for `go`, and `starved` the containers whose memory has run out.
+    their disk. `slow` names the calls that wait for `go`, `starved` the containers whose memory has run out, and `stuck`
+    the containers that it never removes.
     """
 
     def __init__(self) -> None:
         self.containers: dict[str, dict[str, Any]] = {}
         self.busy = 0
+        self.stuck: set[str] = set()
         self.loses: set[str] = set()
         self.refuses = False
         self.slow: set[str] = set()
@@ -100,8 +103,8 @@ class FakeDaemon:
 
     async def remove(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        if self.busy:
-            self.busy -= 1
+        if self.busy or name in self.stuck:
+            self.busy = max(0, self.busy - 1)
             return refusal(409, "removal is already in progress")
         if self.containers.pop(name, None) is None:
             return refusal(404, "no such container")
@@ -223,6 +226,26 @@ async def test_what_was_lost_sight_of_is_swept(fake: FakeDaemon, folder: Path) -
         fake.containers["late"] = {"Labels": {NODE_LABEL: host.name}}
         await daemon.remove("ours")
     assert set(fake.containers) == {f"x-{living.name}", "x-not-a-node"}
+
+
+async def test_a_container_that_cannot_be_removed_keeps_no_other_from_starting(
+    fake: FakeDaemon, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A dead node has left it, and the daemon says for ever that it removes it."""
+    monkeypatch.setattr(containers, "REMOVE_SECONDS", 0.2)
+    async with Host(folder) as host:
+        dead = host.name.split("-")
+        dead[3] = "1"
+        for name in ("a", "b"):
+            fake.containers[name] = {"Labels": {NODE_LABEL: "-".join(dead)}}
+        fake.stuck = {"a"}
+        daemon = await host.part(DOCKER_ENGINE.daemon)
+        assert "did not remove a" in caplog.text
+        assert set(fake.containers) == {"a"}
+        await daemon.run("ours", plan(daemon))
+        with pytest.raises(RuntimeFailure, match="did not remove a"):
+            await daemon.sweep()
+        fake.stuck = set()
 
 
 async def test_what_became_of_a_container(world: World, fake: FakeDaemon) -> None:

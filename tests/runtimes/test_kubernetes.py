@@ -505,6 +505,24 @@ async def test_a_pod_that_cannot_be_removed_keeps_no_other(world: World, cluster
     cluster.rules.faults = []
 
 
+async def test_a_pod_that_cannot_be_removed_keeps_no_other_from_starting(
+    world: World, cluster: FakeApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = {"app.kubernetes.io/name": "outrider-sandbox", "outrider.node": node_label(world.host)}
+    metadata = {"labels": labels, "namespace": "rl", "name": "a", "uid": "a"}
+    cluster.pods["rl", "a"] = {"metadata": metadata, "spec": {"nodeName": "lost"}, "status": {}}
+
+    def refuse(request: web.Request) -> None:
+        if request.method == "DELETE" and request.path.endswith("/a"):
+            raise ApiFailure(422, "Invalid", "a finalizer")
+
+    cluster.rules.faults = [refuse]
+    sandbox = await start(world)
+    assert "a finalizer" in caplog.text
+    assert await echo(sandbox) == "hello"
+    cluster.rules.faults = []
+
+
 async def test_a_watch_that_lost_the_past_lists_again(world: World, cluster: FakeApiServer) -> None:
     first = await start(world)
     cluster.forget_changes()  # the watch ends with 410

@@ -154,8 +154,8 @@ class ContainerDaemon:
         self._ours: set[str] = set()
 
     async def __aenter__(self) -> Self:
-        """Connect to the daemon, and remove containers that dead nodes left (see `sweep`). Raises RuntimeUnavailable
-        and RuntimeFailure."""
+        """Connect to the daemon, and remove containers that dead nodes left (see `sweep`). A container that cannot be
+        removed is logged. Raises RuntimeUnavailable and RuntimeFailure."""
         from outrider.sandbox.runtimes.containers.docker_api import DockerApi, DockerApiError  # needs aiodocker
 
         self._error = DockerApiError
@@ -169,7 +169,11 @@ class ContainerDaemon:
             ) from error
         self._api = DockerApi(self.socket)
         try:
-            await self.sweep()
+            left = await self._left()
+            try:
+                await self._remove_all(left)
+            except RuntimeFailure as failure:  # a container that cannot be removed must not keep new ones from starting
+                log.warning("a container of a dead node is left: %s", failure)
         except BaseException:  # BaseException includes CancelledError
             await shielded(self._api.close)
             raise
@@ -275,16 +279,25 @@ class ContainerDaemon:
 
     async def sweep(self) -> int:
         """Remove the containers of dead nodes, and those of this node that no sandbox uses any more. Returns the number
-        of removed containers. Raises RuntimeFailure if the daemon does not respond."""
+        of removed containers. Raises RuntimeFailure if the daemon does not respond, or does not remove a container."""
+        left = await self._left()
+        await self._remove_all(left)
+        return len(left)
+
+    async def _left(self) -> list[str]:
+        """Return the names of the containers that `sweep` removes."""
         try:
             listed = await self._api.labelled(NODE_LABEL)
         except self._error as error:
             raise self._failure("list its containers", error) from error
         nodes = {one.name: one.labels[NODE_LABEL] for one in listed if one.name not in self._ours}
-        left = [name for name, node in nodes.items() if node == self.node or not lives(node)]
-        for name in left:
-            await self.remove(name)
-        return len(left)
+        return [name for name, node in nodes.items() if node == self.node or not lives(node)]
+
+    async def _remove_all(self, names: Sequence[str]) -> None:
+        """Remove containers. If one removal fails, the others are still removed, and the first failure is raised."""
+        ended = await asyncio.gather(*map(self.remove, names), return_exceptions=True)
+        if failures := [each for each in ended if isinstance(each, BaseException)]:
+            raise failures[0]
 
     def _failure(self, what: str, error: Exception) -> RuntimeFailure:
         return RuntimeFailure(f"{self.engine.name} cannot {what}: {error}")

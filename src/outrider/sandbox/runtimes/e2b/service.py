@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from outrider.concurrency.cancellation import shielded
@@ -55,11 +55,15 @@ class E2BService:
         self.archives = ProgramArchives(host.folder)
 
     async def __aenter__(self) -> Self:
-        """Connect to the service, and remove sandboxes that dead nodes left (see `sweep`). Raises RuntimeUnavailable
-        and RuntimeFailure."""
+        """Connect to the service, and remove sandboxes that dead nodes left (see `sweep`). A sandbox that cannot be
+        removed is logged. Raises RuntimeUnavailable and RuntimeFailure."""
         self.api = E2BApi(E2BSettings.read(), seconds=self._call_seconds)
         try:
-            await self.sweep()
+            left = await self._left()
+            try:
+                await self._remove_all(left)
+            except RuntimeFailure as problem:  # a sandbox that cannot be removed must not keep new ones from starting
+                log.warning("an E2B sandbox of a dead node is left: %s", problem)
         except BaseException:  # BaseException includes CancelledError
             await shielded(self.api.close)
             raise
@@ -188,21 +192,29 @@ class E2BService:
 
     async def sweep(self) -> int:
         """Remove the sandboxes of dead nodes, and those of this node that nothing uses any more. Returns the number of
-        removed sandboxes. Raises RuntimeFailure if the service does not respond."""
+        removed sandboxes. Raises RuntimeFailure if the service does not respond, or does not remove a sandbox."""
+        left = await self._left()
+        await self._remove_all(left)
+        return len(left)
+
+    async def _left(self) -> list[str]:
+        """Return the ids of the sandboxes that `sweep` removes."""
         try:
             listed = await self.api.labelled(NODE_LABEL)
         except E2BError as error:
             raise failure("list its sandboxes", error) from error
-        left = [one.id for one in listed if self._is_left(one.metadata or {})]
+        return [one.id for one in listed if self._is_left(one.metadata or {})]
+
+    async def _remove_all(self, sandboxes: Sequence[str]) -> None:
+        """Remove sandboxes. If one removal fails, the others are still removed, and the last failure is raised."""
         refused: E2BError | None = None
-        for sandbox in left:  # if one removal fails, the other sandboxes are still removed
+        for sandbox in sandboxes:
             try:
                 await self.api.delete(sandbox)
             except E2BError as error:
                 refused = error
         if refused is not None:
             raise failure("remove a sandbox", refused) from refused
-        return len(left)
 
     def _is_left(self, labels: Mapping[str, str]) -> bool:
         if labels[NODE_LABEL] == self.node:

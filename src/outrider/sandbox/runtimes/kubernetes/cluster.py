@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
 from typing import Any, Self
@@ -66,15 +66,19 @@ class PodCluster:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Connect to the API server, remove pods that dead nodes left (see `sweep`), and start to watch pods. Raises
-        RuntimeUnavailable and RuntimeFailure."""
+        """Connect to the API server, remove pods that dead nodes left (see `sweep`), and start to watch pods. If a pod
+        cannot be removed, this is only logged. Raises RuntimeUnavailable and RuntimeFailure."""
         access = await asyncio.to_thread(find_access)
         self.namespace = self.pods.namespace or access.namespace
         self.server = access.url
         async with AsyncExitStack() as undo:
             self.api = KubeApi(access, waits=self.waits)
             undo.push_async_callback(shielded, self.api.close)
-            await self.sweep()
+            left = await self._left()
+            try:
+                await self._remove_all(left)
+            except RuntimeFailure as failure:  # a pod that cannot be removed must not keep new ones from starting
+                log.warning("a pod of a dead node is left: %s", failure)
             await undo.enter_async_context(self.chores)
             self._stack = undo.pop_all()
         self.chores.begin("watch pods", self._watch)
@@ -230,17 +234,26 @@ class PodCluster:
 
     async def sweep(self) -> int:
         """Remove three kinds of pods: pods of ended nodes, pods of this node that no sandbox uses, and pods that ended
-        long ago. Returns the number of removed pods. Raises RuntimeFailure if the server does not respond."""
+        long ago. Returns the number of removed pods. Raises RuntimeFailure if the server does not respond, or does not
+        remove a pod."""
+        left = await self._left()
+        await self._remove_all(left)
+        return len(left)
+
+    async def _left(self) -> list[str]:
+        """Return the names of the pods that `sweep` removes."""
         try:
             found, _ = await self.api.list_pods(self.namespace, f"{APP_LABEL}={APP}")
         except KubeApiError as error:
             raise self.failure("list its pods", error) from error
-        left = [pod for pod in found if pod.metadata.name not in self._ours and self._is_left(pod)]
-        # Pods are removed in parallel, so that a pod on a lost machine does not delay the other pods.
-        ended = await asyncio.gather(*(self.remove(pod.metadata.name) for pod in left), return_exceptions=True)
+        return [pod.metadata.name for pod in found if pod.metadata.name not in self._ours and self._is_left(pod)]
+
+    async def _remove_all(self, names: Sequence[str]) -> None:
+        """Remove pods, in parallel, so that a pod on a lost machine does not delay the other pods. Then the first
+        failure is raised."""
+        ended = await asyncio.gather(*map(self.remove, names), return_exceptions=True)
         if failures := [each for each in ended if isinstance(each, BaseException)]:
             raise failures[0]
-        return len(left)
 
     def _is_left(self, pod: Pod) -> bool:
         label = (pod.metadata.labels or {}).get(NODE_LABEL, "")
