@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from outrider.sandbox.node_folder import NodeFolder, remove_tree
 from outrider.sandbox.runtimes.kernel import process_marks
 from support.node_folders import dead_folder, temporary
+from support.skopeo import fake_skopeo
 
 __all__ = ["temporary"]
 
@@ -134,3 +137,47 @@ def command_lines() -> bytes:
             except OSError:
                 continue
     return found
+
+
+PULLS = """
+import asyncio, sys
+from outrider.concurrency.chores import Chores, Failures
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.node_folder import NodeFolder
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.sandbox import Sandboxes
+from outrider.spec import RuntimeSpec
+
+async def main():
+    folder = NodeFolder.make().path
+    async with Host(folder) as host, Chores(Failures()) as background:
+        made = Sandboxes(
+            host=host, background=background, paths=HostPaths(), gateway_socket=folder / "s", pull=["registry/"]
+        )
+        await made.pulls.want(RuntimeSpec(kind="namespace", image="registry/x"), field="task.runtime")
+
+asyncio.run(main())
+"""
+"""A node that pulls an image for a session."""
+
+
+def test_a_node_that_is_killed_leaves_no_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    asked = fake_skopeo(tmp_path, monkeypatch, seconds=602)
+    with subprocess.Popen([sys.executable, "-c", PULLS]) as node:
+        assert wait_for(lambda: asked() and b"sleep\x00602\x00" in command_lines())
+        node.kill()
+    assert wait_for(lambda: b"sleep\x00602\x00" not in command_lines())
+    NodeFolder.sweep()
+    assert os.listdir(temporary) == []
+
+
+def wait_for(true: Callable[[], object]) -> bool:
+    """Return whether `true` returns a true value within ten seconds."""
+    end = time.monotonic() + 10
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(true())

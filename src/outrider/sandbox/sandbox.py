@@ -181,7 +181,7 @@ class Sandboxes:
     ) -> None:
         self.host = host
         self.starts = SandboxStarts(BUILTINS["runtime"])
-        self.pulls = ImagePulls(pull, background)
+        self.pulls = ImagePulls(pull, background, host.folder)
         self.background = background
         self.paths = paths
         self.gateway_socket = gateway_socket

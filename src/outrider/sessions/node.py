@@ -209,7 +209,7 @@ class LocalNode:
         return has_image(runtime.image)
 
     async def pull_image(self, reference: str, name: str) -> RootImage:
-        return await pull(reference, name, ImageStore())
+        return await pull(reference, name, ImageStore(), node=self._services.sandboxes.host.folder)
 
     async def run(self, attempt: Attempt) -> SessionResult:
         """Run an attempt and return its result, which contains any error of the session. Raises only CancelledError."""

@@ -1,7 +1,8 @@
 """Pulls images from a registry with skopeo, which supports the registries' protocols, credentials and mirrors.
 
 skopeo writes the image into a temporary folder, and the image store imports it from there. Invariants: the temporary
-folder is always removed; at most one pull of an image reference runs at a time.
+folder is always removed, and skopeo always ends, even if the node that pulls is killed (see node_folder.py); at most
+one pull of an image reference runs at a time.
 """
 
 from __future__ import annotations
@@ -14,26 +15,30 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from outrider.concurrency.cancellation import shielded
-from outrider.environment import host_id
+from outrider.concurrency.cancellation import opened_in_thread, shielded
+from outrider.environment import host_id, variables
 from outrider.errors import InvalidField, NotFound, RuntimeUnavailable, described
 from outrider.sandbox.rootfs.store import ImageStore, RootImage, checked_name
 from outrider.sandbox.rootfs.unpack import BadImage
+from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE, mark_of
 
 PULL_SECONDS = 3600
 LOOK_SECONDS = 0.2
 """Seconds between two attempts to lock the file of a reference."""
 
 
-async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
+async def pull(reference: str, name: str, store: ImageStore, *, node: Path | None = None) -> RootImage:
     """Pull an image by its reference, such as `docker.io/library/python:3.12`, and give it a name in the store. A
-    cancellation kills skopeo.
+    cancellation kills skopeo. `node` is the folder of the node that pulls, or None if a command pulls. The temporary
+    folder is in the node's folder, and skopeo has the node's mark.
 
     If another process or task of this user is pulling the same reference, wait for that pull, and then use its image or
     raise its error. But if the other pull fails on another machine that shares the store, pull the image here: this
@@ -76,9 +81,12 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
                     return await asyncio.to_thread(store.give, name, ended.digest)
         record.truncate(0)
         try:
-            with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
-                layout = Path(folder, "layout")
-                await _download(tool, reference, layout)
+            # Threads make and remove the folder, because the removal of large files takes long.
+            make = partial(tempfile.TemporaryDirectory, prefix="outrider-pull-", dir=node)
+            async with opened_in_thread(make, tempfile.TemporaryDirectory.cleanup) as folder:
+                layout = Path(folder.name, "layout")
+                mark = {} if node is None else {VARIABLE: f"{mark_of(layout.parent)}:0"}
+                await _download(tool, reference, layout, mark)
                 # The import is shielded from cancellation: its thread cannot be stopped, and needs the folder and the
                 # lock until it ends.
                 image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name, pulled=True))
@@ -121,14 +129,16 @@ def _without_tag(reference: str) -> str:
     return f"{folder}{slash}{last.partition(':')[0]}@{digest}" if at else reference
 
 
-async def _download(tool: str, reference: str, layout: Path) -> None:
-    """Run skopeo, which downloads the image into the new folder `layout`. Raises BadImage if skopeo fails."""
+async def _download(tool: str, reference: str, layout: Path, mark: Mapping[str, str]) -> None:
+    """Run skopeo, which downloads the image into the new folder `layout`. `mark` are further variables of skopeo.
+    Raises BadImage if skopeo fails."""
     process = await asyncio.create_subprocess_exec(
         tool,
         *("copy", "--quiet", f"docker://{_without_tag(reference)}", f"oci:{layout}"),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        env={**variables(), **mark},
         start_new_session=True,
     )
     try:

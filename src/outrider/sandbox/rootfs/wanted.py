@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from outrider.concurrency.chores import Chores
 from outrider.errors import OutriderError, RuntimeFailure, described
@@ -38,11 +39,12 @@ def may_pull(spec: RuntimeSpec, kind: RuntimeKind, allowed: Sequence[str]) -> bo
 
 class ImagePulls:
     """The image pulls of a node. An image may be pulled only if its name starts with one of the prefixes `allowed`.
-    `chores` runs the pulls in the background."""
+    `chores` runs the pulls in the background. `folder` is the folder of the node."""
 
-    def __init__(self, allowed: Sequence[str], chores: Chores) -> None:
+    def __init__(self, allowed: Sequence[str], chores: Chores, folder: Path) -> None:
         self._allowed = tuple(allowed)
         self._chores = chores
+        self._folder = folder
         self._running: dict[str, asyncio.Task[RuntimeFailure | None]] = {}
         self._slots = asyncio.Semaphore(MAX_PULLS)
 
@@ -78,7 +80,7 @@ class ImagePulls:
         async with self._slots:
             log.info("pulling %s, which a session wants", reference)
             try:
-                await pull(reference, reference, ImageStore())
+                await pull(reference, reference, ImageStore(), node=self._folder)
             except (OutriderError, OSError) as error:
                 hint = error.hint if isinstance(error, OutriderError) else None
                 text = error.message if isinstance(error, OutriderError) else described(error)
