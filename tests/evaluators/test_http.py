@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,19 @@ async def test_our_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (raw + b" ", raw.replace(b"42", b"43")):
         with pytest.raises(Unauthorized):
             check_signature(headers, wrong, SECRET)
+
+
+async def test_a_retry_is_signed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grader that takes minutes to fail would refuse the signature of the first attempt as too old."""
+    monkeypatch.setenv("GRADER_SECRET", SECRET)
+    times = iter((1000.0, 1400.0))
+    monkeypatch.setattr("outrider.evaluators.http.time", SimpleNamespace(time=lambda: next(times)))
+    answers = in_turn(503, {"reward": 1.0})
+    async with a_grader(answers, secret_variable="GRADER_SECRET") as grader:
+        assert (await grader.grade("http", "42")).reward == 1.0
+    assert grader.raw[0] == grader.raw[1]
+    for headers, now in zip(grader.headers, (1000.0, 1400.0), strict=True):
+        check_signature(headers, grader.raw[0], SECRET, now=now)
 
 
 @pytest.mark.parametrize("secret", ["too short", "whsec_this is no base64"])

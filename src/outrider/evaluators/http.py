@@ -111,13 +111,16 @@ class HttpEvaluator:
         # The body is encoded by `json`, because msgspec refuses lone surrogates, which tools and models can produce.
         encoded = json.dumps(msgspec.to_builtins(body), ensure_ascii=False).encode("utf-8", "replace")
         secret = variable(grader.secret_variable, grader.name)
-        headers = {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
+
+        def sign() -> dict[str, str]:
+            return {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
+
         answer = await post(
             grader,
             reward_route.path if reward_route is not None else "/verify" if nemo_gym else "",
             encoded,
             seconds=options.call_seconds,
-            headers=headers,
+            sign=sign,
             pauses=self._endpoints.pauses,
             load=self._endpoints.load,
         )
