@@ -7,10 +7,11 @@ in the sandbox may have caused the failure to prevent its grade.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,20 @@ async def test_a_connection_that_is_reset_while_it_is_opened_ends_the_request(tm
         names.go.set()
         await until(lambda: not door._open)
         assert (await said(tmp_path, connect("named.test:22"))).startswith("HTTP/1.1 403")
+
+
+async def test_an_address_that_does_not_answer_does_not_hide_the_next_one(tmp_path: Path) -> None:
+    """Such as the IPv6 address of a server, on a machine whose router drops IPv6."""
+    with socket.socket() as deaf, ExitStack() as fillers:
+        async with a_server() as server:
+            deaf.bind(("127.0.0.2", server.port))
+            deaf.listen(0)
+            for _ in range(3):  # the kernel then drops further connections to this address
+                filler = fillers.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(("127.0.0.2", server.port))
+            place = f"two.test:{server.port}"
+            names = {"two.test": [["127.0.0.2", "127.0.0.1"]]}
+            async with a_door(tmp_path, place, names=names, internal=[place], connect_seconds=2.0) as (door, _):
+                assert (await said(tmp_path, get(f"http://{place}/"))).endswith("hi")
+                assert door.broken(Phase.AGENT) is None

@@ -114,11 +114,16 @@ class Dialer:
 
     async def _direct(self, server: ProxiedServer) -> ServerConnection:
         failure: OSError = OSError("the name has no address")
-        for address in await self._checked(server):
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._seconds
+        addresses = await self._checked(server)
+        for number, address in enumerate(addresses):
             try:
-                connection = await self._open(str(address), server.port)
-                return await self._secured(connection, server.host) if server.tls else connection
-            except OSError as error:
+                # Each address gets its share of the time, so that one that does not answer does not hide the others.
+                async with asyncio.timeout((end - clock()) / (len(addresses) - number)):
+                    connection = await self._open(str(address), server.port)
+                    return await self._secured(connection, server.host) if server.tls else connection
+            except OSError as error:  # TimeoutError is an OSError
                 failure = error
         raise failure
 
