@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
@@ -607,3 +609,26 @@ async def test_the_real_sdk_works_against_the_server(server: FakeE2B) -> None:
     out, complaint = await process.communicate()
     assert (process.returncode, out) == (0, b"all as expected\n"), complaint.decode()
     assert server.sandboxes == {}
+
+
+async def test_a_service_that_is_slow_to_remove_a_sandbox_is_not_hammered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It confirms each request to remove the sandbox, but still has the sandbox."""
+    monkeypatch.setattr("outrider.sandbox.runtimes.e2b.service.REMOVE_SECONDS", 1.5)
+    asked = 0
+
+    async def delete(sandbox: str) -> bool:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.01)
+        return True
+
+    async with Host(folder) as host:
+        part = E2BService(host)
+        part.api = cast(E2BApi, SimpleNamespace(delete=delete))
+        start = Start()
+        start.sandbox = "x"
+        with pytest.raises(RuntimeFailure, match="did not remove sandbox x"):
+            await part.remove(start)
+    assert asked <= 4

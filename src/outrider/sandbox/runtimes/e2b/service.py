@@ -173,17 +173,22 @@ class E2BService:
             self._ours.discard(start.key)
 
     async def _delete(self, sandbox: str) -> None:
-        failures = 0
+        waits, confirmed = 0, False
         try:
             async with asyncio.timeout(REMOVE_SECONDS):
                 while True:
+                    wait = confirmed
                     try:
                         if not await self.api.delete(sandbox):
                             return
+                        confirmed = True
                     except E2BError as error:
                         log.debug("the E2B service does not yet remove %s: %s", sandbox, error)
-                        await asyncio.sleep(REMOVE.wait(failures))
-                        failures += 1
+                        wait = True
+                    # After the first confirmation, the service usually replies at once that the sandbox is gone.
+                    if wait:
+                        await asyncio.sleep(REMOVE.wait(waits))
+                        waits += 1
         except TimeoutError as error:
             raise RuntimeFailure(
                 f"the E2B service did not remove sandbox {sandbox} within {REMOVE_SECONDS:.0f} s",
