@@ -740,6 +740,11 @@ def pytest_pyfunc_call(pyfuncitem):
         {},
         "these do not pass",
     ),
+    "a conftest.py whose folder has a name that is not UTF-8": (
+        {"src/d\udcff/conftest.py": ""},
+        {},
+        "these do not pass",
+    ),
     "the tests are a package that patches pytest": (
         {
             "tests/__init__.py": """\

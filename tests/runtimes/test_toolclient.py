@@ -211,7 +211,7 @@ async def test_a_client_closed_while_it_opens_leaves_nothing(turns: int) -> None
 
 async def test_arguments_that_cannot_be_sent_are_a_failure_of_their_call(pair: tuple[ToolClient, Peer]) -> None:
     client, peer = pair
-    for value in ("\udc80", 1 << 70):
+    for value in ("\ud800", 1 << 70):
         assert (await failure(client.call("exec", {"script": value}, Done))).message.startswith("cannot send exec")
     assert client._calls == {}
     async with asyncio.TaskGroup() as group:

@@ -177,6 +177,21 @@ async def test_a_folder_that_cannot_be_made_holds_up_nothing(sandbox: Runtime, t
         assert (await sandbox.exec("true", seconds=10)).exit_code == 0
 
 
+async def test_names_that_are_not_utf_8_reach_the_sandbox(sandbox: Runtime, tmp_path: Path) -> None:
+    """An agent may give a file any name. Evaluators pass the names on that they find, with surrogate escapes."""
+    made = await sandbox.exec("mkdir $'d\\xff' && echo x > $'d\\xff/file' && printf '%s' d*", seconds=10)
+    name = made.stdout.decode("utf-8", "surrogateescape")
+    assert name == "d\udcff"
+    await sandbox.snapshot([name], tmp_path / "archive")
+    assert (await sandbox.exec(["rm", "-r", name], seconds=10)).exit_code == 0
+    await sandbox.restore(tmp_path / "archive", [name])
+    assert await sandbox.read(f"{name}/file") == b"x\n"
+    await sandbox.write(f"{name}/other", b"y")
+    assert (await sandbox.exec(["cat", "other"], cwd=name, seconds=10)).stdout == b"y"
+    with pytest.raises(RuntimeFailure, match="cannot send"):
+        await sandbox.read("\ud800")  # no bytes are written so
+
+
 TRACED = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 1); print('goes on')"
 
 

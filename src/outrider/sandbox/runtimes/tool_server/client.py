@@ -21,6 +21,7 @@ import msgspec
 
 from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes.base import MAX_OUTPUT
+from outrider.sandbox.runtimes.guest.msgpack import pack
 
 FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
 """Maximum bytes of a frame. The largest frame is the reply to a command that filled both its output streams."""
@@ -138,6 +139,17 @@ class CallInFlight:
     outcome: asyncio.Future[msgspec.Raw]
     on_part: Callable[[bytes], None] | None = None
     room: int = 0
+
+
+def encoded(message: list[Any]) -> bytes:
+    """Return a message as msgpack. Raises one of the errors in UNSENDABLE. msgspec refuses text with surrogate escapes,
+    such as a file name that is not UTF-8, but the slower module of the tool server's end sends it as raw bytes."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except UnicodeEncodeError:
+        body = bytearray()
+        pack(message, body)
+        return bytes(body)
 
 
 class ToolClient(asyncio.Protocol):
@@ -294,7 +306,7 @@ class ToolClient(asyncio.Protocol):
 
     def _send(self, number: int, method: str, args: Mapping[str, Any]) -> None:
         try:
-            body = msgspec.msgpack.encode([number, method, args])
+            body = encoded([number, method, args])
         except UNSENDABLE as error:
             raise self._failure(f"cannot send {method} to the sandbox: {error}") from error
         assert self._transport is not None
