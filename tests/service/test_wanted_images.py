@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from outrider.concurrency.chores import Chores, Failures
 from outrider.config import SandboxesConfig
-from outrider.errors import Boundary, InvalidField
+from outrider.errors import Boundary, InvalidField, RuntimeFailure
 from outrider.lifecycle import SessionState, StopReason
 from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.wanted import ImagePulls
 from outrider.sandbox.runtimes.base import SandboxContext
 from outrider.spec import RuntimeSpec
 from support.skopeo import fake_skopeo
@@ -134,3 +136,19 @@ async def test_other_images_are_refused_as_before(
             await w.service.submit(group("ask", **task(image)))
         assert isinstance(caught.value, InvalidField) or "no image" in str(caught.value)
         assert not pulls()
+
+
+async def test_a_pull_that_fails_with_any_error_is_a_failure_of_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the session would go on without the image, and end as if the image had never been wanted."""
+
+    async def fails(*_: object, **__: object) -> None:
+        raise ValueError("odd")
+
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("outrider.sandbox.rootfs.wanted.pull", fails)
+    async with Chores(Failures()) as background:
+        pulls = ImagePulls(["registry/"], background, tmp_path)
+        with pytest.raises(RuntimeFailure, match="registry/x cannot be pulled: ValueError: odd"):
+            await pulls.want(RuntimeSpec(kind="namespace", image="registry/x"), field="task.runtime")

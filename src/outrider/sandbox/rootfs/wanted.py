@@ -81,7 +81,9 @@ class ImagePulls:
             log.info("pulling %s, which a session wants", reference)
             try:
                 await pull(reference, reference, ImageStore(), node=self._folder)
-            except (OutriderError, OSError) as error:
+            except Exception as error:  # whatever the error is, no session may go on as if its image were there
+                if not isinstance(error, OutriderError | OSError):
+                    log.exception("the pull of %s failed", reference)
                 hint = error.hint if isinstance(error, OutriderError) else None
                 text = error.message if isinstance(error, OutriderError) else described(error)
                 return RuntimeFailure(f"the image {reference} cannot be pulled: {text}", hint=hint)
