@@ -30,8 +30,8 @@ class FakeDaemon:
     """A daemon with containers by name.
 
     `loses` names the calls whose replies are lost. If `refuses` is true, the daemon refuses containers with a limit on
-    their disk. `slow` names the calls that wait for `go`, `starved` the containers whose memory has run out, and `stuck`
-    the containers that it never removes.
+    their disk. `slow` names the calls that wait for `go`, `starved` the containers whose memory has run out, and
+    `stuck` the containers that it never removes.
     """
 
     def __init__(self) -> None:
