@@ -111,7 +111,7 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
             # For an unpaired surrogate, the decoder reports only a byte offset, so search for the field with the
             # surrogate.
             with suppress(ValueError, RecursionError):
-                surrogate = _find_surrogate(json.loads(bytes(data)), "")
+                surrogate = _find_surrogate(json.loads(bytes(data)))
                 if surrogate is not None:
                     text, path = "an unpaired surrogate escape (\\ud800 to \\udfff) is not valid Unicode", surrogate
         refuse((where + path).lstrip("."), text[:1].lower() + text[1:], error)
@@ -167,17 +167,20 @@ def is_absent(raw: bytes | Raw) -> bool:
     return len(view := memoryview(raw)) <= 4 and bytes(view) in _NULLS
 
 
-def _find_surrogate(value: Any, path: str) -> str | None:
-    """Return the path of the first string with an unpaired surrogate, or None. `path` is the path of `value`."""
+def _find_surrogate(value: Any) -> str | None:
+    """Return the path below `value` of the first string with an unpaired surrogate, or None. The path is written only
+    when the string is found, because a client chooses the keys: the paths of all values could have gigabytes."""
     if isinstance(value, str):
-        return path if _SURROGATE.search(value) else None
+        return "" if _SURROGATE.search(value) else None
     if isinstance(value, list):
-        inner = ((f"{path}[{index}]", item) for index, item in enumerate(value))
+        for index, item in enumerate(value):
+            if (found := _find_surrogate(item)) is not None:
+                return f"[{index}]{found}"
     elif isinstance(value, dict):
-        inner = ((f"{path}.{key.encode('ascii', 'backslashreplace').decode()}", item) for key, item in value.items())
-    else:
-        return None
-    return next((found for at, item in inner if (found := _find_surrogate(item, at)) is not None), None)
+        for key, item in value.items():
+            if (found := _find_surrogate(item)) is not None:
+                return f".{key.encode('ascii', 'backslashreplace').decode()}{found}"
+    return None
 
 
 class BodyReader(Generic[BodyT]):
