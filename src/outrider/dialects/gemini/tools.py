@@ -104,7 +104,7 @@ def read_tools(body: Fields, memory: Memory, notes: list[str]) -> ChosenTools:
     if mode == "NONE":
         return ChosenTools(DeclaredTools())
     allowed = calling.allowed_function_names or None
-    known = [spec["function"]["name"] for spec in tools.specs]
+    known = {spec["function"]["name"] for spec in tools.specs}
     for index, name in enumerate(allowed or []):
         if name not in known:
             refuse(f"{at}.allowedFunctionNames[{index}]", "must be the name of one of the declared functions")

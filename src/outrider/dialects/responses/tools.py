@@ -108,7 +108,7 @@ def read_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, *, singl
         return tool_choice([OPENAI_NAME], tools.specs(), required=True, single=True, field="tool_choice")
     if kind not in ("function", "custom"):
         refuse("tool_choice.type", f"{quoted(str(kind))} cannot be chosen: only function, custom and allowed_tools can")
-    named = _names_in_table((choice or {}).get("name"), tools)
+    named = _names_by_client_name(tools).get(_text((choice or {}).get("name")))
     if not named:
         refuse("tool_choice.name", "must be the name of one of the tools")
     return tool_choice(named, tools.specs(), required=True, single=True, field="tool_choice")
@@ -122,27 +122,39 @@ def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -
         refuse("tool_choice.mode", "must be 'auto' or 'required'")
     if not isinstance(listed, list):
         refuse("tool_choice.tools", "must be a list of tools")
+    by_name, hosted = _names_by_client_name(tools), set(tools.hosted)
     names: list[str] = []
     for index, entry in enumerate(listed):
         at = f"tool_choice.tools[{index}]"
         if not isinstance(entry, dict):
             refuse(at, "must be an object")
         if entry.get("type") in ("function", "custom"):
-            named = _names_in_table(entry.get("name"), tools)
-            if not named:
+            name = _text(entry.get("name"))
+            named = by_name.get(name)
+            if named is None:
                 refuse(f"{at}.name", "must be the name of one of the tools")
             names += named
+            by_name[name] = []  # a repeated entry adds nothing
         elif entry.get("type") in _COMPUTER_TYPES and OPENAI_NAME in tools.table:
             names.append(OPENAI_NAME)
-        elif entry.get("type") not in tools.hosted:
+        elif _text(entry.get("type")) not in hosted:
             refuse(f"{at}.type", "must be the type of one of the tools")
     return tool_choice(names, tools.specs(), required=mode == "required", single=single, field="tool_choice")
 
 
-def _names_in_table(name: Any, tools: Tools) -> list[str]:
-    """Return the keys in `tools.table` of all tools that `name` may mean. `name` is either a key, or a name that the
-    client gives to a tool. The client may give the same name to tools in different namespaces."""
-    return [flat for flat, tool in tools.table.items() if name in (tool.name, flat)]
+def _names_by_client_name(tools: Tools) -> dict[str, list[str]]:
+    """Return the keys in `tools.table` of all tools that a name may mean, by this name. A client names a tool by its
+    key or by the client's own name. The client may give the same name to tools in different namespaces."""
+    found: dict[str, list[str]] = {}
+    for flat, tool in tools.table.items():
+        for name in {tool.name, flat}:
+            found.setdefault(name, []).append(flat)
+    return found
+
+
+def _text(value: Any) -> str:
+    """Return a value if it is text, else "", which no tool and no type of tool is called."""
+    return value if isinstance(value, str) else ""
 
 
 def _read(lists: list[ToolList], raw: bytes) -> Tools:
