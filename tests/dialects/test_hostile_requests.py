@@ -5,6 +5,7 @@ All requests of a node are read in one thread, so a request that takes seconds d
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 from outrider.dialects import DIALECTS
 from outrider.dialects.base import WireCall
 from outrider.errors import RequestError
-from support.gemini import read, text, user
+from support.gemini import answered, called, messages, model, read, text, user
 
 NAMED = {dialect.name: dialect for dialect in DIALECTS}
 MANY = 30_000
@@ -29,6 +30,47 @@ def seconds_of(work: Callable[[], object]) -> float:
     begun = time.thread_time()
     work()
     return time.thread_time() - begun
+
+
+def calls_without_ids() -> list[Any]:
+    return [model(*[called("a")] * MANY), HI]
+
+
+def calls_whose_numbers_are_taken() -> list[Any]:
+    taken = [called("a", f"call_{number}") for number in range(MANY // 2, MANY)]
+    return [model(*taken), HI, *[content for _ in range(MANY // 8) for content in (model(called("b")), HI)]]
+
+
+def signed_calls() -> list[Any]:
+    signatures = [base64.b64encode(b"outrider:%d" % number).decode() for number in range(MANY)]
+    return [model(*[{**called("a"), "thoughtSignature": signed} for signed in signatures]), HI]
+
+
+def results_in_reverse() -> list[Any]:
+    results = [answered("a", "", str(number)) for number in reversed(range(MANY))]
+    return [model(*[called("a", str(number)) for number in range(MANY)]), user(*results)]
+
+
+@pytest.mark.parametrize(
+    "contents", [calls_without_ids, calls_whose_numbers_are_taken, signed_calls, results_in_reverse]
+)
+def test_the_calls_of_a_message_get_their_ids_in_linear_time(contents: Callable[[], list[Any]]) -> None:
+    sent = contents()
+    assert seconds_of(lambda: read(*sent)) < SECONDS
+
+
+def test_numbers_of_calls_are_not_used_twice() -> None:
+    sent = [model(called("a"), called("a", "call_2"), called("a")), HI, model(called("a"), called("a", "call_9")), HI]
+    found = [call.id for message in messages(read(*sent)) for call in message.tool_calls]
+    assert found == ["call_0", "call_2", "call_3", "call_4", "call_9"]
+
+
+def test_results_of_equal_calls_are_taken_in_order() -> None:
+    sent = [
+        model(called("a", "1"), called("b", "2"), called("a", "3")),
+        user(*[answered("a", "")] * 3, answered("b", "")),
+    ]
+    assert [message.tool_call_id for message in messages(read(*sent))[1:]] == ["1", "3", None, "2"]
 
 
 def test_allowed_functions_are_looked_up_in_linear_time() -> None:

@@ -26,7 +26,8 @@ that has no result yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -207,11 +208,36 @@ class GeminiHistory:
         self._memory.ids_by_reply.setdefault(reply_digest, []).append(ids)
 
 
-class _WaitingCall(msgspec.Struct, gc=False):
-    """A call whose result has not been read yet."""
+class _WaitingCalls:
+    """The calls of the latest model message whose results have not been read yet, as pairs of name and id, in order.
 
-    name: str
-    id: str
+    A message may have tens of thousands of calls, so a call is found by a dictionary and not by a search."""
+
+    def __init__(self, calls: Iterable[tuple[str, str]] = ()) -> None:
+        self._calls = dict(enumerate(calls))
+        self._by_name: dict[str, deque[int]] = {}
+        self._by_id: dict[str, deque[int]] = {}
+        for number, (name, call_id) in self._calls.items():
+            self._by_name.setdefault(name, deque()).append(number)
+            self._by_id.setdefault(call_id, deque()).append(number)
+
+    def copy(self) -> _WaitingCalls:
+        return _WaitingCalls(self._calls.values())
+
+    def take_id(self, call_id: str) -> str | None:
+        """Remove the first call with this id, and return the id. Returns None if no such call is waiting."""
+        return self._take(self._by_id.get(call_id))
+
+    def take_name(self, name: str | None) -> str | None:
+        """Remove the first call of the function `name`, and return its id. Returns None if no such call is waiting."""
+        return self._take(None if name is None else self._by_name.get(name))
+
+    def _take(self, numbers: deque[int] | None) -> str | None:
+        while numbers:
+            taken = self._calls.pop(numbers.popleft(), None)
+            if taken is not None:
+                return taken[1]
+        return None
 
 
 class _HistoryReader:
@@ -227,8 +253,10 @@ class _HistoryReader:
         self._used: set[tuple[str, ...]] = set()
         self._taken: set[str] = set()
         self._known: dict[str, str] = {}
-        self._waiting: list[_WaitingCall] = []
+        self._waiting = _WaitingCalls()
         self._calls = 0
+        self._number = 0
+        """The number to try next for a call without an id. Every number from `_calls` up to it (exclusive) is taken."""
 
     @classmethod
     def read(cls, memory: HistoryMemory, contents: Sequence[Raw]) -> _HistoryReader:
@@ -265,8 +293,8 @@ class _HistoryReader:
         """Return an independent copy. The copy omits `_model_run`. So call this method only directly after a user's
         content: `_model_run` is empty there."""
         other = _HistoryReader(self._memory)
-        other.place, other._calls = self.place, self._calls
-        other.spans, other._waiting = list(self.spans), list(self._waiting)
+        other.place, other._calls, other._number = self.place, self._calls, self._number
+        other.spans, other._waiting = list(self.spans), self._waiting.copy()
         other.hosted = set(self.hosted)
         other._used, other._taken, other._known = set(self._used), set(self._taken), dict(self._known)
         return other
@@ -289,7 +317,7 @@ class _HistoryReader:
             self._calls += len(calls)
             self._used.add(ids)
             self._taken.update(ids)
-            self._waiting = [_WaitingCall(call.name, call_id) for call, call_id in zip(calls, ids, strict=True)]
+            self._waiting = _WaitingCalls((call.name, call_id) for call, call_id in zip(calls, ids, strict=True))
             self._known.update({call.id: call_id for call, call_id in zip(calls, ids, strict=True) if call.id})
         key = b"m%d:" % len(run) + b"".join([content.digest for content in run]) + "\0".join(ids).encode()
         self.spans.append(_Span(key, Role.ASSISTANT, tuple(range(stop - len(run), stop)), ids=ids))
@@ -298,10 +326,15 @@ class _HistoryReader:
         """Return the ids of a message's calls, chosen as the module's docstring describes. `reply_digest` is the digest
         of the message's text and calls."""
         memory = self._memory
-        ours = [call.id if call.id in memory.given_ids else call.signed for call in calls]
-        # A client may attach the first call's signature to all calls of a reply, so only the first use of an id is
-        # accepted.
-        ours = [None if call_id in ours[:index] else call_id for index, call_id in enumerate(ours)]
+        ours: list[str | None] = []
+        used: set[str] = set()
+        for call in calls:
+            own = call.id if call.id in memory.given_ids else call.signed
+            # A client may attach the first call's signature to all calls of a reply, so only the first use of an id is
+            # accepted.
+            ours.append(None if own in used else own)
+            if own is not None:
+                used.add(own)
         if None not in ours:
             return tuple([call_id for call_id in ours if call_id is not None])
         recorded = memory.ids_by_path.get(self.place)
@@ -311,11 +344,12 @@ class _HistoryReader:
         for index, (call, own) in enumerate(zip(calls, ours, strict=True)):
             found = own or (recorded[index] if recorded is not None else call.id)
             if not found:  # take a number that no other call in this history has
-                number = self._calls + index
-                while f"call_{number}" in self._taken or f"call_{number}" in [*ours, *ids]:
+                number = max(self._calls + index, self._number)
+                while f"call_{number}" in self._taken or f"call_{number}" in used:
                     number += 1
-                found = f"call_{number}"
+                found, self._number = f"call_{number}", number + 1
             ids.append(found)
+            used.add(found)
         memory.ids_by_path.setdefault(self.place, tuple(ids))
         return tuple(ids)
 
@@ -328,12 +362,8 @@ class _HistoryReader:
                 self.spans.append(_Span(key, Role.USER, (index,), one.start, one.stop))
                 continue
             known = self._known.get(one.id) if one.id else None
-            call_id = known or one.id or None
-            for call in self._waiting:
-                if call.id == known if known else call.name == one.name:
-                    self._waiting.remove(call)
-                    call_id = call.id
-                    break
+            answered = self._waiting.take_id(known) if known else self._waiting.take_name(one.name)
+            call_id = answered or known or one.id or None
             key = b"t%d:" % one.start + content.digest + (call_id or "").encode()
             self.spans.append(_Span(key, Role.TOOL, (index,), one.start, ids=(call_id,)))
 
