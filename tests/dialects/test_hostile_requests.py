@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from outrider.dialects import DIALECTS
-from outrider.dialects.base import WireCall
+from outrider.dialects.base import Memory, WireCall
+from outrider.dialects.gemini import history
 from outrider.errors import RequestError
 from support.gemini import answered, called, messages, model, read, text, user
 
@@ -71,6 +72,29 @@ def test_results_of_equal_calls_are_taken_in_order() -> None:
         user(*[answered("a", "")] * 3, answered("b", "")),
     ]
     assert [message.tool_call_id for message in messages(read(*sent))[1:]] == ["1", "3", None, "2"]
+
+
+def test_what_a_session_stores_of_refused_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is stored before it is known whether its prompt fits the model, and counting tokens makes no turn. So
+    no limit of the session ends such calls."""
+    monkeypatch.setattr(history, "MAX_STORED", 100_000, raising=False)
+    memory: Memory = {}
+    for number in range(50):
+        read(model(text(f"{number} " + "x" * 10_000)), model(called("a")), HI, memory=memory)
+        kept = memory["history"]
+        assert sum(len(content.text) for content in kept.contents.values()) <= 120_000
+        assert len(kept.ids_by_path) <= 20
+        assert len(kept.readers) <= 20
+
+
+def test_the_readers_of_a_session_keep_a_bounded_number_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "KEPT_SPANS", 100, raising=False)
+    memory: Memory = {}
+    for number in range(10):
+        read(user(text(str(number))), *[model(text("ok")), HI] * 20, memory=memory)
+    assert [len(reader.spans) for reader in memory["history"].readers.values()] == [41, 41]
+    read(*[model(text("ok")), HI] * 100, memory=memory)
+    assert [len(reader.spans) for reader in memory["history"].readers.values()] == [200]
 
 
 def test_allowed_functions_are_looked_up_in_linear_time() -> None:

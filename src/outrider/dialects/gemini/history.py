@@ -61,6 +61,16 @@ KEPT_READERS = 64
 """Maximum number of `_HistoryReader`s stored for a session. They belong to the latest requests of the agent and its
 sub-agents. A request that continues the history of a stored reader reads only its new contents."""
 
+KEPT_SPANS = 1 << 17
+"""Maximum number of messages in all stored `_HistoryReader`s together. The newest is stored even if it has more."""
+
+MAX_STORED = 64 << 20
+"""Maximum number of bytes stored for a session, apart from the readers. Above this limit, everything stored so far is
+dropped when the next request is read. Only a session with an unusually large number of new contents reaches this limit.
+The calls of a client that drops ids may then get other ids than before."""
+ENTRY_BYTES = 256
+"""Approximate memory of one stored object with its dictionary entry, in bytes, without texts and arguments."""
+
 _FUNCTION = (b"unction", rb"\u006", rb"\u007")
 """A content without any of these byte strings has no tool result. The first is a part of the keys `functionResponse`
 and `function_response`. The other two begin JSON escapes of lower-case letters, which a client may use in a key."""
@@ -102,6 +112,11 @@ class _ReadContent(msgspec.Struct, frozen=True, gc=False):
     reply_digest: bytes = b""
     hosted: tuple[str, ...] = ()
 
+    @property
+    def text_size(self) -> int:
+        """The number of characters of the model's text, and of bytes of the calls' arguments."""
+        return len(self.text) + sum(len(call.arguments) for call in self.calls)
+
 
 class HistoryMemory:
     """The stored history of one session.
@@ -111,6 +126,8 @@ class HistoryMemory:
     - `ids_by_path`: the ids of the calls at a position of the history, by the position's digest.
     - `ids_by_reply`: the ids of the calls in our replies, by the digest of the reply's text and calls.
     - `readers`: the readers of the latest requests, by the digest of the requests' contents.
+
+    Requests are stored before they are known to be served, so the memory is limited (MAX_STORED).
     """
 
     def __init__(self) -> None:
@@ -119,6 +136,22 @@ class HistoryMemory:
         self.ids_by_path: dict[bytes, tuple[str, ...]] = {}
         self.ids_by_reply: dict[bytes, list[tuple[str, ...]]] = {}
         self.readers: dict[bytes, _HistoryReader] = {}
+        self._size = 0
+
+    def count(self, objects: int, size: int = 0) -> None:
+        """Count `objects` that are stored now, and `size` bytes of their texts."""
+        self._size += ENTRY_BYTES * objects + size
+
+    def limit(self) -> None:
+        """Above MAX_STORED, drop everything stored so far. Called only before a request is read. Requests are read one
+        at a time, so no reader is at work then."""
+        if self._size > MAX_STORED:
+            self.contents.clear()
+            self.given_ids.clear()
+            self.ids_by_path.clear()
+            self.ids_by_reply.clear()
+            self.readers.clear()
+            self._size = 0
 
 
 class _Span(msgspec.Struct, frozen=True, gc=False):
@@ -203,6 +236,7 @@ class GeminiHistory:
             for call in reply.tool_calls
         ]
         reply_digest = _reply_digest(reply.content, calls)
+        self._memory.count(2 + len(ids))
         self._memory.given_ids.update(ids)
         self._memory.ids_by_path[digest(self._place + reply_digest)] = ids
         self._memory.ids_by_reply.setdefault(reply_digest, []).append(ids)
@@ -263,6 +297,7 @@ class _HistoryReader:
         """Return a reader that has read all of `contents`. Stored readers may have read a beginning of
         `contents`. The reader with the longest beginning is then copied, and the copy reads the rest. Raises
         RequestError."""
+        memory.limit()
         digests = [digest(raw) for raw in contents]
         paths = list(accumulate(digests, lambda path, one: digest(path + one)))
         start = next((done for done in range(len(paths), 0, -1) if paths[done - 1] in memory.readers), 0)
@@ -271,6 +306,7 @@ class _HistoryReader:
             content = memory.contents.get(digests[index])
             if content is None:
                 content = _read_content(contents[index], digests[index], f"contents[{index}]")
+                memory.count(1 + len(content.ranges) + len(content.calls), content.text_size)
                 memory.contents[digests[index]] = content
             if content.role is Role.ASSISTANT:
                 reader._model_run.append(content)
@@ -285,8 +321,9 @@ class _HistoryReader:
             # oldest.
             memory.readers.pop(paths[-1], None)
             memory.readers[paths[-1]] = reader._copy()
-            if len(memory.readers) > KEPT_READERS:
-                del memory.readers[next(iter(memory.readers))]
+            spans = sum(len(kept.spans) for kept in memory.readers.values())
+            while len(memory.readers) > 1 and (len(memory.readers) > KEPT_READERS or spans > KEPT_SPANS):
+                spans -= len(memory.readers.pop(next(iter(memory.readers))).spans)
         return reader
 
     def _copy(self) -> _HistoryReader:
@@ -350,7 +387,9 @@ class _HistoryReader:
                 found, self._number = f"call_{number}", number + 1
             ids.append(found)
             used.add(found)
-        memory.ids_by_path.setdefault(self.place, tuple(ids))
+        if self.place not in memory.ids_by_path:
+            memory.count(1 + len(ids))
+            memory.ids_by_path[self.place] = tuple(ids)
         return tuple(ids)
 
     def _add_user(self, content: _ReadContent, index: int) -> None:
