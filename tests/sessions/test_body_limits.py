@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from outrider.errors import ContextOverflow, RequestError, TooLarge
+from outrider.sessions.calls import limits
 from outrider.sessions.calls.limits import (
     BYTES_PER_TOKEN,
     FREE_SIZE,
+    LARGE,
     MAX_BODY,
     MAX_ESCAPES,
     MAX_IN_ALL,
@@ -195,6 +197,48 @@ async def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
 
     with Body(Bodies(Intake(seconds=0))) as body, pytest.raises(TooSlow):
         await body.received(never(), pictures)
+
+
+async def test_a_wait_for_an_engine_does_not_count_as_slow_arrival() -> None:
+    """The size of a large body is checked against its engine's context, and there may be no engine for minutes, for
+    example while the policy is paused. The client is not to blame for that."""
+    part = bytes(LARGE + 1)
+
+    async def no_engine_yet() -> BodyCapacity:
+        await asyncio.sleep(0.2)
+        return await pictures()
+
+    with Body(Bodies(Intake(seconds=0.1))) as body:
+        assert await body.received(sent([part, b"x"]), no_engine_yet) == part + b"x"
+
+    async def stuck() -> AsyncIterator[bytes]:
+        yield part
+        await asyncio.Event().wait()
+
+    with Body(Bodies(Intake(seconds=0.1))) as body, pytest.raises(TooSlow):
+        await body.received(stuck(), no_engine_yet)
+
+
+async def test_a_body_may_be_given_up_while_it_waits_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_IN_ALL", 2 * LARGE)
+    shared, asked = Intake(), asyncio.Event()
+
+    async def no_engine() -> BodyCapacity:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def first() -> None:
+        with Body(Bodies(shared)) as body:
+            await body.received(sent([bytes(LARGE + 1)]), no_engine)
+
+    waiting = asyncio.ensure_future(first())
+    await asked.wait()
+    with Body(Bodies(shared)) as body:
+        await body.received(sent([bytes(LARGE + 1)]), pictures)
+        with pytest.raises(TooMuchAtOnce):
+            await waiting
+    assert shared.size == 0
 
 
 def test_no_client_offers_so_many_tools() -> None:

@@ -140,7 +140,8 @@ class Body:
         self._counted = self._large = 0
 
     async def received(self, parts: AsyncIterator[bytes], capacity: Callable[[], Awaitable[BodyCapacity]]) -> bytes:
-        """Receive all parts and return the body. `capacity` is called only for a body above LARGE.
+        """Receive all parts and return the body. `capacity` is called only for a body above LARGE. It may wait for an
+        engine, and this wait does not count as a part of the time in which the body must arrive.
 
         Raises ContextOverflow, TooLarge, TooSlow, TooMuchAtOnce, and the errors of `capacity`."""
         held: list[bytes] = []
@@ -155,7 +156,7 @@ class Body:
                     self._count(size)
                     if size > LARGE:
                         if bound is None:
-                            bound = await capacity()
+                            bound = await self._off_the_clock(capacity)
                             files.add(b"".join(held))
                         else:
                             files.add(part)
@@ -166,6 +167,19 @@ class Body:
             raise TooSlow(f"the request did not arrive within {self._bodies.intake.seconds:g} s") from error
         self._bodies.intake.arrived(self)
         return held[0] if len(held) == 1 else b"".join(held)
+
+    async def _off_the_clock(self, capacity: Callable[[], Awaitable[BodyCapacity]]) -> BodyCapacity:
+        """Call `capacity`, and stop the clock of the body's arrival meanwhile."""
+        clock, time = self._clock, asyncio.get_running_loop().time
+        assert clock is not None
+        end, begun = clock.when(), time()
+        if end is None or self._given_up:
+            return await capacity()
+        clock.reschedule(None)
+        bound = await capacity()
+        if not self._given_up:
+            clock.reschedule(end + time() - begun)
+        return bound
 
     def give_up(self) -> None:
         """Stop receiving the body, so that `received` raises TooMuchAtOnce."""
