@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outrider.errors import ContextOverflow, RequestError, TooLarge
+from outrider.errors import ContextOverflow, EngineUnavailable, RequestError, TooLarge
 from outrider.sessions.calls import limits
 from outrider.sessions.calls.limits import (
     BYTES_PER_TOKEN,
@@ -238,6 +238,22 @@ async def test_a_body_may_be_given_up_while_it_waits_for_an_engine(monkeypatch: 
         await body.received(sent([bytes(LARGE + 1)]), pictures)
         with pytest.raises(TooMuchAtOnce):
             await waiting
+    assert shared.size == 0
+
+
+async def test_a_refused_body_does_not_harm_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal may take a while, because a failed call is stored first."""
+    monkeypatch.setattr(limits, "MAX_IN_ALL", 2 * LARGE)
+    shared = Intake()
+
+    async def no_engine() -> BodyCapacity:
+        raise EngineUnavailable("no engine")
+
+    with Body(Bodies(shared)) as refused:
+        with pytest.raises(EngineUnavailable):
+            await refused.received(sent([bytes(LARGE + 1)]), no_engine)
+        with Body(Bodies(shared)) as other, pytest.raises(TooMuchAtOnce):
+            await other.received(sent([bytes(LARGE + 1)]), pictures)
     assert shared.size == 0
 
 

@@ -165,7 +165,9 @@ class Body:
             if self._given_up:
                 raise TooMuchAtOnce("the request arrived too slowly, and other requests need its memory") from error
             raise TooSlow(f"the request did not arrive within {self._bodies.intake.seconds:g} s") from error
-        self._bodies.intake.arrived(self)
+        finally:
+            # even after an error, because a clock that has ended cannot give the body up
+            self._bodies.intake.arrived(self)
         return held[0] if len(held) == 1 else b"".join(held)
 
     async def _off_the_clock(self, capacity: Callable[[], Awaitable[BodyCapacity]]) -> BodyCapacity:
