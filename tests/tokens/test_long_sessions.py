@@ -11,7 +11,10 @@ import pytest
 
 from outrider.messages import Message, ParsedMessages, Role, ToolCall
 from outrider.tokens.samples import count_session
-from outrider.tokens.tree.tree import MAX_SEEN_PREFIXES, TokenTree
+from outrider.tokens.tree import request_index
+from outrider.tokens.tree import tree as tree_module
+from outrider.tokens.tree.request_index import PromptNode
+from outrider.tokens.tree.tree import MAX_SEEN_PREFIXES, Joined, TokenTree
 from outrider.trajectory import (
     FinishReason,
     ForkCause,
@@ -133,3 +136,51 @@ def test_what_a_tree_keeps_of_ever_new_messages_is_bounded() -> None:
         messages = [Message(role=Role.USER, content=f"{request} {at}") for at in range(MAX_SEEN_PREFIXES // 3)]
         run_inline(tree.join(ParsedMessages(messages), (), b""))
     assert len(tree._first_with_prefix) <= MAX_SEEN_PREFIXES + MAX_SEEN_PREFIXES // 3 + 1
+
+
+def kept_prompts(tree: TokenTree) -> set[PromptNode]:
+    return {*tree._first_with_prefix.values(), *(prompt for same in tree._prompts.values() for prompt in same)}
+
+
+def joined(tree: TokenTree, *messages: Message) -> Joined:
+    return run_inline(tree.join(ParsedMessages(messages), (), b""))
+
+
+def test_what_a_tree_keeps_of_failed_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that the engine refuses, or that the agent gives up at once, makes no turn, and no limit ends such
+    calls."""
+    most = 100_000
+    monkeypatch.setattr(tree_module, "MAX_UNANSWERED", most, raising=False)
+    tree = TokenTree(family_renderer(), "recorded")
+    answered = joined(tree, TASK).prompt
+    tree.commit(answered, [1, 2, 3], assistant("Done."))
+    for number in range(60):
+        joined(tree, TASK, assistant("Done."), user(f"{number} " + "word " * 2000))
+        assert sum(len(prompt.delta) for prompt in kept_prompts(tree)) < most
+        joined(tree, user(f"{number} " + "word " * 2000))
+        assert sum(len(prompt.delta) for prompt in kept_prompts(tree)) < most
+    repeated = joined(tree, TASK)
+    assert (repeated.kind, repeated.prompt) == (JoinKind.RETRY, answered)
+
+
+def test_a_reply_to_a_dropped_prompt_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_module, "MAX_UNANSWERED", 20_000, raising=False)
+    tree = TokenTree(family_renderer(), "recorded")
+    running = joined(tree, TASK).prompt
+    for number in range(10):
+        joined(tree, user(f"{number} " + "word " * 2000))
+    assert running not in kept_prompts(tree)
+    again = joined(tree, TASK).prompt
+    assert again.ids().tolist() == running.ids().tolist()
+    sampled = [1, 2, family_renderer().stop_ids[0]]
+    for prompt, text in ((running, "One."), (again, "Two.")):
+        turn = tree.commit(prompt, sampled, assistant(text))
+        assert joined(tree, TASK, assistant(text), user("Go on.")).prompt.parent is turn
+
+
+def test_the_stored_digests_of_tools_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_index, "MAX_TOOL_KEYS", 10, raising=False)
+    tree = TokenTree(family_renderer(), "recorded")
+    for number in range(30):
+        run_inline(tree.measure(ParsedMessages((TASK,)), (), b"[%d]" % number))
+    assert len(tree._indexer._tools) <= 10

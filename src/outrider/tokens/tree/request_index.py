@@ -40,6 +40,8 @@ MAX_REMEMBERED = 4
 MAX_MESSAGE_KEYS = 1 << 14
 """Maximum number of messages whose digests are stored. At this number, all digests are dropped. A message is then
 parsed again when its digests are needed."""
+MAX_TOOL_KEYS = 1 << 12
+"""Maximum number of lists of tools whose digests are stored. At this number, all these digests are dropped."""
 MAX_TOOL_VALUES = 1 << 17
 """Maximum number of lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one
 call, which blocks all threads. For this number, the call takes 25 ms."""
@@ -424,6 +426,8 @@ class RequestIndexer:
                 raise TooLarge(f"the tools have more than {MAX_NEW_TEXT} bytes", field="tools")
             if len(tools_raw) > MAX_TOOL_VALUES and sum(map(tools_raw.count, (b"[", b"{", b","))) > MAX_TOOL_VALUES:
                 raise TooLarge(f"the tools have more than {MAX_TOOL_VALUES} JSON values", field="tools")
+            if len(self._tools) >= MAX_TOOL_KEYS:
+                self._tools.clear()
             start = self._tools[tools_digest] = tools_key(list(tools))
         before: _RememberedPrefix | None = None
         for place, remembered in enumerate(self._remembered):

@@ -66,6 +66,16 @@ MAX_SEEN_PREFIXES = 1 << 16
 request recorded so far is no longer found as the origin of a fork, but the recorded ids of its turns are still used."""
 
 
+MAX_UNANSWERED = 64 << 20
+"""Maximum size, in bytes, of the prompts from which no turn was sampled. Their calls have failed or are still running.
+Above this size, all of them are dropped, because no limit of turns or tokens ends failing calls. After that, a repeated
+request is no longer recognised as a repetition, but it is rendered to the same ids. A turn that is then sampled from a
+dropped prompt is recorded like any other."""
+BYTES_OF_A_PROMPT = 1024
+BYTES_OF_A_REPLY = 160
+"""Approximate memory of a prompt without its ids, and of each rendered reply in the prompt."""
+
+
 class Joined(msgspec.Struct, frozen=True):
     """The result of `TokenTree.join`. `added` contains the request's messages that follow the parent's conversation, or
     all messages if the prompt has no parent.
@@ -125,6 +135,10 @@ class TokenTree:
         self._turns: dict[bytes, tuple[TurnNode, ...]] = {}
         self._histories = _HistoryIndex()
         self._first_with_prefix: dict[bytes, PromptNode] = {}
+        self._unanswered: dict[PromptNode, int] = {}
+        """The sizes of the prompts from which no turn was sampled."""
+        self._unanswered_size = 0
+        """At least the sum of the sizes in `_unanswered`."""
         self._next_turn = 0
         self._conversations = 0
 
@@ -193,6 +207,7 @@ class TokenTree:
         self._next_turn += 1
         if prompt.first_turn is None:
             prompt.first_turn = turn.index
+            self._unanswered.pop(prompt, None)
         if key is not None:
             prefix = extend(prompt.prefix_digest, key.body)
             self._turns[prefix] = (*self._turns.get(prefix, ()), turn)
@@ -416,6 +431,29 @@ class TokenTree:
             prompt.parent.children += 1
         if joined.cause is not None:
             self.forks[joined.cause] = self.forks.get(joined.cause, 0) + 1
+        size = len(prompt.delta) + BYTES_OF_A_PROMPT + BYTES_OF_A_REPLY * len(prompt.rendered_replies)
+        if self._unanswered_size + size > MAX_UNANSWERED:
+            self._unanswered_size = self._limit_unanswered(MAX_UNANSWERED - size)
+        self._unanswered[prompt] = size
+        self._unanswered_size += size
+
+    def _limit_unanswered(self, most: int) -> int:
+        """Drop all prompts from which no turn was sampled, if they have more than `most` bytes. Returns the size of
+        those that are left."""
+        # `list` copies the dictionary at once. The event loop may remove a prompt while this method runs in the worker
+        # thread. For the same reason, `commit` does not change `_unanswered_size`.
+        unanswered = list(self._unanswered.items())
+        total = sum(size for _, size in unanswered)
+        if total <= most:
+            return total
+        for prompt, _ in unanswered:
+            self._unanswered.pop(prompt, None)
+            same = self._prompts.pop(prompt.prefix_digest, ())
+            if others := tuple(other for other in same if other is not prompt):
+                self._prompts[prompt.prefix_digest] = others
+        # All prefixes are dropped, because a stored prefix must have all shorter prefixes stored, too.
+        self._first_with_prefix.clear()
+        return 0
 
 
 class _HistoryIndex:
