@@ -8,7 +8,7 @@ import io
 import json
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,36 @@ async def test_a_run_that_fails_is_tried_again_from_the_beginning(tmp_path: Path
         assert (session["attempt"], session["last_error"]["code"]) == (2, "remote_run_failed")
         assert "no machine" in session["last_error"]["message"]
         assert (session["result"]["turns"], session["result"]["verdict"]["reward"]) == (1, 0.5)
+
+
+async def test_a_run_out_of_sight_ends_before_the_next_one_begins(tmp_path: Path) -> None:
+    """The agent of a run that counts as lost may still work. Both runs have the same key, so the agent's calls would be
+    mixed with those of the next run."""
+    begun = asyncio.Event()
+
+    async def goes_on(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
+        if not run["run_id"].endswith("-1"):
+            await asyncio.sleep(0.3)
+            return await asks(agent, run)
+        await agent.ask("Try.")
+        begun.set()
+        while True:  # its calls are refused while the session does not run
+            await asyncio.sleep(0.01)
+            with suppress(AssertionError):
+                await agent.ask("Try again.")
+
+    async with with_agents(tmp_path, goes_on, patience_seconds=0.5) as (agents, world):
+        group = await submitted(world)
+        await begun.wait()
+        agents.down = True
+        session_id = f"s-{group.removeprefix('g-')}-0"
+        while (await world.service.store.session(session_id)).attempt < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        agents.down = False
+        [session] = (await world.owner.done(group))["sessions"]
+        assert agents.cancelled == [f"{session_id}-1"]
+        assert (session["attempt"], session["result"]["turns"]) == (2, 1)
 
 
 async def test_a_session_that_ends_cancels_its_run(tmp_path: Path) -> None:

@@ -97,11 +97,13 @@ class ServiceCalls:
         *,
         seconds: float = REQUEST_SECONDS,
         again_on: Collection[int] = TRANSIENT,
+        any_answer: bool = False,
     ) -> bytes:
         """Send a request and return the content of the reply. The request is repeated for up to `patience_seconds`
         while no reply comes or the reply's status is in `again_on`.
 
-        Raises RemoteRunFailed after this time, and at once for any other status outside of 200 to 299."""
+        Raises RemoteRunFailed after this time and, unless `any_answer` is True, at once for any other status outside of
+        200 to 299."""
         loop, name = asyncio.get_running_loop(), self.name
         give_up_at = loop.time() + self._service.patience_seconds
         for tries in count():
@@ -113,6 +115,8 @@ class ServiceCalls:
                 if reply.status == 404 and method == "GET":
                     failure = "does not know the run any more"
                 if reply.status not in again_on:
+                    if any_answer:
+                        return reply.content
                     raise RemoteRunFailed(f"agent service {name!r} {failure}", log_tail=reply.excerpt)
             except TimeoutError:
                 failure = f"did not answer within {seconds:g} s"

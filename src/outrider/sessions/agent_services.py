@@ -65,7 +65,8 @@ class AgentServices:
         service = self.named(remote.service)
         credential = store.credential_of(session.id)
         base_url = f"{address(service.network)}/s/{credential}"
-        name = f"{session.id}-{session.attempt - session.recovered}"
+        number = session.attempt - session.recovered
+        name = f"{session.id}-{number}"
         if service.kind == "harbor":
             return HarborRemoteRun(
                 service,
@@ -94,4 +95,5 @@ class AgentServices:
                 seconds=task.limits.session_seconds,
                 files=has_files(task),
             ),
+            earlier=f"{session.id}-{number - 1}" if number > 1 else None,
         )

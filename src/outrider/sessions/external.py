@@ -250,6 +250,7 @@ class ExternalSessions:
     async def _run_live(self, live: _LiveSession) -> SessionResult:
         session, store = live.attempt.session, self._store
         try:
+            run = await self._remote_run(live)
             await store.set_state(session.id, session.attempt, SessionState.READY)
             await store.set_state(session.id, session.attempt, SessionState.RUNNING)
             self._live[session.id] = live  # only now, because every session that accepts calls must be shown as running
@@ -257,7 +258,7 @@ class ExternalSessions:
             # the session was completed in an earlier attempt, or before this attempt began
             if await store.report(session.id) is not None:
                 live.ended.set()
-            failure = await (live.until_ended() if live.ended.is_set() else self._until_ended(live))
+            failure = await (live.until_ended() if live.ended.is_set() else self._until_ended(live, run))
         finally:
             self._live.pop(session.id, None)
             await live.close()
@@ -267,13 +268,22 @@ class ExternalSessions:
         assert failure is not None
         return await live.result(StopReason.ERROR, error=record_of(failure))
 
-    async def _until_ended(self, live: _LiveSession) -> OutriderError | None:
-        """Run the remote agent, if the task has one, and wait until the session is completed. Returns None, or the
-        error with which the session ends."""
-        remote = live.attempt.task.harness.remote
-        if remote is None:
-            return await live.until_ended()
+    async def _remote_run(self, live: _LiveSession) -> FollowedRun | None:
+        """Return the run of the remote agent, or None if the task has no such agent or was completed in an earlier
+        attempt. The run is not started yet, but the run of an earlier attempt has ended. The session must not accept
+        model calls before that. Raises RemoteRunFailed if the agent service cannot be reached."""
+        remote, session = live.attempt.task.harness.remote, live.attempt.session
+        if remote is None or await self._store.report(session.id) is not None:
+            return None
         run = self._services.run_of(live.attempt, remote, self._store, model=self._backend.model, address=self._address)
+        await run.end_earlier()
+        return run
+
+    async def _until_ended(self, live: _LiveSession, run: FollowedRun | None) -> OutriderError | None:
+        """Run the remote agent, if there is one, and wait until the session is completed. Returns None, or the error
+        with which the session ends."""
+        if run is None:
+            return await live.until_ended()
         try:
             async with asyncio.TaskGroup() as group:
                 waiting = group.create_task(live.until_ended(), name="session")

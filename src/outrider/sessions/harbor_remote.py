@@ -180,6 +180,9 @@ class HarborRemoteRun:
                     return self._report(await self._ended(run, state))
                 await asyncio.sleep(self._service.poll_seconds)
 
+    async def end_earlier(self) -> None:
+        """Do nothing. After a run that may still be active, the session is not retried (RemoteRunUnclear)."""
+
     async def cancel(self) -> None:
         """Do nothing, because a run server has no request that ends a run. The run's model calls fail, because the key
         of a cancelled session is invalid."""

@@ -60,10 +60,24 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 class RemoteRun:
     """One run on an agent service."""
 
-    def __init__(self, service: AgentServiceConfig, request: RunRequest) -> None:
+    def __init__(self, service: AgentServiceConfig, request: RunRequest, *, earlier: str | None = None) -> None:
+        """`earlier` is the id of the session's run before this one, or None for the first run."""
         self._service = service
         self._request = request
-        self._calls = ServiceCalls(service, f"{service.url.rstrip('/')}/runs/{request.run_id}", request.run_id)
+        self._earlier = earlier
+        self._calls = self._calls_of(request.run_id)
+
+    def _calls_of(self, run_id: str) -> ServiceCalls:
+        return ServiceCalls(self._service, f"{self._service.url.rstrip('/')}/runs/{run_id}", run_id)
+
+    async def end_earlier(self) -> None:
+        """Have the service end the session's earlier run, which may go on although it counts as lost. Both runs have
+        the session's key, so the earlier agent's calls would be mixed with the calls of this run. Any answer that is
+        not TRANSIENT is accepted, because a service may have forgotten a run that has ended. Raises RemoteRunFailed if
+        the service cannot be reached."""
+        if self._earlier is not None:
+            async with self._calls_of(self._earlier) as calls:
+                await calls.ask("DELETE", "", any_answer=True)
 
     async def follow(self, archive: bytes | None) -> ReportSpec:
         """Start the run, unless it was started before, and wait until it ends. `archive` contains the task's files.
