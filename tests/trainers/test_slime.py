@@ -438,6 +438,10 @@ async def test_slimes_fully_asynchronous_loop_repeats_what_failed(tmp_path: Path
         ({"rollout_top_p": 0.9, "outrider": {"logprobs": False}}, "slime replays the ids that top-p sampling kept"),
         ({"outrider": {"on_failure": "abort"}}, "slime cannot repeat a group with a session of several rows"),
         ({"partial_rollout": True}, "slime cannot hold a group with a session of several rows"),
+        (
+            {"custom_reward_post_process_path": None, "outrider": {"rows": "main", "on_failure": "remove"}},
+            "slime would count a failed session as a rollout with reward 0",
+        ),
     ],
 )
 async def test_what_slimes_own_loops_cannot_do_is_named(options: dict[str, Any], message: str) -> None:

@@ -163,7 +163,7 @@ async def custom_generate(
     the main conversation's."""
     settings = _settings(args, UNSUPPORTED)
     if not evaluation:
-        _check_normalisation(args, settings)
+        _check_normalisation(args, settings, own_loop=True)
         fans_out, hint = settings.rows != "main", "set rows to main, or use outrider.trainers.slime.generate_rollout"
         if fans_out and settings.on_failure == "abort":
             why = "on_failure is abort, and slime cannot repeat a group with a session of several rows"
@@ -730,19 +730,25 @@ def max_age_of(args: Any, settings: SlimeSettings) -> int | None:
     return given if settings.max_age is None else settings.max_age
 
 
-def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
-    """Raise InvalidField if slime might normalise the rewards of a whole batch as one group. slime normalises the whole
-    batch unless the batch has exactly n samples for each prompt."""
-    exact = settings.rows == "main" and settings.complete == "all"
+def _check_normalisation(args: Any, settings: SlimeSettings, *, own_loop: bool = False) -> None:
+    """Raise InvalidField if slime might normalise the rewards of a whole batch as one group, or with the reward 0 of a
+    failed session. slime normalises the whole batch unless the batch has exactly n samples for each prompt, and counts
+    samples with `remove_sample`. `own_loop` is True for `custom_generate`, the only function that uses `on_failure`."""
     own = getattr(args, "custom_reward_post_process_path", None) or getattr(
         args, "custom_convert_samples_to_train_data_path", None
     )
-    if not exact and not own and args.advantage_estimator in NORMALISED and args.rewards_normalization:
-        raise InvalidField(
-            "sessions may give several rows, and slime would normalise the rewards of the batch as one group",
-            field="custom_reward_post_process_path",
-            hint=f"add --custom-reward-post-process-path {POST_PROCESS}, or set rows to main in the bridge's settings",
-        )
+    if own or args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
+        return
+    if settings.rows != "main" or settings.complete != "all":
+        wrong = "sessions may give several rows, and slime would normalise the rewards of the batch as one group"
+        instead = "set rows to main in the bridge's settings"
+    elif own_loop and settings.on_failure == "remove":
+        wrong = "on_failure is remove, and slime would count a failed session as a rollout with reward 0"
+        instead = "set on_failure to raise"
+    else:
+        return
+    hint = f"add --custom-reward-post-process-path {POST_PROCESS}, or {instead}"
+    raise InvalidField(wrong, field="custom_reward_post_process_path", hint=hint)
 
 
 def _trainer() -> str:
