@@ -5,6 +5,7 @@ The tests in `tests/trainers/skyrl` pass such outputs to SkyRL's own code.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from outrider.errors import HarnessError, InvalidField
+from outrider.client.client import AsyncClient
+from outrider.errors import HarnessError, InvalidField, ServiceError
 from outrider.schemas import GroupView
 from outrider.service.service import Service
 from outrider.trainers.skyrl import FAILED_IN_A_ROW, OutriderGenerator
@@ -231,6 +233,26 @@ async def test_the_service_is_told_skyrls_steps(tmp_path: Path) -> None:
         by_engine = await generator_for(url).generate(batch)
     versions = [output["rollout_metrics"]["outrider/version_max"] for output in (first, second, by_engine)]
     assert versions == [6, 7, 7]
+
+
+async def test_no_batch_overtakes_the_version_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SkyRL's asynchronous trainer requests many instances at once."""
+    resume, failures = AsyncClient.resume_policy, [ServiceError("out of reach")]
+
+    async def slow(client: AsyncClient, *versions: int) -> Any:
+        await asyncio.sleep(0.3)
+        if failures:
+            raise failures.pop()
+        return await resume(client, *versions)
+
+    monkeypatch.setattr(AsyncClient, "resume_policy", slow)
+    batches = [generator_input([scribe_task(f"skyrl at once {number}")], 1) for number in range(2)]
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        generator = generator_for(url, {"versions": "step"})
+        with pytest.raises(ServiceError):
+            await generator.generate(batches[0])
+        outputs = await asyncio.gather(*map(generator.generate, batches))
+    assert [output["rollout_metrics"]["outrider/version_min"] for output in outputs] == [6, 6]
 
 
 async def test_when_all_of_a_batch_fail_the_first_error_is_raised(tmp_path: Path) -> None:

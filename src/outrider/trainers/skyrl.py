@@ -20,6 +20,7 @@ SkyRL only to compute SkyRL's usual metrics. Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,7 @@ class OutriderGenerator:
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
         self._settings = read_settings(SkyRLSettings, settings, source="settings", variable=VARIABLE)
         self._reported = 0
+        self._reporting = asyncio.Lock()
         self._failed_in_a_row = 0
         self._by_token = self._settings.rewards == "token"
         self._step_wise = bool(generator_cfg.step_wise_trajectories)
@@ -116,9 +118,11 @@ class OutriderGenerator:
             places.setdefault(trajectory_id.instance_id, []).append(place)
         groups = [self._group(input_batch, uid, at, evaluating) for uid, at in places.items()]
         async with shared_client(self._settings.url, self._settings.token) as client:
-            if self._settings.versions == "step" and steps > self._reported:
-                self._reported = steps
-                await client.client.resume_policy(steps)
+            if self._settings.versions == "step":
+                async with self._reporting:  # no other batch of this step begins before the version is set
+                    if steps > self._reported:
+                        await client.client.resume_policy(steps)
+                        self._reported = steps
             done = await client.run_all(groups)
         taken = self._settings if self._step_wise else self._settings.model_copy(update={"rows": "main"})
         found: dict[int, Trajectory] = {}
