@@ -86,6 +86,32 @@ async def test_a_job_waits_while_the_weights_change(tmp_path: Path) -> None:
         assert service.pool.policy.status().paused is None
 
 
+async def test_a_clear_that_fails_halfway_does_not_pause_the_policy_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = scripted_engine(tmp_path, [say("hello")])
+    async with (
+        prorl_service(tmp_path, engines=(), model=model(tmp_path)) as (service, client),
+        answering(token_route(fake)) as route,
+    ):
+        await client.start()
+        await client.add_llm_server(route)
+        remove = service.pool.remove
+
+        async def removed_with_an_error(name: str) -> None:
+            await remove(name)
+            raise OSError("its connections do not close")
+
+        monkeypatch.setattr(service.pool, "remove", removed_with_an_error)
+        with pytest.raises(Declined, match="500"):
+            await client.clear_llm_server()
+        monkeypatch.undo()
+        assert service.pool.policy.status().paused == "finish"
+        await client.add_llm_server(route)
+        assert (service.pool.policy.status().paused, service.pool.policy.version) == (None, 1)
+        assert (await client.process(instance())).resolved
+
+
 async def test_other_engines_go_on_after_a_clear(tmp_path: Path) -> None:
     fake = scripted_engine(tmp_path, [say("hello")])
     async with (

@@ -197,8 +197,9 @@ class ProrlServer:
             version = policy.version + 1
             if len(names) == len(self._engines()):
                 await policy.pause("finish")
-                await asyncio.gather(*map(self._remove, names))
+                # before the removal, which may fail halfway: the next call of `/add_llm_server` must end the pause
                 self._next_version = version
+                await asyncio.gather(*map(self._remove, names))
             else:
                 await asyncio.gather(*map(self._remove, names))
                 await self._service.update_policy(PolicyUpdateSpec(version=version))
