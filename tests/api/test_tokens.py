@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,33 @@ async def test_a_revoked_token_ends_at_once_also_for_calls_under_way(tmp_path: P
             await root.create_token("alice", "read")
         with pytest.raises(NotFound):
             await root.revoke_token("nobody")
+
+
+async def test_a_token_that_expires_ends_calls_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.service.tokens.EXPIRY_CHECK_SECONDS", 0.05, raising=False)
+    ahead = 0.0
+    async with (
+        running_service(tmp_path=tmp_path, token="root") as (service, url),
+        AsyncClient(url, token="root") as root,
+    ):
+        service.tokens._clock = lambda: time.time() + ahead
+        text = (await root.create_token("alice", "admin", expires_days=1)).text
+        headers = {"Authorization": f"Bearer {text}"}
+        async with aiohttp.ClientSession(url, headers=headers) as http, http.ws_connect("/v1/relay/e") as socket:
+            stream = await http.get("/v1/events")
+            assert (await stream.content.readline()).startswith((b"retry:", b"id:"))
+            waiting = asyncio.ensure_future(http.get("/v1/results?wait=60"))
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            assert not socket.closed
+            ahead = 2 * 86_400.0
+            async with asyncio.timeout(30):
+                await stream.content.read()
+                refused = await waiting
+                assert (refused.status, (await refused.json())["message"]) == (401, "this token has expired")
+                while (message := await socket.receive()).type is not aiohttp.WSMsgType.CLOSE:
+                    pass
+                assert (message.data, message.extra) == (1008, "this token has expired")
 
 
 async def test_each_refusal_says_what_is_wrong_and_nothing_of_other_tokens(tmp_path: Path) -> None:

@@ -108,8 +108,8 @@ class AccessControl:
                 if scope["type"] == "websocket":
                     self._check_websocket(scope["path"], caller)
                 await self._app(scope, receive, reply)
-        except RevokedMeanwhile:
-            await reply.cut_off(receive)
+        except RevokedMeanwhile as error:
+            await reply.cut_off(receive, str(error))
         except OutriderError as error:  # raised by access control: the application replies to its own errors
             await self._refusal(scope, error)(scope, receive, reply)
         finally:
@@ -145,13 +145,13 @@ class _Reply:
                 await self._audit.add(_entry(self._scope, message.get("status", 101)))
         await self._send(message)
 
-    async def cut_off(self, receive: Receive) -> None:
-        """End the reply early, because the caller's token was revoked."""
+    async def cut_off(self, receive: Receive, reason: str) -> None:
+        """End the reply early, because the caller's token was revoked or has expired, as `reason` says."""
         if not self._begun:
-            refusal = Unauthorized("this token was revoked", hint="ask the operator for another one")
+            refusal = Unauthorized(reason, hint="ask the operator for another one")
             await error_reply(refusal)(self._scope, receive, self)
         elif self._scope["type"] == "websocket":
-            await self._send({"type": "websocket.close", "code": 1008, "reason": "this token was revoked"})
+            await self._send({"type": "websocket.close", "code": 1008, "reason": reason})
         else:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 

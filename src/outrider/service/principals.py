@@ -20,12 +20,14 @@ ALLOWED: dict[Role, frozenset[Role]] = {
 
 class Principal(NamedTuple):
     """A caller of the API. `name` and `role` are those of its token. `tenant` owns the caller's groups. `max_queued` is
-    the maximum number of sessions that the token may have queued or running (None: unlimited)."""
+    the maximum number of sessions that the token may have queued or running (None: unlimited). `expires` is the time at
+    which the token expires, in seconds since the epoch (None: never)."""
 
     name: str
     role: Role
     tenant: str
     max_queued: int | None = None
+    expires: float | None = None
 
     @property
     def sees(self) -> str | None:

@@ -29,8 +29,14 @@ HINT = (
 )
 
 
+REVOKED, EXPIRED = "this token was revoked", "this token has expired"
+EXPIRY_CHECK_SECONDS = 60.0
+"""Maximum seconds between two checks whether the token of a running call has expired. The event loop's clock does not
+follow the system clock when that is set, or while the machine is suspended."""
+
+
 class RevokedMeanwhile(Exception):
-    """The caller's token was revoked while the call was running."""
+    """The caller's token was revoked, or has expired, while the call was running. The text of the error says which."""
 
 
 class TokenRegistry:
@@ -63,10 +69,10 @@ class TokenRegistry:
                 return OPERATOR
             if (row := await self._store.token(digest)) is not None:
                 if row.revoked is not None:
-                    raise Unauthorized("this token was revoked", hint="ask the operator for another one")
+                    raise Unauthorized(REVOKED, hint="ask the operator for another one")
                 if row.expires is not None and row.expires <= self._clock():
-                    raise Unauthorized("this token has expired", hint="ask the operator for another one")
-                return Principal(row.name, row.role, row.tenant, row.max_queued)
+                    raise Unauthorized(EXPIRED, hint="ask the operator for another one")
+                return Principal(row.name, row.role, row.tenant, row.max_queued, row.expires)
         if not await self.required():
             return LOCAL
         raise Unauthorized(
@@ -76,21 +82,37 @@ class TokenRegistry:
     @contextmanager
     def call(self, caller: Principal) -> Iterator[None]:
         """Record a running call of this caller while the block runs. Raises RevokedMeanwhile if the caller's token is
-        already revoked, or if `revoke` cancels the call."""
+        already revoked, or if the call is cancelled because the token is revoked or expires."""
         task = asyncio.current_task()
         assert task is not None
         if caller.name in self._revoked:
-            raise RevokedMeanwhile
+            raise RevokedMeanwhile(REVOKED)
         self._calls[task] = caller.name
+        loop, reason, timer = asyncio.get_running_loop(), REVOKED, None
+
+        def check(expires: float) -> None:
+            nonlocal reason, timer
+            left = expires - self._clock()
+            if left > 0:
+                timer = loop.call_later(min(left, EXPIRY_CHECK_SECONDS), check, expires)
+            elif self._calls.pop(task, None) is not None:
+                reason = EXPIRED
+                task.cancel()
+
+        if caller.expires is not None:
+            left = max(0.0, caller.expires - self._clock())
+            timer = loop.call_later(min(left, EXPIRY_CHECK_SECONDS), check, caller.expires)
         try:
             yield
         except asyncio.CancelledError:
             if task in self._calls:
                 raise
             task.uncancel()
-            raise RevokedMeanwhile from None
+            raise RevokedMeanwhile(reason) from None
         finally:
             self._calls.pop(task, None)
+            if timer is not None:
+                timer.cancel()
 
     async def create(self, spec: TokenSpec) -> NewToken:
         """Create a token. Raises Conflict if another token has or had this name. Without `spec.tenant`, also raises
