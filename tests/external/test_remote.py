@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from outrider.callbacks import check_signature
+from outrider.errors import ServiceError
 from support.service import say
 from support.waiting import until
 
@@ -226,6 +227,26 @@ async def test_a_service_that_stays_away_is_an_error(tmp_path: Path) -> None:
         [session] = (await world.owner.done(await submitted(world, max_attempts=1)))["sessions"]
         assert (session["result"]["verdict"], session["result"]["error"]["code"]) == (None, "remote_run_failed")
         assert "answered 503, for 0.1 s" in session["result"]["error"]["message"]
+
+
+async def test_a_failure_of_the_store_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with with_agents(tmp_path, asks) as (_, world):
+        store = world.service.store
+        report, failures = store.report, [ServiceError("the disk is full")]
+
+        async def full(session_id: str, report: bytes) -> None:
+            monkeypatch.setattr(store, "report", unreadable)
+            raise ServiceError("the disk is full")
+
+        async def unreadable(session_id: str) -> bytes | None:
+            if failures:
+                raise failures.pop()
+            return await report(session_id)
+
+        monkeypatch.setattr(store, "add_report", full)
+        [session] = (await world.owner.done(await submitted(world, max_attempts=1)))["sessions"]
+        error = session["result"]["error"]
+        assert (error["code"], error["message"]) == ("service_error", "the disk is full")
 
 
 @pytest.mark.parametrize(

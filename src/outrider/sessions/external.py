@@ -298,6 +298,8 @@ class ExternalSessions:
                     return await waiting
                 waiting.cancel()
                 return following.result()
+        except BaseExceptionGroup as failures:  # the group would hide an error of the store
+            raise failures.exceptions[0] from None
         except asyncio.CancelledError:
             session = await shielded(lambda: self._store.session(live.attempt.session.id))
             # If `ending` is None, only this service process stops. The run goes on, and the next process follows it.
