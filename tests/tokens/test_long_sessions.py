@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import random
+import time
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from outrider.messages import Message, ParsedMessages, Role, ToolCall
+from outrider.tokens.branches import segments
 from outrider.tokens.samples import count_session
 from outrider.tokens.tree import request_index
 from outrider.tokens.tree import tree as tree_module
@@ -126,6 +129,26 @@ def test_twice_the_turns_take_twice_the_work(shape: Callable[[Record, int], None
         profile.runcall(count_session, record.turns)
         calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]  # missing in typeshed
     assert calls[1] < 2.6 * calls[0], calls
+
+
+def test_requests_that_quote_many_replies_take_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request quotes all replies, so the work would grow with the number of requests times the square of the
+    replies' length. It is done in the thread that reads the requests of all sessions."""
+    monkeypatch.setattr(segments, "MAX_SEARCHED", 10**8, raising=False)
+    chance, record = random.Random(0), Record()
+    quoted: list[str] = []
+    for number in range(50):
+        lines = ["".join(chance.choices("abcdefgh ", k=16)) for _ in range(300)]
+        quoted += lines
+        record.add(None, CODER, user(f"Question {number}?"))
+        record.turns[-1] = msgspec.structs.replace(record.turns[-1], reply=assistant("\n".join(lines)))
+    chance.shuffle(quoted)
+    for number in range(10):
+        record.add(None, CODER, user(f"{number}\n" + "\n".join(quoted)))
+    begun = time.thread_time()
+    tokens = count_session(record.turns).tokens
+    assert time.thread_time() - begun < 4
+    assert (tokens.sampled, tokens.trained, tokens.dropped) == (60, 60, 0)
 
 
 @pytest.mark.deep

@@ -28,7 +28,6 @@ from outrider.tokens.branches.segments import (
     SegmentedSession,
     history_source,
     opening_text,
-    quotes,
     reached_agent,
 )
 from outrider.trajectory import BranchKind, ForkCause, Turn
@@ -195,7 +194,9 @@ def _is_quoted(
     belongs to another conversation, or if the message replaces the history before it."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
-        if not quotes(lines, message.content, SUMMARY_LENGTH) or _repeats_earlier(session, source, message.content):
+        text = message.content
+        quoted = session.quotes(lines, text, SUMMARY_LENGTH) and not _repeats_earlier(session, source, text)
+        if not quoted or session.searches_ended:
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
@@ -220,7 +221,9 @@ def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool
         return False
     before = session.turns[source.parent].reply
     own = source.reply.content
-    return before is not None and any(part in text and part not in own for part in parts_of_reply(before))
+    if before is None:
+        return False
+    return any(session.contains(text, part) and not session.contains(own, part) for part in parts_of_reply(before))
 
 
 def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates: Sequence[Segment]) -> Segment | None:
@@ -240,7 +243,7 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
     ranked = []
     for segment in candidates:
         replies = sum(session.reply_given_by(segment.last, digest) for digest in read)
-        is_written_out = _is_written_out(segment, begin, asked)
+        is_written_out = _is_written_out(session, segment, begin, asked)
         if segment is not own and (replies or is_written_out):
             ranked.append((replies, is_written_out, segment.number))
     if ranked:
@@ -251,16 +254,16 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
     return None
 
 
-def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
+def _is_written_out(session: SegmentedSession, segment: Segment, source: Turn, asked: str) -> bool:
     """Return True if the request text `asked` contains the segment's history. It is enough if `asked` contains the
     segment's first user messages. Clients may leave these messages out. So it is also enough if `asked` contains a part
     of one of the segment's newest LOOK_BACK replies before `source`."""
     opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
-    if opening and opening in asked:
+    if opening and session.contains(asked, opening):
         return True
     end = bisect_left(segment.turns, source.index, key=lambda turn: turn.index)
     return any(
-        part in asked
+        session.contains(asked, part)
         for turn in segment.turns[max(0, end - LOOK_BACK) : end]
         if turn.reply is not None
         for part in parts_of_reply(turn.reply)
@@ -282,7 +285,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
     for turn in session.turns:
         if (segment := starters.get(turn.index)) is not None:
             opening = opening_text(turn.messages)
-            fitting = [one for text, one in given.items() if text in opening]
+            fitting = [one for text, one in given.items() if session.contains(opening, text)]
             if fitting:
                 best = max(fitting, key=lambda one: (len(one.text), one.turn))
                 is_most = len(best.text) / len(opening) >= OPENING_SHARE

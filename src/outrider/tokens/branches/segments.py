@@ -43,6 +43,11 @@ MAX_ENDS = 20
 """Maximum number of earlier conversations that are compared with the opening of a new conversation. The earlier
 conversations with the newest last replies are chosen."""
 
+MAX_SEARCHED = 4 * 10**9
+"""Maximum number of characters that are read in a session to find texts of earlier turns in later requests
+(`SegmentedSession.contains`), about two seconds of work. After that, no text is found. Without this limit, requests
+that quote many replies could take minutes, during which no other session's requests are read."""
+
 _SUMMARY = ("<summary>", "</summary>")
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
 
@@ -133,6 +138,7 @@ class SegmentedSession:
         ]
         self._ancestry = _Ancestry(turns, self._replies)
         self._steps_left = STEPS_PER_TURN * len(turns)
+        self._characters_left = MAX_SEARCHED
 
     def _find_source(self, segment: Segment, sampled: Mapping[bytes, int]) -> int | None:
         """Return the turn whose history the segment takes over, or None.
@@ -321,6 +327,34 @@ class SegmentedSession:
             self._answers[turn.index] = lines
         return lines
 
+    def contains(self, text: str, part: str) -> bool:
+        """Return True if `text` contains `part`. Returns False if the session's limit of characters is reached
+        (MAX_SEARCHED)."""
+        if self.searches_ended:
+            return False
+        at = text.find(part)
+        self._characters_left -= len(text) if at < 0 else at + len(part)
+        return at >= 0
+
+    @property
+    def searches_ended(self) -> bool:
+        """True if the session's limit of characters is reached, so that `contains` finds nothing any more."""
+        return self._characters_left < 0
+
+    def quotes(self, lines: Sequence[str], within: str, shortest: int) -> bool:
+        """Return True if `within` contains lines that make up at least QUOTE_SHARE of all characters in `lines`.
+        Returns False if all lines together are shorter than `shortest` characters."""
+        length = sum(map(len, lines))
+        if length < shortest:
+            return False
+        missing, allowed = 0, (1 - QUOTE_SHARE) * length
+        for line in lines:
+            if not self.contains(within, line):
+                missing += len(line)
+                if missing > allowed:
+                    return False
+        return True
+
     def new_messages(self, turn: Turn) -> list[Message]:
         """Return the messages that this turn was the first to add."""
         return [message for message in turn.messages if self._first_seen[message] == turn.index]
@@ -356,21 +390,6 @@ def opening_text(messages: Sequence[Message]) -> str:
         if message.role is Role.USER:
             texts.append(message.content)
     return "\n".join(texts)
-
-
-def quotes(lines: Sequence[str], within: str, shortest: int) -> bool:
-    """Return True if `within` contains lines that make up at least QUOTE_SHARE of all characters in `lines`. Returns
-    False if all lines together are shorter than `shortest` characters."""
-    length = sum(map(len, lines))
-    if length < shortest:
-        return False
-    missing, allowed = 0, (1 - QUOTE_SHARE) * length
-    for line in lines:
-        if line not in within:
-            missing += len(line)
-            if missing > allowed:
-                return False
-    return True
 
 
 def request_key(turn: Turn) -> RequestKey:
