@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolSpec
+from outrider.tokens.rendering.renderer import MAX_PARSE_STEPS, parse_steps
 from outrider.tokens.rendering.reply_stream import FinishedReply, ReplyPart, ReplyStream
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
@@ -250,3 +252,39 @@ def test_arguments_that_utf8_cannot_spell_stay_escaped() -> None:
     reply = said('<tool_call>\n{"name": "read_file", "arguments": {"path": "\\ud800"}}\n</tool_call>').message
     assert reply.tool_calls[0].arguments.encode()
     assert json.loads(reply.tool_calls[0].arguments) == {"path": "\ud800"}
+
+
+REPEATED = {
+    "parameters": "<tool_call>\n<function=bash>\n" + "<parameter=command>\n" * 6000 + "</function>\n</tool_call>",
+    "keys": "<tool_call>bash\n" + "<arg_key>command</arg_key>\n<arg_value>ls\n" * 800 + "</tool_call>",
+    "ends first": "<tool_call>" + "<arg_key></arg_value>" * 800 + "</arg_key><arg_value>" * 800 + "</tool_call>",
+    "spaces": '<|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>{"a": "' + " " * 30_000 + '"}',
+    "invokes": "<minimax:tool_call>" + '<invoke name="bash">' * 6000 + "</minimax:tool_call>",
+}
+
+
+@pytest.mark.parametrize("text", REPEATED.values(), ids=REPEATED.keys())
+def test_an_output_that_takes_minutes_to_read_is_recognised(text: str) -> None:
+    """A policy may repeat itself. Python runs nothing else while it searches for a regular expression."""
+    assert parse_steps(text) > MAX_PARSE_STEPS
+
+
+def test_long_calls_are_read() -> None:
+    many = "".join(xml_call("bash", {"command": f"ls {number}"}) for number in range(2000))
+    long = xml_call("bash", {f"argument {number}": "x" * 1000 for number in range(200)})
+    keys = "<tool_call>bash\n" + "<arg_key>command</arg_key>\n<arg_value>ls</arg_value>\n" * 2000 + "</tool_call>"
+    invokes = '<invoke name="bash">\n<parameter name="command">ls</parameter>\n</invoke>\n' * 2000
+    for text in (many, long, keys, f"<minimax:tool_call>\n{invokes}</minimax:tool_call>", " " * 100_000):
+        assert parse_steps(text) < MAX_PARSE_STEPS
+    assert len(read([TOKENIZER.encode(long)], "qwen3.5").message.tool_calls) == 1
+
+
+def test_a_policy_that_repeats_itself_does_not_stop_the_process() -> None:
+    ids = TOKENIZER.encode(REPEATED["parameters"])
+    reading = stream("qwen3.5")
+    reading.push(ids)
+    begun = time.thread_time()
+    reply = reading.finish()
+    assert time.thread_time() - begun < 1.5
+    assert (reply.message.tool_calls, reply.malformed) == ((), 1)
+    assert reply.message.content == REPEATED["parameters"]
