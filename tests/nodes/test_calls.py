@@ -32,6 +32,7 @@ from outrider.nodes.messages import (
 from outrider.nodes.remote_node import NodeConnection
 from outrider.nodes.service_proxy import ServiceProxy
 from outrider.sessions.resources import Capacity, ResourceAmount
+from outrider.wire import link as link_module
 from outrider.wire.link import Disconnected, Link, Socket
 from outrider.wire.link_protocol import Nonsense, encode
 
@@ -167,6 +168,27 @@ async def test_what_is_too_long_or_cannot_be_sent_fails_its_call_only() -> None:
         with pytest.raises(ServiceError, match=r"KeepArtifact of .* too long"):
             await ends.caller.call(KeepArtifact("s", 1, long))
         assert await ends.caller.call(ReadCarried("s", 2)) == b"x"
+
+
+async def test_calls_that_are_large_together_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many calls at once do not fill the queue of the link so far that the link closes."""
+    monkeypatch.setattr(link_module, "CROWDED", 1000)
+    monkeypatch.setattr(link_module, "MAX_WAITING", 5000)
+
+    async def kept(call: KeepArtifact) -> str:
+        return f"{call.attempt}"
+
+    async def taken(call: Take) -> AsyncGenerator[tuple[str, ...], None]:
+        yield (call.tenant,)
+
+    async def take(number: int) -> list[tuple[str, ...]]:
+        request = Take(ResourceAmount(cpus=1.0), 0, f"{number:060}")
+        return [value async for value in ends.caller.stream(request)]
+
+    async with both(KeepArtifact=kept, Take=taken) as ends:
+        found = await asyncio.gather(*(ends.caller.call(KeepArtifact("s", number, bytes(400))) for number in range(50)))
+        assert found == [f"{number}" for number in range(50)]
+        assert all(await asyncio.gather(*map(take, range(100))))
 
 
 async def test_a_stream_that_is_cancelled_ends_at_the_other_end_too() -> None:

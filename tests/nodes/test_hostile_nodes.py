@@ -69,8 +69,8 @@ from outrider.trajectory import (
     pack_ids,
     pack_logprobs,
 )
-from outrider.wire import decoding
-from outrider.wire.link_protocol import Close, Nonsense, encode
+from outrider.wire import decoding, link, resumable
+from outrider.wire.link_protocol import Beat, Close, Nonsense, encode
 from outrider.wire.resumable import HEADER, PIECE
 from support.hostile_node import HostileNode, hello, report
 from support.odd_values import ODD, mutated
@@ -581,6 +581,26 @@ async def test_a_node_that_does_not_end_what_is_cancelled_is_given_up(start: Sta
         assert session.result is not None
         assert (session.result.stop_reason, session.result.verdict) == (StopReason.CANCELLED, None)
         assert "has not ended attempt" in (await node.ended()).reason
+
+
+async def test_large_tasks_that_begin_at_once_do_not_cost_a_node_its_connection(
+    start: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node reads the tasks of a whole group one by one."""
+    monkeypatch.setattr(link, "CROWDED", 1 << 20)
+    monkeypatch.setattr(link, "MAX_WAITING", 4 << 20)
+    monkeypatch.setattr(resumable, "MAX_UNACKNOWLEDGED", 1 << 20)
+    async with start(processes=0) as running, HostileNode.joined(running.url, capacity=16) as node:
+        view = await running.submit("ask", n=16, instruction="x" * 600_000)
+        async with asyncio.timeout(30):
+            while not all(  # noqa: ASYNC110
+                session.node for session in await running.service.store.sessions(view.id)
+            ):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # in this time the service makes the messages
+        for _ in range(16):
+            await node.given()
+            await node.say(Beat())
 
 
 async def test_a_false_gate_does_not_stall_a_pause(start: Starts) -> None:

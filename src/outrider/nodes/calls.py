@@ -153,14 +153,17 @@ class LinkCalls:
             call.forget()
 
     async def call(self, request: NodeCall[R]) -> R:
-        """Make a call and return the value of the reply. Raises the errors of `begin` and `PendingCall.next`. If the
-        caller is cancelled, the peer still carries out the call."""
+        """Make a call and return the value of the reply. Waits first while too many bytes are queued for sending
+        (`room`). Raises the errors of `begin` and `PendingCall.next`. If the caller is cancelled, the peer still
+        carries out the call."""
+        await self.room()
         with self.pending(request) as call:
             return await call.next()
 
     async def stream(self, request: NodeStream[R]) -> AsyncGenerator[R, None]:
-        """Make a call, and yield the value of each reply. If this generator is closed early, the peer cancels the
-        call."""
+        """Make a call, and yield the value of each reply. Waits first while too many bytes are queued for sending
+        (`room`). If this generator is closed early, the peer cancels the call."""
+        await self.room()
         with self.pending(request) as call:
             try:
                 while True:
@@ -169,6 +172,12 @@ class LinkCalls:
                 return
             finally:
                 call.cancel()
+
+    async def room(self) -> None:
+        """Wait while too many bytes are queued for sending, or until the link is closed (`Link.room`). If large calls
+        did not wait, the queue would reach the length at which the link closes, although the peer reads all the
+        time."""
+        await self._link.room()
 
     def send(self, message: msgspec.Struct) -> None:
         self._link.send(message)
@@ -251,10 +260,10 @@ class LinkCalls:
             await self._reply(CallReply(number, error=error.record()))
 
     async def _reply(self, reply: CallReply) -> None:
-        """Wait while too many bytes are queued for sending (`Link.room`), then send a reply. Raises ServiceError if the
+        """Wait while too many bytes are queued for sending (`room`), then send a reply. Raises ServiceError if the
         reply is too long."""
         frame = framed(reply, elsewhere=self._elsewhere)
-        await self._link.room()
+        await self.room()
         self._link.send_encoded(frame)
 
     def _note_end(self, number: int, work: object, task: asyncio.Task[None]) -> None:

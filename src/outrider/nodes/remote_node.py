@@ -284,6 +284,7 @@ class NodeConnection:
         the node has ended the attempt."""
         # Encode the task in a thread, because it may contain megabytes of files.
         task = await asyncio.to_thread(lambda: attempt.task.model_dump_json().encode())
+        await self.calls.room()  # the sessions of a whole group may begin at once
         if self.calls.ended or self.leaving:
             raise self._lost()
         session = attempt.session

@@ -111,7 +111,9 @@ class Link(Generic[In]):
 
     async def room(self) -> None:
         """Wait until at most CROWDED bytes are queued for sending, or until `close` is called."""
-        await self._spacious.wait()
+        # Check again after each wait, because another task that has waited may have filled the queue meanwhile.
+        while self._waiting_bytes > CROWDED:
+            await self._spacious.wait()
 
     def close(self, code: Close, reason: str) -> None:
         """End the connection, and drop queued messages."""

@@ -1,0 +1,68 @@
+"""A link whose peer reads slowly, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from outrider.nodes.messages import TO_SERVICE
+from outrider.wire import link as link_module
+from outrider.wire.link import Disconnected, Link, Socket
+
+
+class Peer(Socket):
+    """A `Socket` whose peer sends what is in `frames`, and takes a frame only while `takes` is set."""
+
+    def __init__(self) -> None:
+        self.takes = asyncio.Event()
+        self.taking = asyncio.Event()
+        """Set once a frame waits for the peer."""
+        self.frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self.taken_frames: list[bytes] = []
+
+    async def send(self, frame: bytes) -> None:
+        self.taking.set()
+        await self.takes.wait()
+        await asyncio.sleep(0)
+        self.taken_frames.append(frame)
+
+    async def receive(self) -> bytes:
+        return await self.frames.get()
+
+    async def close(self, code: int, reason: str) -> None:
+        await self.takes.wait()
+
+
+def linked(peer: Peer, *, heartbeat: float = 100, silence: float = 100) -> Link[Any]:
+    return Link(peer, TO_SERVICE, heartbeat=heartbeat, silence=silence)
+
+
+async def end(running: asyncio.Task[Disconnected]) -> None:
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_room_is_not_given_to_all_that_wait_for_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link is not taken for one whose peer reads too slowly, however many senders wait for room."""
+    monkeypatch.setattr(link_module, "CROWDED", 1000)
+    monkeypatch.setattr(link_module, "MAX_WAITING", 5000)
+    peer = Peer()
+    link = linked(peer)
+    running = asyncio.create_task(link.run(lambda message: None))
+
+    async def say() -> None:
+        await link.room()
+        assert link._waiting_bytes <= 1000
+        link.send_encoded(bytes(400))
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as senders:
+        for _ in range(100):
+            senders.create_task(say())
+        await peer.taking.wait()
+        peer.takes.set()
+    while len(peer.taken_frames) < 100:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert not running.done()
+    await end(running)
