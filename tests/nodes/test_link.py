@@ -1,4 +1,4 @@
-"""A link whose peer reads slowly, or not at all."""
+"""A link whose peer reads slowly, or not at all, and a link of a process that was stopped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from outrider.nodes.messages import TO_SERVICE
 from outrider.wire import link as link_module
 from outrider.wire.link import Disconnected, Link, Socket
+from outrider.wire.link_protocol import Close
 
 
 class Peer(Socket):
@@ -66,3 +67,22 @@ async def test_room_is_not_given_to_all_that_wait_for_it_at_once(monkeypatch: py
         await asyncio.sleep(0)
     assert not running.done()
     await end(running)
+
+
+@pytest.mark.parametrize("sending", [True, False])
+async def test_a_peer_that_takes_a_little_now_and_then_cannot_keep_a_closed_link(
+    monkeypatch: pytest.MonkeyPatch, sending: bool
+) -> None:
+    monkeypatch.setattr(link_module, "CLOSE_SECONDS", 0.2, raising=False)
+    peer = Peer()
+    link = linked(peer, heartbeat=0.1)
+    running = asyncio.create_task(link.run(lambda message: None))
+    if sending:
+        link.send_encoded(b"x")
+        await peer.taking.wait()
+    link.close(Close.SILENT, "it is given up")
+    async with asyncio.timeout(10):
+        while not running.done():
+            peer.taken = peer.last_arrival = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.01)
+    assert running.result().reason == "it is given up"

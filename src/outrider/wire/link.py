@@ -26,6 +26,9 @@ CROWDED = 16 << 20
 MAX_WAITING = 256 << 20
 """If more than this number of bytes are queued when another message is sent, the connection is closed, because the peer
 reads too slowly."""
+CLOSE_SECONDS = 10.0
+"""After `Link.close`, the peer has this number of seconds to read the message that is being sent, and the reason of the
+close."""
 
 
 class Disconnected(Exception):
@@ -90,6 +93,7 @@ class Link(Generic[In]):
         self._held = False
         """True while `run` awaits `ready` before it reads the next message."""
         self._close: Disconnected | None = None
+        self._closed_at = 0.0
         self._clock = asyncio.get_running_loop().time
         self._last_arrival = self._sent = self._clock()
         self._sending_since: float | None = None
@@ -118,7 +122,7 @@ class Link(Generic[In]):
     def close(self, code: Close, reason: str) -> None:
         """End the connection, and drop queued messages."""
         if self._close is None:
-            self._close = Disconnected(code, close_reason(reason))
+            self._close, self._closed_at = Disconnected(code, close_reason(reason)), self._clock()
             self._waiting.clear()
             self._waiting_bytes = 0
             self._wake.set()
@@ -190,8 +194,9 @@ class Link(Generic[In]):
                 await asyncio.Event().wait()
 
     async def _watch(self) -> Disconnected:
-        """Send heartbeats, and end the connection if the peer sends nothing or reads nothing. This task checks the peer
-        at intervals, because a timeout for each message would add a sixth to the message's own cost."""
+        """Send heartbeats, and end the connection if the peer sends nothing or reads nothing, also after `close`. This
+        task checks the peer at intervals, because a timeout for each message would add a sixth to the message's own
+        cost."""
         while True:
             pause = min(self._heartbeat / 2, self.silence / 4)
             due = self._clock() + pause
@@ -199,6 +204,8 @@ class Link(Generic[In]):
             now = self._clock()
             if now - due > pause:  # this process was blocked, so messages from the peer may wait unread
                 self._last_arrival = now
+            if self._close is not None and now - self._closed_at >= CLOSE_SECONDS:
+                return self._close
             if self._sending_since is not None and now - max(self._sending_since, self._socket.taken) >= self.silence:
                 return Disconnected(Close.SILENT, "the peer reads nothing")
             if not self._held and now - max(self._last_arrival, self._socket.last_arrival) >= self.silence:
