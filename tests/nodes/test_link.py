@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from outrider.nodes.messages import TO_SERVICE
 from outrider.wire import link as link_module
 from outrider.wire.link import Disconnected, Link, Socket
-from outrider.wire.link_protocol import Close
+from outrider.wire.link_protocol import Beat, Close, encode
 
 
 class Peer(Socket):
@@ -86,3 +87,20 @@ async def test_a_peer_that_takes_a_little_now_and_then_cannot_keep_a_closed_link
             peer.taken = peer.last_arrival = asyncio.get_running_loop().time()
             await asyncio.sleep(0.01)
     assert running.result().reason == "it is given up"
+
+
+async def test_a_process_that_was_stopped_does_not_blame_its_peer_for_reading_nothing() -> None:
+    peer = Peer()
+    link = linked(peer, heartbeat=0.2, silence=0.4)
+    running = asyncio.create_task(link.run(lambda message: None))
+    link.send(Beat())
+    await peer.taking.wait()
+    await asyncio.sleep(0.05)
+    time.sleep(1.0)  # noqa: ASYNC251  # stops the event loop, as SIGSTOP would
+    await asyncio.sleep(0.15)  # the link looks at its peer in this time
+    assert not running.done()
+    peer.takes.set()
+    peer.frames.put_nowait(encode(Beat()))
+    await asyncio.sleep(0.1)
+    assert not running.done()
+    await end(running)

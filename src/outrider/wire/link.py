@@ -202,8 +202,9 @@ class Link(Generic[In]):
             due = self._clock() + pause
             await asyncio.sleep(pause)
             now = self._clock()
-            if now - due > pause:  # this process was blocked, so messages from the peer may wait unread
+            if now - due > pause:  # this process was blocked: messages may wait to be read here, or to be sent
                 self._last_arrival = now
+                self._sending_since = None if self._sending_since is None else now
             if self._close is not None and now - self._closed_at >= CLOSE_SECONDS:
                 return self._close
             if self._sending_since is not None and now - max(self._sending_since, self._socket.taken) >= self.silence:
