@@ -104,3 +104,24 @@ async def test_a_process_that_was_stopped_does_not_blame_its_peer_for_reading_no
     await asyncio.sleep(0.1)
     assert not running.done()
     await end(running)
+
+
+async def test_messages_that_have_piled_up_do_not_hold_up_the_event_loop() -> None:
+    """While a link does not read, messages pile up in its socket. Afterwards, other work of the event loop goes on
+    between them."""
+    peer = Peer()
+    read = others = 0
+    for _ in range(100):
+        peer.frames.put_nowait(encode({"type": "beat", "more": "x" * 60_000}))
+    link = linked(peer)
+
+    async def ready() -> None:
+        nonlocal read
+        read += 1
+
+    running = asyncio.create_task(link.run(lambda message: None, ready=ready))
+    while read <= 100:
+        others += 1
+        await asyncio.sleep(0)
+    assert others >= 50
+    await end(running)

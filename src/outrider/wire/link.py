@@ -26,6 +26,9 @@ CROWDED = 16 << 20
 MAX_WAITING = 256 << 20
 """If more than this number of bytes are queued when another message is sent, the connection is closed, because the peer
 reads too slowly."""
+MESSAGE_COST = 256
+"""Bytes counted for a received message in addition to its length, when the link decides whether other work of the event
+loop must get a turn."""
 CLOSE_SECONDS = 10.0
 """After `Link.close`, the peer has this number of seconds to read the message that is being sent, and the reason of the
 close."""
@@ -167,7 +170,12 @@ class Link(Generic[In]):
             self._sending_since = None
 
     async def _read(self, handle: Callable[[In], None], ready: Callable[[], Awaitable[object]] | None) -> Disconnected:
+        handled = 0
         while True:
+            if handled > SMALL:
+                # If messages have piled up in the socket, `receive` does not wait. So let the event loop do other work.
+                handled = 0
+                await asyncio.sleep(0)
             if ready is not None:
                 self._held = True
                 await ready()
@@ -177,6 +185,7 @@ class Link(Generic[In]):
             except Disconnected as end:
                 return end
             self._last_arrival = self._clock()
+            handled += len(frame) + MESSAGE_COST
             try:
                 if self._stranger and len(frame) > SMALL:
                     await asyncio.to_thread(check_cost, frame)
