@@ -129,6 +129,8 @@ class Generations:
                             generation.room.clear()
                             await generation.room.wait()
                         chunk = await anext(chunks, None)
+                        if not self._holds(generation):  # the engine's code has suppressed the cancellation
+                            return
                         if chunk is None:
                             raise EngineUnavailable("the worker's engine ended its stream before the generation's end")
                         if not chunk.ids and not chunk.logprobs and chunk.finish is None:
@@ -144,7 +146,14 @@ class Generations:
         except Exception as error:  # the engine's code may raise any error
             self._fail(generation, EngineMisbehaved(f"the worker's engine raised {type(error).__name__}: {error}"))
 
+    def _holds(self, generation: _Generation) -> bool:
+        """Return False if the generation was aborted. Nothing more may be sent for such a generation, because nobody
+        would acknowledge it."""
+        return self._generations.get(generation.number) is generation
+
     def _fail(self, generation: _Generation, error: OutriderError) -> None:
+        if not self._holds(generation):  # the engine's code has turned the cancellation into another error
+            return
         generation.ended = True
         message = Failed(generation=generation.number, number=generation.produced + 1, error=error.record())
         self._send(generation, message)
