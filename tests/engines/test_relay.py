@@ -25,6 +25,7 @@ from outrider.engines.relay.attached_worker import AttachedWorker
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import (
     PROTOCOL,
+    TO_SERVICE,
     TO_WORKER,
     Failed,
     StartGeneration,
@@ -359,6 +360,48 @@ async def test_a_restarted_service_is_found_again() -> None:
         counter.go.set()
         await gathered(after, request())
         await chunks.aclose()
+
+
+async def test_a_worker_keeps_its_generations_while_it_waits_for_the_welcome() -> None:
+    """A service that is busy welcomes the worker only when the time to come back is over. It has read that the worker
+    still holds the generation, so the worker must go on with it."""
+    counter = Counter(stall=1, most=1)
+    asked = request(tokens=5)
+    start = StartGeneration(
+        generation=7, request_id="r", session_key="s", input_ids=asked.input_ids.tobytes(), sampling=asked.sampling
+    )
+    resumed: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        websocket = WebSocket(scope, receive, send)
+        await websocket.accept()
+        greeting = TO_SERVICE.decode(await websocket.receive_bytes())
+        assert isinstance(greeting, WorkerHello)
+        if greeting.holds:
+            await asyncio.sleep(0.5)
+        welcome = WorkerWelcome(
+            protocol=PROTOCOL,
+            resumed=dict.fromkeys(greeting.holds, 1),
+            heartbeat=5,
+            silence=20,
+            resume=0.2,
+            window=8,
+            total_window=8,
+        )
+        await websocket.send_bytes(encoded(welcome))
+        if not greeting.holds:
+            await websocket.send_bytes(encoded(start))
+            await websocket.receive_bytes()  # the first token
+            return  # the connection breaks
+        counter.go.set()
+        resumed.append(TO_SERVICE.decode(await websocket.receive_bytes()))
+        await websocket.receive()
+
+    async with serving(app, websockets=1000) as url, attached(url, counter):
+        await until(lambda: bool(resumed))
+    assert isinstance(resumed[0], WorkerTokens)
+    assert (resumed[0].generation, resumed[0].number) == (7, 2)
+    assert counter.started == 1
 
 
 ERRORS: list[tuple[Exception, type[OutriderError], str]] = [

@@ -266,13 +266,12 @@ class Worker:
     async def _serve(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> Disconnected:
         """Open a connection, and serve until it ends. Returns how the connection ended."""
         async with dialled(session, self.url, self._token, seconds=CONNECT_SECONDS, max_bytes=MAX_TO_WORKER) as socket:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await socket.send(encode(await self._hello()))
-                welcome = TO_WORKER.decode(await socket.receive())
-            if not isinstance(welcome, WorkerWelcome):
-                raise Nonsense("the service's first message is no welcome")
-            if self._forget is not None:
-                self._forget.cancel()
+            with self._remembering():
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    await socket.send(encode(await self._hello()))
+                    welcome = TO_WORKER.decode(await socket.receive())
+                if not isinstance(welcome, WorkerWelcome):
+                    raise Nonsense("the service's first message is no welcome")
             link: Link[ToWorker] = Link(socket, TO_WORKER, heartbeat=welcome.heartbeat, silence=welcome.silence)
             self._welcome, self._link = welcome, link
             self.connections += 1
@@ -283,6 +282,20 @@ class Worker:
             finally:
                 self._link = None
                 self._generations.detach()
+
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        """Drop no generations while the block runs, because the service waits for those that the hello has named. If
+        the block raises, they are dropped at the time that was set before, or at once if this time is over."""
+        forget = self._forget
+        if forget is not None:
+            forget.cancel()
+        try:
+            yield
+        except BaseException:
+            if forget is not None:
+                self._forget = asyncio.get_running_loop().call_at(forget.when(), self._generations.abort_all)
+            raise
 
     async def _hello(self) -> WorkerHello:
         health = await self.engine.health()
