@@ -792,6 +792,60 @@ async def test_a_worker_that_is_away_during_an_update_loads_before_it_serves() -
             assert loading.loaded == [("weights", 3)]
 
 
+async def test_a_worker_that_is_away_while_a_version_is_undone_loads_before_it_serves() -> None:
+    """Version 5 is undone while the worker is away. Its weights of version 5 are not those of the policy, although 5 is
+    more than 3."""
+    engine = relay(resume_seconds=0.1)
+    weights, loading = Weights(), Weights()
+    counter = Counter()
+    async with relay_served(engine) as url, attached(url, Counter(), update_weights=weights):
+        proxy = CuttingProxy(url)
+        async with proxy.open() as through, attached(through, counter, update_weights=loading):
+            await until(lambda: len(engine._workers) == 2)
+            await engine.update_weights("weights-5", 5)
+            assert loading.loaded == [("weights-5", 5)]
+            proxy.closed = True
+            await proxy.cut()
+            await engine.update_weights("weights-3", 3)
+            await until(lambda: len(engine._workers) == 1)
+            loading.go.clear()
+            proxy.closed = False
+            await until(lambda: loading.asked == 2 or len(engine._workers) == 2)
+            for _ in range(20):
+                await gathered(engine, request())
+            assert counter.started == 0
+            loading.go.set()
+            await until(lambda: len(engine._workers) == 2)
+            assert loading.loaded[-1] == ("weights-3", 3)
+
+
+async def test_a_worker_with_an_undone_version_gets_no_work() -> None:
+    """The service cannot have the worker load the policy's weights. The worker gets work again when it reports a change
+    of its weights."""
+    engine = relay(resume_seconds=0.05)
+    counter = Counter()
+    async with relay_served(engine) as url, attached(url, Counter()):
+        proxy = CuttingProxy(url)
+        async with proxy.open() as through, attached(through, counter) as worker:
+            await until(lambda: len(engine._workers) == 2)
+            await engine.set_version(5)
+            proxy.closed = True
+            await proxy.cut()
+            await until(lambda: len(engine._workers) == 1)
+            await engine.set_version(3)
+            proxy.closed = False
+            await until(lambda: len(engine._workers) == 2)
+            for _ in range(20):
+                await gathered(engine, request())
+            assert counter.started == 0
+            assert (await engine.health()).version == 3
+            worker.set_version(5)  # new weights under the old number
+            await until(lambda: not engine._undone)
+            for _ in range(20):
+                await gathered(engine, request())
+            assert counter.started > 0
+
+
 async def test_a_worker_that_loads_its_first_weights_during_an_update_loads_the_next_too() -> None:
     """The worker attaches after an update. Another update follows while it loads the weights of the first."""
     engine = relay()

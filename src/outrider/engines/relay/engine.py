@@ -3,7 +3,7 @@ them.
 
 Invariants: a generation moves to another worker only while none of its chunks was passed on. All workers of an engine
 report the same kind of log-probabilities and name the same model. A worker gets no work while its version is older than
-the version set on the engine.
+the version set on the engine, or was undone by setting a lower version.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class RelayEngine:
         self._paused: PauseMode | None = None
         self._version = 0
         """The version set on the engine."""
+        self._undone: set[int] = set()
+        """Versions that were undone by setting a lower version. A worker that still reports one of these versions has
+        missed the order to go back."""
         self._weights: str | None = None
         """The location from which workers can load the weights of `_version`; None if there is none."""
         # Start at a random number, because a worker may still have generations of an earlier service, whose numbers
@@ -148,8 +151,8 @@ class RelayEngine:
             good.append(answer)
         if not good:
             return next((answer for answer in answers if not answer.ok), self._unhealthy())
-        # A worker whose version is older than the engine's gets no work, so its version does not count.
-        fresh = [answer for answer in good if answer.version >= self._version] or good
+        # A worker with an outdated version gets no work, so its version does not count.
+        fresh = [answer for answer in good if not self._is_outdated(answer.version)] or good
         return EngineHealth(
             ok=True,
             detail=f"{len(good)} of {len(workers)} workers",
@@ -172,7 +175,8 @@ class RelayEngine:
 
     async def set_version(self, version: int) -> None:
         if version != self._version:
-            self._version, self._weights = version, None
+            self._note_version(version)
+            self._weights = None
         _raise_first(await self._each(lambda worker: worker.set_version(version)))
 
     async def update_weights(self, weights: str, version: int) -> None:
@@ -185,9 +189,10 @@ class RelayEngine:
         failures = await self._each(lambda worker: worker.update_weights(weights, version))
         if not any(worker.gone is None and worker not in failures for worker in asked):
             raise next(iter(failures.values()), self._nobody())
-        self._version, self._weights = version, weights
+        self._note_version(version)
+        self._weights = weights
         for worker in list(self._workers.values()):
-            if worker in failures or worker.version < version:
+            if worker in failures or self._is_outdated(worker.version):
                 reason = failures[worker].message if worker in failures else f"it has to load version {version}"
                 worker.cut_off(Close.SILENT, reason)
                 self._drop(worker, reason)
@@ -248,8 +253,9 @@ class RelayEngine:
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # a worker whose version was too old can get work now
-                news()
+            if isinstance(message, Version):
+                self._undone.discard(message.version)  # the weights are new, even if the number was used before
+                news()  # a worker whose version was too old can get work now
 
         worker.connect(link, hello)
         end: Disconnected | None = None
@@ -307,7 +313,7 @@ class RelayEngine:
             if paused != (wanted := self._paused):
                 await (worker.resume() if wanted is None else worker.pause(wanted))
                 paused = wanted
-            elif self._weights is not None and worker.hello.loads and worker.version < self._version:
+            elif self._weights is not None and worker.hello.loads and self._is_outdated(worker.version):
                 await worker.update_weights(self._weights, self._version)
             else:
                 return
@@ -368,7 +374,7 @@ class RelayEngine:
             worker
             for worker in self._workers.values()
             if worker not in tried
-            and worker.version >= self._version
+            and not self._is_outdated(worker.version)
             # Checked again here, because a worker that does not support the constraint may have attached after the
             # request was accepted.
             and (constraint is None or constraint.kind in worker.hello.constraints)
@@ -403,11 +409,22 @@ class RelayEngine:
                 group.create_task(one(worker))
         return failures
 
+    def _note_version(self, version: int) -> None:
+        """Set the version of the engine. If it is lower than before, the versions above it are undone."""
+        if version < self._version:
+            workers = (*self._workers.values(), *self._arriving.values())
+            self._undone |= {known for known in (self._version, *(each.version for each in workers)) if known > version}
+        self._version = version
+
+    def _is_outdated(self, version: int) -> bool:
+        """Return True if a worker with this version must get no work."""
+        return version < self._version or (version != self._version and version in self._undone)
+
     def _note_constraints(self) -> None:
         self._constraints = frozenset(kind for worker in self._workers.values() for kind in worker.hello.constraints)
 
     def _nobody(self, constraint: Constraint | None = None) -> EngineUnavailable:
-        if constraint is not None and any(worker.version >= self._version for worker in self._workers.values()):
+        if constraint is not None and any(not self._is_outdated(worker.version) for worker in self._workers.values()):
             return EngineUnavailable(f"relay {self.name!r}: no worker that is left supports {constraint.kind}")
         if self._workers:
             return EngineUnavailable(f"relay {self.name!r}: no worker has policy version {self._version} yet")
