@@ -219,3 +219,39 @@ async def test_a_request_that_the_server_keeps_through_a_pause_is_given_up(
         async with asyncio.timeout(5):
             while member.version:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def test_an_engine_that_is_removed_fails_no_longer() -> None:
+    """The status lists an engine that the process cannot use, but only while the service has the engine."""
+    failures = Failures()
+    state = EngineState(
+        name="odd",
+        kind="no such kind",
+        url="http://127.0.0.1:9",
+        spec=EngineSpec(kind="no such kind", name="odd", url="http://127.0.0.1:9").model_dump_json().encode(),
+        mode=TokenMode.TOKENS,
+        logprob_kind=LogprobKind.SAMPLING,
+        constraints=frozenset(),
+        health=EngineHealth(ok=True),
+        ok=True,
+        detail="",
+        draining=False,
+        version=0,
+        versions=None,
+    )
+
+    def say(*engines: EngineState) -> None:
+        follower.follow(PoolState(mode_changes=0, paused=None, policy_version=None, engines=engines))
+
+    async with (
+        asyncio.timeout(20),
+        EnginePool(follows=partial(FollowedPolicy, leader=SilentLeader())) as pool,
+        PoolFollower(pool, lambda state: pytest.fail(state.name), failures) as follower,
+    ):
+        say(state)
+        while not failures.failing():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert [each.name for each in failures.failing()] == ["use engine odd"]
+        say()
+        await asyncio.sleep(0.1)
+        assert failures.failing() == ()

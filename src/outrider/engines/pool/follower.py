@@ -134,6 +134,8 @@ class PoolFollower:
         self._state: PoolState | None = None
         self._followed: dict[str, EngineState] = {}
         """The last applied state of each engine, by engine name."""
+        self._unusable: set[str] = set()
+        """Names of engines that the last attempt could not use. `Failures` lists them as failing work."""
         self._work = asyncio.Event()
         self._tasks = Chores(failures or Failures())
 
@@ -178,10 +180,16 @@ class PoolFollower:
                     await self._follow_engine(engine, state)
             except Exception as error:  # an engine's code may raise any error, or may work only in the leader's process
                 failures.note(name, error)
+                self._unusable.add(engine.name)
                 asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._work.set)
             else:
                 failures.note_success(name)
-        for name in self._followed.keys() - {engine.name for engine in state.engines}:
+                self._unusable.discard(engine.name)
+        listed = {engine.name for engine in state.engines}
+        for name in self._unusable - listed:  # nothing fails any more, because the engine was removed
+            failures.drop(f"use engine {name}")
+        self._unusable &= listed
+        for name in self._followed.keys() - listed:
             self._leave_engine(name, state)
         # Open the gate last, as the leader does: before any generation begins, the engines must have the new version.
         if state is self._state and state.paused is None:
