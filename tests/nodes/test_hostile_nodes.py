@@ -397,6 +397,27 @@ async def test_a_node_that_says_what_cannot_be_is_cut_off(start: Starts, case: s
         await check_cut_off(running, view, node, reason)
 
 
+async def test_turns_that_are_stored_at_once_count_together(start: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node cannot exceed the task's `response_tokens` with turns that it sends before the first is stored."""
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        store, go, turns = running.service.store, asyncio.Event(), list[int]()
+        add_turn = store.add_turn
+
+        async def slow(session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
+            turns.append(turn.index)
+            await go.wait()
+            await add_turn(session_id, attempt, turn, model=model)
+
+        monkeypatch.setattr(store, "add_turn", slow)
+        view = await running.submit("ask", limits={"response_tokens": 1000})
+        told = Told.by(await node.given())
+        for index in range(3):
+            fields = {"output_ids": pack_ids([3] * 400), "logprobs": pack_logprobs([-1.0] * 400)}
+            await node.say(told.turn(index, versions=(VersionSpan(0, 0, 400),), **fields))
+        await check_cut_off(running, view, node, "response_tokens")
+        assert turns == [0, 1]
+
+
 async def test_an_honest_node_is_believed(start: Starts) -> None:
     """Messages of the kinds in FORGED are accepted if they are true, so the rules do not refuse every message."""
     async with start(processes=0) as running, HostileNode.joined(running.url) as node:

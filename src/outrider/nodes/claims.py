@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import lt
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -103,6 +104,8 @@ class AttemptRecords:
         """False after an error while a turn was being stored: that turn may or may not be in the store."""
         self.indexes: dict[str | None, set[int]] = {}
         self.tokens: dict[str | None, int] = {}
+        self.storing: dict[str | None, int] = {}
+        """Numbers of sampled tokens in the turns that are being stored, by model."""
         self.kept: dict[str, int] = {}
         """Sizes in bytes of the attempt's artifacts by SHA-256."""
         self.kept_bytes = 0
@@ -110,6 +113,16 @@ class AttemptRecords:
     @property
     def task(self) -> TaskSpec:
         return self.attempt.task
+
+    @contextmanager
+    def storing_turn(self, call: AddTurn) -> Iterator[None]:
+        """Count the tokens of a turn as being stored while the block runs."""
+        sampled = len(call.turn.output_ids) // 4
+        self.storing[call.model] = self.storing.get(call.model, 0) + sampled
+        try:
+            yield
+        finally:
+            self.storing[call.model] -= sampled
 
     def note_turn(self, call: AddTurn) -> None:
         """Count a stored turn and its sampled tokens."""
@@ -297,7 +310,9 @@ def _tiles(turn: Turn, tokens: int) -> bool:
 
 
 def _within_limits(call: AddTurn, records: AttemptRecords) -> bool:
-    sampled = records.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
+    # Turns that are being stored count, too: a node may send many turns before the first is stored.
+    before = records.tokens.get(call.model, 0) + records.storing.get(call.model, 0)
+    sampled = before + len(call.turn.output_ids) // 4
     # Count only turns of engines that take and return token ids. A chat engine reports the number of its tokens only
     # after the call, so concurrent calls may together exceed `response_tokens`.
     counted = call.model is None and call.turn.mode is TokenMode.TOKENS

@@ -404,7 +404,8 @@ class NodeConnection:
         records = self._records_of(call)
         check(call, TURN_RULES, records)
         try:
-            await self._parts.store.add_turn(call.session_id, call.attempt, call.turn, model=call.model)
+            with records.storing_turn(call):
+                await self._parts.store.add_turn(call.session_id, call.attempt, call.turn, model=call.model)
         except Conflict:
             raise
         except BaseException:
