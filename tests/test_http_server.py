@@ -514,6 +514,33 @@ async def test_a_websocket_that_reads_no_answers_is_kept_in_little_memory(piece:
             assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
 
 
+async def test_a_websocket_that_is_closed_gives_its_place_back_although_its_client_reads_nothing() -> None:
+    """The client has left a little data unread, for which the transport does not pause the application."""
+    state = ServerState()
+
+    async def parting(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        [connection] = state.connections
+        while not connection.transport.get_write_buffer_size():
+            await send({"type": "websocket.send", "bytes": bytes(16 << 10)})
+            await asyncio.sleep(0)
+        await send({"type": "websocket.close"})
+
+    async with hasty(parting, timeouts=Timeouts(unread=600), websockets=1000, state=state) as url:
+        with socket.socket() as client:
+            client.setblocking(False)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", int(url.rsplit(":", 1)[1])))
+            await loop.sock_sendall(client, UPGRADE)
+            while not any(connection.transport.is_closing() for connection in tuple(state.connections)):
+                await pass_time(1)
+            for _ in range(3):
+                await pass_time(600)
+            assert not state.connections
+
+
 EMPTY_FRAGMENT = bytes([0x00, 0x80]) + bytes(4)
 """A fragment without data that continues a message and does not end it, masked with zeroes."""
 
@@ -580,7 +607,8 @@ UNDOCUMENTED = {
         "handle_websocket_upgrade",
     },
     "websocket": {
-        *("pause_writing", "resume_writing", "handle_ping", "connection_lost", "loop", "transport", "writable"),
+        *("pause_writing", "resume_writing", "handle_ping", "connection_made", "connection_lost", "loop", "transport"),
+        "writable",
         *("data_received", "receive", "handle_cont", "frames", "queue", "read_paused"),
     },
     "protocol.cycle": {"scope", "body", "more_body", "response_complete", "disconnected", "message_event"},

@@ -412,8 +412,26 @@ class _WebSocket(WebSocketsSansIOProtocol):
         self._timeouts = timeouts
         self._limit = limit
         self._unread: asyncio.TimerHandle | None = None
+        self._closing: asyncio.TimerHandle | None = None
+        self._was_closing = False
         self._rest = bytearray()
         """Received data that is not parsed yet. Reading is paused while there is such data."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._check_closing_later()
+
+    def _check_closing_later(self) -> None:
+        self._closing = self.loop.call_later(self._timeouts.unread, self._check_closing)
+
+    def _check_closing(self) -> None:
+        """Abort the connection if it has been closing for `unread` seconds. A connection closes only when all data was
+        sent, and the client may read nothing more. `pause_writing` is not called for a little data."""
+        if self._was_closing:
+            self.transport.abort()
+            return
+        self._was_closing = self.transport.is_closing()
+        self._check_closing_later()
 
     def data_received(self, data: bytes) -> None:
         if not self._rest and len(data) <= WEBSOCKET_PIECE:
@@ -476,8 +494,9 @@ class _WebSocket(WebSocketsSansIOProtocol):
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
+        for timer in (self._unread, self._closing):
+            if timer is not None:
+                timer.cancel()
         self._limit.leave_upgraded()
         super().connection_lost(exc)
 
