@@ -404,6 +404,35 @@ async def test_a_worker_keeps_its_generations_while_it_waits_for_the_welcome() -
     assert counter.started == 1
 
 
+@pytest.mark.parametrize("status", [403, 404])
+async def test_a_proxy_that_knows_no_service_for_a_while_ends_no_worker(status: int) -> None:
+    """A reverse proxy replies for the service while the service restarts. The worker was accepted before, so it tries
+    again."""
+    engine, refused = relay(), 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal refused
+        websocket = WebSocket(scope, receive, send)
+        if closed and refused < 3:
+            refused += 1
+            await receive()
+            await send({"type": "websocket.http.response.start", "status": status, "headers": []})
+            await send({"type": "websocket.http.response.body", "body": b""})
+            return
+        await websocket.accept()
+        await engine.serve(AsgiSocket(websocket))
+
+    closed = False
+    async with serving(app, websockets=1000) as url:
+        proxy = CuttingProxy(url)
+        async with proxy.open() as through, attached(through, Counter()) as worker:
+            closed = True
+            await proxy.cut()
+            await until(lambda: worker.connections == 2)
+            assert refused == 3
+            await gathered(engine, request())
+
+
 ERRORS: list[tuple[Exception, type[OutriderError], str]] = [
     (ContextOverflow("too long"), ContextOverflow, "too long"),
     (EngineRejected("no such thing"), EngineRejected, "no such thing"),

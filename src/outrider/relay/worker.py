@@ -84,6 +84,9 @@ REFUSALS: dict[int, type[OutriderError]] = {
 }
 """The errors that `Worker.run` raises. A key is a close code, or the HTTP status of a failed attempt to connect. After
 such a code or status, reconnecting would fail again. In all other cases, the worker reconnects."""
+PROXY_STATUSES = frozenset({403, 404})
+"""HTTP statuses that are no refusal once the service has accepted the worker, because a reverse proxy may reply with
+them while the service restarts."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -152,8 +155,8 @@ class Worker:
         """Serve until cancelled, and reconnect whenever the connection is lost. Raises:
 
         - Unauthorized: the token is wrong.
-        - Forbidden: the token is not an admin's.
-        - NotFound: the service has no relay.
+        - Forbidden: the token is not an admin's. Only raised before the service has accepted the worker.
+        - NotFound: the service has no relay. Only raised before the service has accepted the worker.
         - Conflict: the service does not accept this worker, for example because its model, its engine or its protocol
           version differs.
         - EngineMisbehaved: the worker sent invalid messages.
@@ -248,7 +251,8 @@ class Worker:
             except (aiohttp.ClientError, OSError, Disconnected, Nonsense, *UNREADABLE) as error:
                 end = error
             code = end.code if isinstance(end, Disconnected) else getattr(end, "status", 0)
-            if (kind := REFUSALS.get(code)) is not None:
+            passing = code in PROXY_STATUSES and self.connections > 0
+            if (kind := REFUSALS.get(code)) is not None and not passing:
                 raise kind(f"{self.url} refuses this worker: {getattr(end, 'reason', '') or end}", hint=HINTS.get(code))
             if self.connections > before:
                 # After the code SILENT, the waits between attempts keep growing, because the next connection may end in
