@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from outrider.concurrency.cancellation import shielded
 from outrider.config import Config
-from outrider.errors import ErrorRecord, InvalidField, error_from
+from outrider.errors import ErrorRecord, Forbidden, InvalidField, NotFound, error_from
 from outrider.nodes.messages import TO_STARTER, Join, LeaveService
 from outrider.nodes.processes import setup_of
 from outrider.nodes.spawning import NodeProcess, one_after_another
@@ -57,6 +57,8 @@ class JoiningMachine:
         self._joined = joined
         self._processes: dict[str, NodeProcess] = {}
         self._refusal: ErrorRecord | None = None
+        self._accepted = False
+        """True once the service has accepted a process of this machine."""
         self._leaving = asyncio.Event()
 
     async def run(self, stop: Callable[[], Coroutine[Any, Any, object]], *, seconds: float) -> None:
@@ -107,8 +109,12 @@ class JoiningMachine:
             while True:
                 ready = TO_STARTER.decode(await process.pipe.receive())
                 if ready.error is not None:
-                    self._refusal = ready.error
+                    # A reverse proxy may reply with 403 or 404 while the service restarts. Then another process tries
+                    # again.
+                    if not (self._accepted and ready.error.code in (Forbidden.code, NotFound.code)):
+                        self._refusal = ready.error
                     return
+                self._accepted = True
                 self._joined(name)
                 if self._leaving.is_set():  # the machine began to leave before this process had joined
                     await process.pipe.send(encode(LeaveService()))
