@@ -1229,6 +1229,22 @@ async def test_text_that_is_no_text_ends_the_connection(caplog: pytest.LogCaptur
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
+async def test_a_message_that_breaks_websockets_rules_leaves_the_worker_time_to_come_back() -> None:
+    """uvicorn closes the connection while the service still sends to it."""
+    engine = relay()
+    async with relay_served(engine) as url, raw_worker(url) as raw:
+        await until(lambda: bool(engine._workers))
+        [worker] = engine._workers.values()
+        connection = raw._websocket._response.connection
+        assert connection is not None
+        assert connection.transport is not None
+        connection.transport.write(b"\xff" * 10)  # no frame
+        while worker.connected:
+            worker._send(Version(0))
+            await asyncio.sleep(0)
+        assert worker.gone is None
+
+
 async def test_a_newer_connection_of_a_worker_replaces_the_older() -> None:
     engine = relay()
     async with relay_served(engine) as url, raw_worker(url, instance="i" * 32) as old:

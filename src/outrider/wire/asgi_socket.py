@@ -17,7 +17,7 @@ class AsgiSocket(Socket):
     async def send(self, frame: bytes) -> None:
         try:
             await self._websocket.send_bytes(frame)
-        except (WebSocketDisconnect, OSError) as error:
+        except (WebSocketDisconnect, OSError, RuntimeError) as error:  # RuntimeError: uvicorn has closed it just now
             raise Disconnected(1006) from error
 
     async def receive(self) -> bytes:
