@@ -14,7 +14,7 @@ from .pages import page
 PAGE = page("docs/nodes.md")
 TABLES = {
     "Of a result": claims.RESULT_RULES,
-    "Of a turn": claims.TURN_RULES,
+    "Of a turn": claims.TURN_RULES + claims.IMAGE_RULES,
     "Of a list of artifacts": claims.INDEX_RULES,
 }
 

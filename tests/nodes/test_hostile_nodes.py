@@ -25,6 +25,7 @@ from outrider.engines.pool.placement import EngineUse
 from outrider.errors import Boundary, ErrorRecord, FailingChore
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.messages import Image, Message, Role, image_from_bytes, image_from_url
 from outrider.nodes import calls, claims
 from outrider.nodes.messages import (
     MAX_FROM_NODE,
@@ -56,6 +57,7 @@ from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
     FinishReason,
+    ImageSpan,
     JoinKind,
     LogprobKind,
     SessionResult,
@@ -197,6 +199,13 @@ CHAT = ChatRequest(
 DEEP = b"\x82\xa4type\xa4beat\xa1x" + b"\x91" * 30_000 + b"\xc0"
 """A heartbeat with an unknown field that contains 30,000 nested lists."""
 
+IMAGE = image_from_bytes("image/png", b"image")
+
+
+def shown(image: Image) -> tuple[Message, ...]:
+    return (Message(role=Role.USER, parts=(image,)),)
+
+
 FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "another group": (lambda told: [told.ran(group_id="g-other")], "session, group"),
     "another session": (lambda told: [told.ran(session_id="s-other")], "session, group"),
@@ -287,6 +296,20 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
             )
         ],
         "response_tokens",
+    ),
+    "a turn with a value that JSON does not have": (
+        lambda told: [told.turn(sampling={"x": msgspec.msgpack.Ext(5, b"")})],
+        "values of any type",
+    ),
+    "an image of other bytes": (lambda told: [told.turn(messages=shown(replace(IMAGE, data=b"other")))], "images"),
+    "an image of no bytes' size": (lambda told: [told.turn(messages=shown(replace(IMAGE, size=-1)))], "images"),
+    "an image of another address": (
+        lambda told: [told.turn(messages=shown(replace(image_from_url("http://x"), digest="ab")))],
+        "images",
+    ),
+    "an image behind its prompt": (
+        lambda told: [told.turn(messages=shown(IMAGE), images=(ImageSpan(IMAGE.digest, 1 << 63, 1 << 63, (1, 1, 1)),))],
+        "images",
     ),
     "a file that was not kept": (
         lambda told: [
@@ -424,7 +447,15 @@ async def test_an_honest_node_is_believed(start: Starts) -> None:
         view, told = await given_one(running, node)
         asked: list[CallRequest[Any]] = [
             told.turn(0),
-            told.turn(1, parent=0, prompt_length=4, prompt_delta=pack_ids([4])),
+            told.turn(
+                1,
+                parent=0,
+                prompt_length=4,
+                prompt_delta=pack_ids([4]),
+                messages=(*shown(IMAGE), *shown(image_from_url("http://x/y.png"))),
+                images=(ImageSpan(IMAGE.digest, 3, 1, (1, 2, 2)),),
+                sampling={"temperature": 0.5, "logit_bias": {"1": -1.0}},
+            ),
         ]
         for state in (SessionState.READY, SessionState.RUNNING, SessionState.EVALUATING):
             asked.append(CallRequest(len(asked), SetState(*told.ids, state)))

@@ -8,6 +8,7 @@ added up, made into training samples, and shown.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from outrider.engines.relay.messages import MAX_DETAIL
 from outrider.errors import MAX_TEXT, bounded
 from outrider.evaluators.verdict import MAX_REASON, MAX_REWARD
 from outrider.lifecycle import StopReason
+from outrider.messages import image_from_url, images_in
 from outrider.nodes.messages import AddTurn, KeepIndex, Report
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import ArtifactLimits
@@ -328,6 +330,54 @@ def _reports(call: AddTurn, records: AttemptRecords) -> bool:
     return fits and (not output or call.turn.mode is TokenMode.TEXT) and _all_counts(report.timing)
 
 
+def _has_json_values(call: AddTurn, records: AttemptRecords) -> bool:
+    """Return True if JSON can represent the values of any type in the turn. Otherwise nobody could read the session's
+    turns, because the service could not encode its reply."""
+    turn = call.turn
+    try:
+        msgspec.json.encode((turn.sampling, turn.report and turn.report.rank_info, turn.tool_specs))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def has_image_bytes(turn: Turn) -> bool:
+    return any(image.data for message in turn.messages for image in images_in(message))
+
+
+def _images_are_true(call: AddTurn, records: AttemptRecords) -> bool:
+    """Return True if each image has the digest and the size of its bytes, and a possible position in the prompt. The
+    store keeps the bytes once for each digest, for all sessions."""
+    turn = call.turn
+    for message in turn.messages:
+        for image in images_in(message):
+            if image.url is not None:
+                true = not image.data and image == msgspec.structs.replace(image_from_url(image.url), grid=image.grid)
+            else:
+                true = not image.data or (
+                    image.digest == hashlib.sha256(image.data).hexdigest() and image.size == len(image.data)
+                )
+            if not true or not 0 <= image.size <= MAX_COUNT or not _is_grid(image.grid):
+                return False
+    return all(
+        place.start >= 0
+        and place.length > 0
+        and place.start + place.length <= turn.prompt_length
+        and _is_grid(place.grid)
+        for place in turn.images
+    )
+
+
+def _is_grid(grid: tuple[int, int, int] | None) -> bool:
+    return grid is None or all(0 < count <= MAX_COUNT for count in grid)
+
+
+IMAGE_RULES: tuple[ClaimRule[AddTurn], ...] = (
+    ClaimRule("images", "of the digest and size of their bytes; their positions in the prompt", _images_are_true),
+)
+"""Rules for the images of a turn. They are checked in a thread if the turn has the bytes of images, because a turn may
+have megabytes of them."""
+
 TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
     ClaimRule(
         "model",
@@ -362,6 +412,7 @@ TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
         lambda call, records: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
     ),
     ClaimRule("`report`", "ids only of a text, with a log-probability for each; times as all other numbers", _reports),
+    ClaimRule("values of any type", "those that JSON has", _has_json_values),
 )
 """Rules for every turn that a node asks the service to store."""
 

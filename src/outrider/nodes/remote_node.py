@@ -31,6 +31,7 @@ from outrider.lifecycle import StopReason
 from outrider.nodes import messages
 from outrider.nodes.calls import CallEnded, Handler, LinkCalls, PendingCall
 from outrider.nodes.claims import (
+    IMAGE_RULES,
     INDEX_RULES,
     MAX_KEPT_BYTES,
     RESULT_RULES,
@@ -40,6 +41,7 @@ from outrider.nodes.claims import (
     checked_counts,
     checked_stats,
     checked_uses,
+    has_image_bytes,
     shortened,
 )
 from outrider.sandbox.rootfs.store import RootImage, has_image
@@ -402,6 +404,10 @@ class NodeConnection:
 
     async def _add_turn(self, call: messages.AddTurn) -> None:
         records = self._records_of(call)
+        if has_image_bytes(call.turn):
+            await asyncio.to_thread(check, call, IMAGE_RULES, records)
+        else:
+            check(call, IMAGE_RULES, records)
         check(call, TURN_RULES, records)
         try:
             with records.storing_turn(call):
