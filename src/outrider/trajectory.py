@@ -271,19 +271,23 @@ def path_to(turn: TurnType, turns: Sequence[TurnType]) -> list[TurnType]:
     return path[::-1]
 
 
-def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns with new indexes, from 0 and without gaps. `turns` must contain the parent of each turn. If the
-    turn in `forked_from` is not among `turns`, the field becomes None."""
-    places = {turn.index: place for place, turn in enumerate(turns)}
-    return [
-        msgspec.structs.replace(
-            turn,
-            index=places[turn.index],
-            parent=None if turn.parent is None else places[turn.parent],
-            forked_from=None if turn.forked_from is None else places.get(turn.forked_from),
-        )
-        for turn in turns
-    ]
+def without_gaps(turns: Sequence[TurnType]) -> list[TurnType]:
+    """Return the turns, which are in the order of their indexes, with new indexes from 0 and without gaps. A turn whose
+    parent is missing is left out, because its prompt is not known. If the turn in `forked_from` is not among `turns`,
+    the field becomes None."""
+    if all(turn.index == place for place, turn in enumerate(turns)):
+        return list(turns)
+    places: dict[int, int] = {}
+    kept: list[TurnType] = []
+    for turn in turns:
+        if turn.parent is not None and turn.parent not in places:
+            continue
+        places[turn.index] = len(kept)
+        fields: dict[str, Any] = {"index": len(kept), "parent": None if turn.parent is None else places[turn.parent]}
+        if isinstance(turn, Turn):
+            fields["forked_from"] = None if turn.forked_from is None else places.get(turn.forked_from)
+        kept.append(msgspec.structs.replace(turn, **fields))
+    return kept
 
 
 class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):

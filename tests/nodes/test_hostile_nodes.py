@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import aiohttp
 import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -418,6 +419,40 @@ async def test_a_node_that_says_what_cannot_be_is_cut_off(start: Starts, case: s
                 pass
         await node.say(last)
         await check_cut_off(running, view, node, reason)
+
+
+@pytest.mark.parametrize("indexes", [(0, 2), (0, 5), (5,)])
+async def test_gaps_in_the_turns_of_a_failed_attempt_keep_nobody_from_reading(
+    start: Starts, indexes: tuple[int, ...]
+) -> None:
+    """A turn is missing, for example because it could not be stored. The results of other sessions are on the same
+    page."""
+    async with (
+        start(processes=0) as running,
+        HostileNode.joined(running.url) as node,
+        aiohttp.ClientSession() as http,
+    ):
+        view = await running.submit("ask", max_attempts=1)
+        told = Told.by(await node.given())
+        for index in indexes:
+            await node.say(told.turn(index, parent=1 if index == 2 else None))
+            while not isinstance(await node.hear(), CallReply):
+                pass
+        error = ErrorRecord(boundary=Boundary.ENGINE, code="engine_rejected", message="x")
+        failed = told.ran(stop_reason=StopReason.ERROR, verdict=None, error=error, turns=len(indexes))
+        await node.say(failed)
+        [session] = (await running.done(view)).sessions
+        for path in (
+            "results?samples=true",
+            f"groups/{view.id}?samples=true",
+            *(f"sessions/{session.id}/{part}" for part in ("turns", "timeline", "samples", "chat")),
+            "query?sql=SELECT * FROM turns",
+            "groups",
+        ):
+            async with http.get(f"{running.url}/v1/{path}") as answer:
+                assert answer.status == 200, (path, await answer.text())
+        turns = await running.service.store.turns(session.id)
+        assert [turn.index for turn in turns] == list(range(len(turns)))
 
 
 async def test_turns_that_are_stored_at_once_count_together(start: Starts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import EventView
 from outrider.spec import OPERATOR_TENANT, Role
 from outrider.store.database import Row
-from outrider.trajectory import SessionResult, Turn, TurnOutline
+from outrider.trajectory import SessionResult, Turn, TurnOutline, without_gaps
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -213,15 +213,16 @@ def turn_from(packed: bytes) -> Turn:
 
 
 class StoredTurns(msgspec.Struct, frozen=True):
-    """An attempt's turns, encoded, in order of index. Their images have no bytes."""
+    """An attempt's turns, encoded, in order of index. Their images have no bytes. The turns of a failed attempt may
+    have gaps, for example where a turn could not be stored. The methods close the gaps (`without_gaps`)."""
 
     packed: Sequence[bytes]
 
     def turns(self) -> list[Turn]:
-        return [_TURN.decode(packed) for packed in self.packed]
+        return without_gaps([_TURN.decode(packed) for packed in self.packed])
 
     def outlines(self) -> list[TurnOutline]:
-        return [_OUTLINE.decode(packed) for packed in self.packed]
+        return without_gaps([_OUTLINE.decode(packed) for packed in self.packed])
 
 
 result_from = msgspec.msgpack.Decoder(SessionResult).decode

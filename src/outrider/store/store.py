@@ -881,10 +881,10 @@ class Store:
     async def turns(
         self, session_id: str, attempt: int | None = None, *, images: bool = False, tenant: str | None = None
     ) -> list[Turn]:
-        """Return the turns of an attempt (default: the newest), in order of index. With `images`, the images include
-        their bytes."""
+        """Return the turns of an attempt (default: the newest), in order of index and without gaps. With `images`, the
+        images include their bytes."""
         stored = await self._db.read(lambda tx: _rows_of_attempt(tx, TURNS, session_id, attempt, tenant))
-        found = [rows.turn_from(packed) for (packed,) in stored]
+        found = rows.StoredTurns([packed for (packed,) in stored]).turns()
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
     async def turns_of(self, attempts: Sequence[tuple[str, int]]) -> list[StoredTurns]:

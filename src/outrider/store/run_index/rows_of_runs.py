@@ -150,8 +150,8 @@ def write_turns(db: sqlite3.Connection, session_no: int, packed: Sequence[tuple[
     """Replace a session's turns. Each item of `packed` is a pair: the name of the model (empty for the policy) and an
     encoded turn."""
     db.execute("DELETE FROM kept_turns WHERE session_no = ?", (session_no,))
-    found = [(model, rows.turn_from(turn)) for model, turn in packed]
-    own = [turn for model, turn in found if not model]
+    own = rows.StoredTurns([turn for model, turn in packed if not model]).turns()
+    found = [("", turn) for turn in own] + [(model, rows.turn_from(turn)) for model, turn in packed if model]
     placed = {turn.index: lineage for turn, lineage in zip(own, lineages(own), strict=True)}
     written = []
     for model, turn in found:
