@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -16,12 +16,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from outrider.client.client import AsyncClient
 from outrider.concurrency.cancellation import OffloadThread
 from outrider.concurrency.chores import Failures
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import SessionState
-from outrider.schemas import AttemptView, SessionView, SpanView, TimelineView
+from outrider.schemas import AttemptView, EventView, SessionView, SpanView, TimelineView
 from outrider.service.trace_export import SETTLED_SECONDS, TraceExport
 from outrider.service.trace_spans import TraceSpan, session_trace
 from outrider.service.views import ViewReader
+from outrider.store.rows import EventKind
 from outrider.store.sqlite import SqliteDatabase
 from outrider.store.store import Store
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -160,6 +161,67 @@ async def test_a_trace_survives_a_clock_that_is_ahead_for_a_moment(
             await finished_group(store, reading, "http://127.0.0.1:9/")
         await exporter.send()
     assert exported == ["a.0", "b.0"]
+
+
+class Events:
+    """The parts of a `Store` that `TraceExport` uses, with the ends of three sessions."""
+
+    def __init__(self) -> None:
+        self.kept = 0
+        self.all = [
+            EventView(
+                cursor=cursor, at=1.0, kind=EventKind.SESSION_DONE, group_id="g", session_id=f"s-{cursor}", data={}
+            )
+            for cursor in (1, 2, 3)
+        ]
+
+    async def position(self, name: str) -> int:
+        return self.kept
+
+    async def keep_position(self, name: str, cursor: int) -> None:
+        self.kept = cursor
+
+    async def events(self, *, after: int, limit: int) -> list[EventView]:
+        return [event for event in self.all if event.cursor > after]
+
+
+@pytest.mark.parametrize("case", ["built", "sent", "store"])
+async def test_a_session_of_which_no_trace_can_be_made_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """The times are those of a node, and may be any numbers. An error of the store is no reason to leave a trace
+    out."""
+
+    async def spans(group_id: str, session_id: str) -> list[TraceSpan]:
+        if session_id == "s-2" and case == "store":
+            raise ServiceError("the database failed")
+        moment = float("inf") if case == "built" else 2.0**52
+        start = round((moment if session_id == "s-2" else 1.0) * 1e9)
+        number = session_id.removeprefix("s-")
+        return [
+            TraceSpan(
+                trace_id=number * 32,
+                span_id=number * 16,
+                parent_id=None,
+                name=session_id,
+                start=start,
+                end=start,
+                attributes={},
+            )
+        ]
+
+    store: Any = Events()
+    with collecting() as (collector, url):
+        export = TraceExport(store, cast(Any, None), url, model="policy", failures=Failures())
+        monkeypatch.setattr(export, "_spans", spans)
+        if case == "store":
+            with pytest.raises(ServiceError):
+                await export.send()
+            assert store.kept == 0
+        else:
+            await export.send()
+            assert store.kept == 3
+            assert [span.name for span in collector.spans] == ["s-1", "s-3"]
 
 
 async def test_without_the_exporter_the_error_names_what_to_install(

@@ -4,7 +4,8 @@ Traces are built from the store after a session has ended, so they delay no roll
 events is stored, so that a restarted service continues there.
 
 Invariants: a trace is sent until the collector has accepted it or has permanently refused it; a collector that cannot
-be reached delays nothing else.
+be reached delays nothing else. A trace that cannot be built, for example because of impossible times, is left out,
+and delays no other trace.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.concurrency.chores import Chores, Failures
 from outrider.environment import install_command
-from outrider.errors import InvalidField, NotFound, ServiceError
+from outrider.errors import InvalidField, NotFound, OutriderError, ServiceError, may_come_from_machine
 from outrider.schemas import EventView
 from outrider.service.trace_spans import SCHEMA, TraceSpan, session_trace
 from outrider.service.views import ViewReader
@@ -101,11 +102,16 @@ class TraceExport:
 
     async def _traces(self, event: EventView) -> list[list[TraceSpan]]:
         """Return a list with one trace: that of the session whose end the event reports. The list is empty if the
-        session's group was removed in the meantime."""
+        session's group was removed in the meantime, or if no trace can be built of what its nodes have reported."""
         assert event.session_id is not None
         try:
             return [await self._spans(event.group_id, event.session_id)]
         except NotFound:
+            return []
+        except Exception as error:
+            if isinstance(error, OutriderError) or may_come_from_machine(error):
+                raise
+            log.warning("session %s has no trace", event.session_id, exc_info=error)
             return []
 
     async def _spans(self, group_id: str, session_id: str) -> list[TraceSpan]:
