@@ -49,6 +49,7 @@ from outrider.lab.fakes.engine_servers.app import serving
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.relay import FunctionEngine, Worker
 from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
+from outrider.wire import link
 from outrider.wire.asgi_socket import AsgiSocket
 from outrider.wire.http_server import Receive, Scope, Send
 from outrider.wire.link_protocol import Beat, Close
@@ -194,6 +195,29 @@ async def test_a_short_loss_of_the_connection_is_not_noticed() -> None:
                 counter.go.set()
                 await reading
             assert (worker.connections, counter.started) == (2, 1)
+
+
+async def test_long_prompts_that_begin_at_once_do_not_cut_the_worker_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a pause of the policy, when all sessions go on at once; and again after a lost connection."""
+    monkeypatch.setattr(link, "CROWDED", 100_000)
+    monkeypatch.setattr(link, "MAX_WAITING", 400_000)
+    engine, counter = relay(), Counter()
+    async with relay_served(engine) as url:
+        proxy = CuttingProxy(url)
+        async with proxy.open() as through, attached(through, counter) as worker:
+            long = [replace(asked := request(), input_ids=np.resize(asked.input_ids, 20_000)) for _ in range(20)]
+            async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+                for each in long:
+                    group.create_task(gathered(engine, each))
+            assert worker.connections == 1
+            proxy.closed = True
+            await proxy.cut()
+            async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+                for each in long:
+                    group.create_task(gathered(engine, each))
+                await asyncio.sleep(0.05)
+                proxy.closed = False
+            assert worker.connections == 2
 
 
 async def test_a_slow_reader_holds_its_generation_back_and_no_other() -> None:

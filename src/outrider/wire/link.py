@@ -112,14 +112,19 @@ class Link(Generic[In]):
             return
         self._waiting.append(frame)
         self._waiting_bytes += len(frame)
-        if self._waiting_bytes > CROWDED:
+        if self.crowded:
             self._spacious.clear()
         self._wake.set()
+
+    @property
+    def crowded(self) -> bool:
+        """True while more than CROWDED bytes are queued for sending."""
+        return self._waiting_bytes > CROWDED
 
     async def room(self) -> None:
         """Wait until at most CROWDED bytes are queued for sending, or until `close` is called."""
         # Check again after each wait, because another task that has waited may have filled the queue meanwhile.
-        while self._waiting_bytes > CROWDED:
+        while self.crowded:
             await self._spacious.wait()
 
     def close(self, code: Close, reason: str) -> None:
@@ -160,7 +165,7 @@ class Link(Generic[In]):
                     frame = self._waiting.popleft()
                     self._waiting_bytes -= len(frame)
                     await self._socket.send(frame)
-                    if self._waiting_bytes <= CROWDED:
+                    if not self.crowded:
                         self._spacious.set()
                 if self._close is not None:
                     await self._socket.close(self._close.code, self._close.reason)

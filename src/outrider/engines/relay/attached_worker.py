@@ -118,6 +118,9 @@ class AttachedWorker:
         self._numbers = numbers
         self._link: Link[ToService] | None = None
         self._generations: dict[int, _Generation] = {}
+        self._unsent: deque[_Generation] = deque()
+        """Generations that the worker must still be given over the present connection, oldest first."""
+        self._unsent_added = asyncio.Event()
         self._calls: dict[int, tuple[WorkerCall, asyncio.Future[WorkerReply]]] = {}
         self._unacknowledged = 0
         """Number of messages received and not acknowledged, over all generations."""
@@ -172,14 +175,34 @@ class AttachedWorker:
         )
         for generation in lost:
             self._fail(generation, EngineUnavailable(f"worker {self.name!r} has forgotten a generation"))
+        self._unsent.clear()
         for number, generation in self._generations.items():
             if number in resumed:
                 if generation.consumed:
                     self._acknowledge(generation)
             elif not generation.ended:
-                link.send(generation.message)
+                self._unsent.append(generation)
+        self._unsent_added.set()
         for call, _ in self._calls.values():
             link.send(call)
+
+    async def send_generations(self, link: Link[ToService]) -> None:
+        """Send the messages that begin generations over `link`, as far as the link has room. Long prompts that begin at
+        once, for example after a pause of the policy, would otherwise fill the queue of the link until the link closes.
+        Returns when a newer connection has replaced `link`."""
+        while self._link is link:
+            if self._unsent:
+                await link.room()
+                self._send_unsent()
+            else:
+                self._unsent_added.clear()
+                await self._unsent_added.wait()
+
+    def _send_unsent(self) -> None:
+        while self._unsent and self._link is not None and not self._link.crowded:
+            generation = self._unsent.popleft()
+            if not generation.ended and generation.number in self._generations:
+                self._link.send(generation.message)
 
     def disconnect(self, link: Link[ToService]) -> bool:
         """Forget the connection. Returns False if a newer connection has already replaced it."""
@@ -219,7 +242,10 @@ class AttachedWorker:
         self._generations[number] = generation
         if self.gone is not None:
             self._fail(generation, self._is_gone())
-        self._send(message)
+        if self._link is not None:  # `connect` adds the generations that have begun without a connection
+            self._unsent.append(generation)
+            self._send_unsent()
+            self._unsent_added.set()
         try:
             while True:
                 while generation.chunks:

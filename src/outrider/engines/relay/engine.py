@@ -260,7 +260,12 @@ class RelayEngine:
         worker.connect(link, hello)
         end: Disconnected | None = None
         try:
-            end = await link.run(handle)
+            async with asyncio.TaskGroup() as group:
+                sending = group.create_task(worker.send_generations(link), name=f"generations of {worker.name}")
+                try:
+                    end = await link.run(handle)
+                finally:
+                    sending.cancel()
         finally:
             if worker.disconnect(link):
                 self._disconnected(worker, end)
