@@ -58,6 +58,7 @@ from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
     FinishReason,
+    HarnessExit,
     ImageSpan,
     JoinKind,
     LogprobKind,
@@ -238,6 +239,10 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "negative seconds": (
         lambda told: [told.ran(seconds=replace(told.result().seconds, run=-1.0))],
         "other numbers",
+    ),
+    "an exit code without end": (
+        lambda told: [told.ran(harness_exit=HarnessExit(code=(1 << 64) - 1, log_tail=""))],
+        "exit code",
     ),
     "a policy that trains more": (
         lambda told: [told.ran(policy=dict.fromkeys(BranchKind, BranchPolicy.TRAIN))],

@@ -252,6 +252,11 @@ RESULT_RULES: tuple[ClaimRule[SessionResult], ...] = (
             and result.samples <= result.turns
         ),
     ),
+    ClaimRule(
+        "exit code",
+        "a number of 32 bits",
+        lambda result, records: result.harness_exit is None or -MAX_COUNT <= result.harness_exit.code <= MAX_COUNT,
+    ),
     ClaimRule("`policy`", "uses no more of a kind of branch than the task does", _uses_no_more),
     ClaimRule(
         "`artifact_bytes`",
