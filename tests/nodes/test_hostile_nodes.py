@@ -495,6 +495,7 @@ async def test_an_honest_node_is_believed(start: Starts) -> None:
                 messages=(*shown(IMAGE), *shown(image_from_url("http://x/y.png"))),
                 images=(ImageSpan(IMAGE.digest, 3, 1, (1, 2, 2)),),
                 sampling={"temperature": 0.5, "logit_bias": {"1": -1.0}},
+                report=WorkerReport(timing={"queue_ms": -3.0, "received_at_ns": 1.8e18, "sent_at": None}),
             ),
         ]
         for state in (SessionState.READY, SessionState.RUNNING, SessionState.EVALUATING):

@@ -332,7 +332,9 @@ def _reports(call: AddTurn, records: AttemptRecords) -> bool:
         return True
     output = len(report.output_ids)
     fits = output % 4 == 0 and len(report.logprobs) == 2 * output
-    return fits and (not output or call.turn.mode is TokenMode.TEXT) and _all_counts(report.timing)
+    # The times are those of an inference worker, in any unit. If its clock was set back, a duration is negative.
+    finite = all(time is None or math.isfinite(time) for time in report.timing.values())
+    return fits and (not output or call.turn.mode is TokenMode.TEXT) and finite
 
 
 def _has_json_values(call: AddTurn, records: AttemptRecords) -> bool:
@@ -416,7 +418,7 @@ TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
         f"{MAX_NAME} characters",
         lambda call, records: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
     ),
-    ClaimRule("`report`", "ids only of a text, with a log-probability for each; times as all other numbers", _reports),
+    ClaimRule("`report`", "ids only of a text, with a log-probability for each; finite times", _reports),
     ClaimRule("values of any type", "those that JSON has", _has_json_values),
 )
 """Rules for every turn that a node asks the service to store."""
