@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.evaluators.verdict import parse_verdict, read_verdict
+from outrider.evaluators.verdict import MAX_METRIC_NAME, MAX_METRICS, parse_verdict, read_verdict
 from outrider.trajectory import Verdict
 
 
@@ -21,6 +21,16 @@ def test_a_whole_verdict() -> None:
     assert verdict == Verdict(reward=1.0, metrics={"passed": 3.0}, reason="3 of 4")
     assert type(verdict.reward) is float
     assert parse_verdict(b' {"reward": -2e3, "metrics": null, "reason": null}\n') == Verdict(reward=-2000.0)
+
+
+def test_metrics_are_bounded() -> None:
+    """The service refuses a result with more of them, and cuts off the node that sends it."""
+    metrics = {f"case{number}": 1.0 for number in range(MAX_METRICS)}
+    assert len(read_verdict({"reward": 1, "metrics": metrics}).metrics) == MAX_METRICS
+    with pytest.raises(ValueError, match="10001 metrics, and may have 10000"):
+        read_verdict({"reward": 1, "metrics": metrics | {"another": 1.0}})
+    with pytest.raises(ValueError, match="has 4097 characters, and may have 4096"):
+        read_verdict({"reward": 1, "metrics": {"x" * (MAX_METRIC_NAME + 1): 1.0}})
 
 
 def test_rewards_of_turns_and_rows() -> None:

@@ -51,7 +51,7 @@ from outrider.nodes.messages import (
 )
 from outrider.nodes.remote_node import NodeWaits
 from outrider.schemas import Artifact, ArtifactList, GroupView, NodeStats
-from outrider.sessions.attempt import session_result
+from outrider.sessions.attempt import MAX_ANSWER, session_result
 from outrider.sessions.resources import ResourceAmount
 from outrider.spec import TaskSpec, TokenSpec
 from outrider.trajectory import (
@@ -249,7 +249,7 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
         "`policy`",
     ),
     "artifacts that are not": (lambda told: [told.ran(artifact_bytes=1 << 40)], "artifact_bytes"),
-    "a long answer": (lambda told: [told.ran(answer="x" * (claims.MAX_ANSWER + 1))], "texts and tables"),
+    "a long answer": (lambda told: [told.ran(answer="x" * (MAX_ANSWER + 1))], "texts and tables"),
     "an attempt that it does not have": (lambda told: [CallReply(99)], "never made"),
     "a turn before its parent": (lambda told: [told.turn(parent=0)], "`parent`"),
     "a turn with its own parent's number": (lambda told: [told.turn(3, parent=3)], "`parent`"),
@@ -510,6 +510,24 @@ async def test_an_honest_node_is_believed(start: Starts) -> None:
         view = await running.done(view)
         assert (view.sessions[0].result, view.sessions[0].node) == (result, "bad")
         assert running.service.nodes().refused == ()
+
+
+async def test_an_answer_of_any_length_costs_no_honest_node_its_connection(start: Starts) -> None:
+    """The agent decides how long its answer is. The node cuts the answer to the length that the service accepts."""
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        view, told = await given_one(running, node)
+        result = session_result(
+            told.run.session,
+            StopReason.COMPLETED,
+            (),
+            task=told.task,
+            verdict=Verdict(reward=1.0),
+            answer="x" * (MAX_ANSWER + 1),
+        )
+        await node.say(reply(told.call, result))
+        [session] = (await running.done(view)).sessions
+        assert session.result is not None
+        assert session.result.answer == "x" * MAX_ANSWER
 
 
 async def test_what_a_node_asks_for_others_is_refused(start: Starts) -> None:

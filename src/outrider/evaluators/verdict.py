@@ -19,6 +19,9 @@ from outrider.trajectory import GradedTurn, Verdict
 FIELDS = frozenset(Verdict.__struct_fields__)
 MAX_REASON = 65_536
 """Maximum characters of a verdict's reason. The rest is cut."""
+MAX_METRICS = 10_000
+MAX_METRIC_NAME = 4096
+"""Maximum number of metrics of one verdict, and maximum characters of a metric's name."""
 MAX_REWARD = 1e15
 """Maximum absolute value of a reward. The sum of the squares of a million such rewards still fits into a float32."""
 
@@ -38,6 +41,10 @@ def read_verdict(value: Any) -> Verdict:
     metrics, reason = value.get("metrics") or {}, value.get("reason")
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise ValueError("metrics must be numbers by name")
+    if len(metrics) > MAX_METRICS:
+        raise ValueError(f"the verdict has {len(metrics)} metrics, and may have {MAX_METRICS}")
+    if (longest := max(map(len, metrics), default=0)) > MAX_METRIC_NAME:
+        raise ValueError(f"the name of a metric has {longest} characters, and may have {MAX_METRIC_NAME}")
     if reason is not None and not isinstance(reason, str):
         raise ValueError(f"reason must be a text, not {type(reason).__name__}")
     return Verdict(

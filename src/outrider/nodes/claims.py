@@ -23,13 +23,13 @@ from outrider.engines.pool.checks import LOWEST, ROUNDING
 from outrider.engines.pool.placement import EngineUse
 from outrider.engines.relay.messages import MAX_DETAIL
 from outrider.errors import MAX_TEXT, bounded
-from outrider.evaluators.verdict import MAX_REASON, MAX_REWARD
+from outrider.evaluators.verdict import MAX_METRIC_NAME, MAX_REASON, MAX_REWARD
 from outrider.lifecycle import StopReason
 from outrider.messages import image_from_url, images_in
 from outrider.nodes.messages import AddTurn, KeepIndex, Report
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import ArtifactLimits
-from outrider.sessions.attempt import Attempt
+from outrider.sessions.attempt import MAX_ANSWER, Attempt
 from outrider.spec import TaskSpec, steps_of
 from outrider.store.artifacts import FOR_GRADERS
 from outrider.tokens.rendering.tokenizer import Vocabulary
@@ -52,8 +52,9 @@ MAX_COUNTED = 256
 dialect."""
 MAX_NAME = 256
 MAX_PATH = 4096
-MAX_ANSWER = 1 << 20
-MAX_METRICS = 10_000
+MAX_METRICS = 100_000
+"""Maximum number of metrics in a result. It is higher than that of a verdict, because several graders together may give
+the metrics of a session."""
 MAX_TABLE_ENTRIES = 256
 """Maximum number of entries in each table of a result."""
 LIMITS = ArtifactLimits()
@@ -182,7 +183,7 @@ def _rewards_turns(result: SessionResult, records: AttemptRecords) -> bool:
 def _metrics_fit(result: SessionResult, records: AttemptRecords) -> bool:
     metrics = {} if result.verdict is None else result.verdict.metrics
     return len(metrics) <= MAX_METRICS and all(
-        len(name) <= MAX_PATH and math.isfinite(number) for name, number in metrics.items()
+        len(name) <= 2 * MAX_METRIC_NAME and math.isfinite(number) for name, number in metrics.items()
     )
 
 
