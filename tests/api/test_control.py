@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import uvloop
 
 from outrider.api.access import check_address
 from outrider.client.client import MAX_CONNECTIONS, AsyncClient, Client
@@ -142,6 +143,23 @@ async def test_a_reply_that_takes_too_long_is_told_from_a_service_that_is_not_th
     async with server, AsyncClient(url) as client:
         with pytest.raises(ServiceError, match=r"no complete reply from the service at .* within 0\.2 s"):
             await client.pull_image("a", "b", seconds=0.2)
+
+
+def test_the_time_limit_of_a_reply_is_known_on_uvloop() -> None:
+    """The clock of uvloop has milliseconds, so that a limit can end a little early by this clock."""
+
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with closing(writer):
+                await reader.read()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server, AsyncClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+            for milliseconds in range(20, 60):
+                with pytest.raises(ServiceError, match="no complete reply"):
+                    await client.pull_image("a", "b", seconds=milliseconds / 1000)
+
+    uvloop.run(main())
 
 
 async def test_a_user_and_a_password_in_the_address_are_sent() -> None:

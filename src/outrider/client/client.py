@@ -782,18 +782,17 @@ class AsyncClient:
         seconds: float | None,
         accept: str | None,
     ) -> _Reply:
-        clock = asyncio.get_running_loop().time
-        began = clock()
+        limit = asyncio.timeout(seconds)
         try:
             target = _with_query(path, query or {})
-            async with asyncio.timeout(seconds), self._reply(method, target, body, accept=accept) as reply:
+            async with limit, self._reply(method, target, body, accept=accept) as reply:
                 data = _unpacked(await reply.whole(), reply)
                 if reply.status >= 300:
                     raise _refusal(data, reply)
                 self._reached = True
                 return _Reply(data, _media_type(reply))
         except OSError as error:  # TimeoutError is an OSError
-            if isinstance(error, TimeoutError) and seconds is not None and clock() - began >= seconds:
+            if limit.expired():
                 raise ServiceError(
                     f"no complete reply from the service at {self._shown} within {seconds:g} s",
                     hint="the service or the network is very busy, or the service stands still",
