@@ -13,9 +13,6 @@ CONFIDENCE = 0.95
 MOST_RESAMPLED = 500
 """Maximum number of values for which an interval is computed by resampling. With more values, the normal approximation
 is as good as resampling."""
-MOST_EXACT = 10_000
-"""Maximum number of samples for which pass@k is computed from binomial coefficients. Those of more samples have so many
-digits that Python computes a single one for longer than 50 ms, and runs no other thread meanwhile."""
 NORMAL_QUANTILE = 1.959964
 """Number of standard errors that the interval extends to each side of the mean, for CONFIDENCE."""
 
@@ -23,10 +20,10 @@ NORMAL_QUANTILE = 1.959964
 def pass_at(k: int, passes: int, samples: int) -> float:
     """Return the probability that at least one of `k` samples passes, if they are drawn without replacement from
     `samples` samples of which `passes` pass."""
-    if samples <= MOST_EXACT:
-        return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
-    # The same quotient as a product with as few factors as possible. A factor of 0 stands for a certain pass.
+    # The quotient of two binomial coefficients, computed as a product with as few factors as possible. The coefficients
+    # themselves may have so many digits that Python computes one for 0.3 seconds, and runs no other thread meanwhile.
     fewer, more = min(k, passes), max(k, passes)
+    # A factor of 0 stands for a certain pass.
     return 1.0 - math.prod(max(0, samples - more - drawn) / (samples - drawn) for drawn in range(fewer))
 
 
