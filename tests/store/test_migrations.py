@@ -9,7 +9,8 @@ from outrider.store.database import Database
 from outrider.store.migrations import FIRST, MIGRATIONS
 from outrider.store.store import Store
 
-from .world import group_row, submit
+from .conftest import NOW
+from .world import group_row, session_ids, submit
 
 NEXT = (*MIGRATIONS, ("ALTER TABLE groups ADD COLUMN colour TEXT", "CREATE TABLE extra (data {blob})"))
 CURRENT = list(range(FIRST, FIRST + len(MIGRATIONS)))
@@ -38,6 +39,20 @@ async def test_an_older_database_is_brought_up_to_date_with_its_content(kept: Da
     async with Store(kept, migrations=NEXT) as store:
         assert await store.group("g") == group_row()
     assert await versions(kept) == [*CURRENT, CURRENT[-1] + 1]
+
+
+async def test_a_session_that_was_held_before_the_upgrade_may_still_expire(kept: Database) -> None:
+    """Up to version 20, `expires` of a held session was the time of its end, not the seconds that are left."""
+    created = NOW - 100.0
+    group = group_row("a", 1, created=created)
+    async with Store(kept, clock=lambda: NOW, migrations=MIGRATIONS[: 21 - FIRST]) as store:
+        await store.pauses.pause({}, None, tenant=None, who="test")
+        await store.create_group(group, b"{}", session_ids(group), expires=created + 30.0)
+        await kept.write(lambda tx: tx.execute("UPDATE sessions SET expires = ?", (created + 30.0,)))
+    async with Store(kept, clock=lambda: NOW) as store:
+        await store.pauses.resume({}, None, tenant=None)
+        assert not await store.expire(now=NOW + 29.0)
+        assert await store.expire(now=NOW + 30.0)
 
 
 async def test_a_failing_step_changes_nothing(kept: Database) -> None:

@@ -303,6 +303,10 @@ MIGRATIONS: Migrations = (
             PRIMARY KEY (tenant, labels, harness)
         )""",
     ),
+    (
+        # `expires` of a held session was a time until now.
+        "UPDATE sessions SET expires = expires - created WHERE held = 1",
+    ),
 )
 
 
