@@ -307,6 +307,7 @@ MIGRATIONS: Migrations = (
         # `expires` of a held session was a time until now.
         "UPDATE sessions SET expires = expires - created WHERE held = 1",
     ),
+    ("CREATE INDEX sessions_held_in_queue ON sessions (priority, bucket) WHERE held = 1",),
 )
 
 
