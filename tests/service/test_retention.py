@@ -170,13 +170,18 @@ async def test_artifacts_that_nobody_owns_are_removed_at_the_start(tmp_path: Pat
             running.cancel()
 
 
-async def test_another_database_costs_no_artifacts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The service is started with the data folder but without its setting `store`, so its database is new."""
+@pytest.mark.parametrize("own", [0, 1])
+async def test_another_database_costs_no_artifacts(tmp_path: Path, caplog: pytest.LogCaptureFixture, own: int) -> None:
+    """The service is started with the data folder but without its setting `store`, so its database is new. At its next
+    start, this database may have sessions of its own."""
     artifacts = ArtifactStore(tmp_path / "artifacts")
-    keep(artifacts, "a.0")
-    async with sqlite_store(tmp_path / "new") as store, asyncio.timeout(20):
+    for name in "abc":
+        keep(artifacts, f"{name}.0")
+    async with Past() as store, asyncio.timeout(20):
+        await finish(store, artifacts, *["new"][:own])
+        before = artifacts.sessions()
         await retention(store, artifacts).run()
-        assert artifacts.sessions() == ["a.0"]
+        assert artifacts.sessions() == before
     assert "is it the database of this data folder" in caplog.text
 
 

@@ -163,16 +163,18 @@ class Retention:
         async with self._turn:
             await self._erase()
             # Also remove the artifacts of unknown sessions. A database that was restored from a backup lacks the
-            # sessions that are younger than the backup, but their artifacts are still on the disk. If no session is
-            # known, this is probably the wrong database, for example because a setting was left out.
+            # sessions that are younger than the backup, but their artifacts are still on the disk. If most sessions are
+            # unknown, this is probably the wrong database, for example because a setting was left out. Such a database
+            # knows the few sessions that it has run itself.
             kept = await _on_disk(self._artifacts.sessions)
             unknown: list[str] = []
             for start in range(0, len(kept), SESSIONS_AT_ONCE):
                 unknown += await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])
-            if unknown and len(unknown) == len(kept):
+            if len(unknown) > len(kept) / 2:
                 log.warning(
-                    "the artifacts of %d sessions are kept, because the database knows none of these sessions: is it"
-                    " the database of this data folder? If they are not needed, remove the folder `artifacts`",
+                    "the database does not know %d of the %d sessions in the folder `artifacts`, which are kept: is it"
+                    " the database of this data folder? If it is, remove what you do not need from the folder",
+                    len(unknown),
                     len(kept),
                 )
                 return
