@@ -15,13 +15,14 @@ from outrider.wire.link_protocol import Beat, Close, encode
 
 
 class Peer(Socket):
-    """A `Socket` whose peer sends what is in `frames`, and takes a frame only while `takes` is set."""
+    """A `Socket` whose peer sends what is in `frames`, and takes a frame only while `takes` is set. A `Disconnected` in
+    `frames` is the end of the connection."""
 
     def __init__(self) -> None:
         self.takes = asyncio.Event()
         self.taking = asyncio.Event()
         """Set once a frame waits for the peer."""
-        self.frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self.frames: asyncio.Queue[bytes | Disconnected] = asyncio.Queue()
         self.taken_frames: list[bytes] = []
 
     async def send(self, frame: bytes) -> None:
@@ -31,7 +32,10 @@ class Peer(Socket):
         self.taken_frames.append(frame)
 
     async def receive(self) -> bytes:
-        return await self.frames.get()
+        frame = await self.frames.get()
+        if isinstance(frame, Disconnected):
+            raise frame
+        return frame
 
     async def close(self, code: int, reason: str) -> None:
         await self.takes.wait()
@@ -68,6 +72,24 @@ async def test_room_is_not_given_to_all_that_wait_for_it_at_once(monkeypatch: py
         await asyncio.sleep(0)
     assert not running.done()
     await end(running)
+
+
+async def test_nobody_waits_for_room_on_a_connection_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node may go away while the service waits to send it another task."""
+    monkeypatch.setattr(link_module, "CROWDED", 1000)
+    peer = Peer()
+    link = linked(peer)
+    running = asyncio.create_task(link.run(lambda message: None))
+    for _ in range(5):
+        link.send_encoded(bytes(400))
+    await peer.taking.wait()
+    waiting = asyncio.create_task(link.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    peer.frames.put_nowait(Disconnected(1006))
+    async with asyncio.timeout(10):
+        assert (await running).code == 1006
+        await waiting
 
 
 @pytest.mark.parametrize("sending", [True, False])

@@ -174,9 +174,8 @@ class LinkCalls:
                 call.cancel()
 
     async def room(self) -> None:
-        """Wait while too many bytes are queued for sending, or until the link is closed (`Link.room`). If large calls
-        did not wait, the queue would reach the length at which the link closes, although the peer reads all the
-        time."""
+        """Wait while too many bytes are queued for sending (`Link.room`). If large calls did not wait, the queue would
+        reach the length at which the link closes, although the peer reads all the time."""
         await self._link.room()
 
     def send(self, message: msgspec.Struct) -> None:

@@ -122,15 +122,18 @@ class Link(Generic[In]):
         return self._waiting_bytes > CROWDED
 
     async def room(self) -> None:
-        """Wait until at most CROWDED bytes are queued for sending, or until `close` is called."""
+        """Wait until at most CROWDED bytes are queued for sending, or until the link is closed or has ended."""
         # Check again after each wait, because another task that has waited may have filled the queue meanwhile.
         while self.crowded:
             await self._spacious.wait()
 
     def close(self, code: Close, reason: str) -> None:
         """End the connection, and drop queued messages."""
+        self._end(Disconnected(code, close_reason(reason)))
+
+    def _end(self, how: Disconnected) -> None:
         if self._close is None:
-            self._close, self._closed_at = Disconnected(code, close_reason(reason)), self._clock()
+            self._close, self._closed_at = how, self._clock()
             self._waiting.clear()
             self._waiting_bytes = 0
             self._wake.set()
@@ -142,18 +145,19 @@ class Link(Generic[In]):
         """Send and receive until the connection ends. Returns why it has ended. `handle` is called with each message
         except heartbeats. If `handle` raises Nonsense, the connection is closed. `ready` is awaited before each message
         is read. Until `ready` returns, the peer may be silent for any time."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._write(), name="link writer"),
-                group.create_task(self._read(handle, ready), name="link reader"),
-                group.create_task(self._watch(), name="link watch"),
-            ]
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-        if self._close is not None:
-            return self._close
-        return next(task for task in tasks if task in ended).result()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._write(), name="link writer"),
+                    group.create_task(self._read(handle, ready), name="link reader"),
+                    group.create_task(self._watch(), name="link watch"),
+                ]
+                ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    task.cancel()
+            return self._close or next(task for task in tasks if task in ended).result()
+        finally:
+            self._end(Disconnected(1006))  # nothing is sent any more, so nobody may wait for room
 
     async def _write(self) -> Disconnected:
         while True:
