@@ -595,7 +595,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
         turns.
     model_seconds: the time during which at least one model call of the session was running, in seconds.
     artifact_bytes: the size of the artifacts that were kept.
-    answer: the agent's answer, if the harness reports one.
+    answer: the agent's answer, if the harness reports one; of a longer answer the last 1,048,576 characters.
     carried: True if an artifact has the files that the grading got (`EvaluatorSpec.carry`).
     run_reason: if the grading failed, the reason why the agent's run had ended.
     regrades: the earlier session whose run this session grades again. The earlier session's turns are also stored as

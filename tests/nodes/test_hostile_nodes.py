@@ -513,7 +513,8 @@ async def test_an_honest_node_is_believed(start: Starts) -> None:
 
 
 async def test_an_answer_of_any_length_costs_no_honest_node_its_connection(start: Starts) -> None:
-    """The agent decides how long its answer is. The node cuts the answer to the length that the service accepts."""
+    """The agent decides how long its answer is. The node keeps the end of the answer, of the length that the service
+    accepts."""
     async with start(processes=0) as running, HostileNode.joined(running.url) as node:
         view, told = await given_one(running, node)
         result = session_result(
@@ -522,7 +523,7 @@ async def test_an_answer_of_any_length_costs_no_honest_node_its_connection(start
             (),
             task=told.task,
             verdict=Verdict(reward=1.0),
-            answer="x" * (MAX_ANSWER + 1),
+            answer="a remark" + "x" * MAX_ANSWER,
         )
         await node.say(reply(told.call, result))
         [session] = (await running.done(view)).sessions

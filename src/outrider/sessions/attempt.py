@@ -29,7 +29,8 @@ from outrider.trajectory import BranchPolicy, FrozenUse, HarnessExit, SessionRes
 RESERVED_PRIORITY = URGENT
 """Priority of attempts on slots that are reserved for evaluations. It is above every priority of a group."""
 MAX_ANSWER = 1 << 20
-"""Maximum characters of the answer in a result. The service cuts off a node that sends a longer one."""
+"""Maximum characters of the answer in a result. The service refuses a longer one from a node, and closes the node's
+connection."""
 LEASE_EXPIRED = "lease_expired"
 """Error code of a session whose service was lost while the session ran."""
 
@@ -179,7 +180,8 @@ def session_result(
     frozen: the attempt's turns of frozen models, by model.
     task: None if the stored task cannot be read. Then the default branch policy applies and there are no labels.
     at_most: an upper bound for the branch policy. With MASK, rows for which the task chose TRAIN are masked.
-    answer: the agent's answer, which is cut to MAX_ANSWER characters.
+    answer: the agent's answer. Only its last MAX_ANSWER characters are kept, because programs print remarks before
+        their answer.
     forks: the number of forks by cause, if it was counted while the attempt ran. It replaces the counts from `turns`.
     """
     policy = {} if task is None else policy_of(task.branches)
@@ -210,7 +212,7 @@ def session_result(
         failed_calls=dict(failed_calls),
         labels={} if task is None else task.labels,
         artifact_bytes=artifact_bytes,
-        answer=answer and answer[:MAX_ANSWER],
+        answer=answer and answer[-MAX_ANSWER:],
         carried=carried,
         run_reason=run_reason,
         regrades=regrades,
