@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
+from outrider.evaluators.verdict import MAX_REASON
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role, ToolCall
 from outrider.service.admission import validate_group
@@ -61,6 +62,14 @@ def test_what_a_filter_finds(given: dict[str, Any], matching: EndedAgentRun, oth
     assert verdict.metrics == {"m": 2.0, f"filter_{each.when}": 1.0}
     assert verdict.reason == f"filtered: {each.when}; well done"
     assert filtered(other, GOOD, [each]) == (GOOD, BranchPolicy.TRAIN)
+
+
+def test_the_reason_of_a_filtered_verdict_is_bounded() -> None:
+    """The service would refuse a longer reason, and cut off the node that sends it."""
+    verdict = msgspec.structs.replace(GOOD, reason="x" * MAX_REASON)
+    filter_ = Filter.model_validate({"when": "not_completed", "then": "mask"})
+    reason = filtered(run(reason=StopReason.NONZERO_EXIT), verdict, [filter_])[0].reason or ""
+    assert (len(reason), reason[:26]) == (MAX_REASON, "filtered: not_completed; x")
 
 
 def test_the_strictest_of_several_counts_and_no_reward_is_raised() -> None:

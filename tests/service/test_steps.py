@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from outrider.config import PluginsConfig
-from outrider.errors import Conflict, InvalidField
+from outrider.errors import Conflict, EvaluatorError, InvalidField
 from outrider.evaluators.base import Outcome
+from outrider.evaluators.verdict import MAX_METRICS as MAX_VERDICT_METRICS
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
+from outrider.sessions.step_verdicts import MAX_METRICS, verdict_on_steps
 from outrider.spec import RegradeSpec
 from outrider.trajectory import BranchKind, Verdict
 
@@ -96,6 +98,14 @@ async def test_the_reward_may_be_that_of_the_final_step(world: MakeWorld) -> Non
         verdict = result_of(session).verdict
         assert verdict is not None
         assert (verdict.reward, verdict.metrics["a"], verdict.metrics["step1.reward"]) == (0.25, 3.0, 1.0)
+
+
+def test_the_metrics_of_all_steps_are_bounded() -> None:
+    """The service would refuse a result with more of them, and cut off the node that sends it."""
+    verdict = Verdict(reward=1.0, metrics={f"case{number}": 1.0 for number in range(MAX_VERDICT_METRICS)})
+    assert len(verdict_on_steps([verdict] * 3, "mean").metrics) < MAX_METRICS
+    with pytest.raises(EvaluatorError, match="the verdicts on the steps give 60005 metrics, and may give 50000"):
+        verdict_on_steps([verdict] * 5, "mean")
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ dialect."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_METRICS = 100_000
-"""Maximum number of metrics in a result. It is higher than that of a verdict, because several graders together may give
-the metrics of a session."""
+"""Maximum number of metrics in a result. It is higher than that of a verdict, because a result has the metrics of all
+steps of a task (`sessions.step_verdicts.MAX_METRICS`), and filters add some."""
 MAX_TABLE_ENTRIES = 256
 """Maximum number of entries in each table of a result."""
 LIMITS = ArtifactLimits()

@@ -12,6 +12,7 @@ from itertools import groupby
 
 import msgspec
 
+from outrider.evaluators.verdict import MAX_REASON
 from outrider.lifecycle import StopReason
 from outrider.spec import Filter, FilterKind
 from outrider.trajectory import BranchPolicy, FinishReason, Turn, Verdict
@@ -43,7 +44,7 @@ def filtered(run: EndedAgentRun, verdict: Verdict, filters: Sequence[Filter]) ->
     names = dict.fromkeys(each.when for each in matching)
     reason = f"filtered: {', '.join(names)}" + (f"; {verdict.reason}" if verdict.reason else "")
     verdict = msgspec.structs.replace(
-        verdict, reason=reason, metrics={**verdict.metrics, **{f"filter_{name}": 1.0 for name in names}}
+        verdict, reason=reason[:MAX_REASON], metrics={**verdict.metrics, **{f"filter_{name}": 1.0 for name in names}}
     )
     if "zero" in wanted:
         verdict = msgspec.structs.replace(verdict, reward=min(0.0, verdict.reward), turns={}, rows={})
