@@ -872,6 +872,25 @@ async def test_a_worker_that_is_away_while_a_version_is_undone_loads_before_it_s
             assert loading.loaded[-1] == ("weights-3", 3)
 
 
+async def test_a_worker_that_is_away_until_an_undone_version_is_set_again_loads_before_it_serves() -> None:
+    """The worker has version 5, and so has the policy again, but not with the weights of the worker."""
+    engine = relay(resume_seconds=0.1)
+    loading = Weights()
+    async with relay_served(engine) as url, attached(url, Counter(), update_weights=Weights()):
+        proxy = CuttingProxy(url)
+        async with proxy.open() as through, attached(through, Counter(), update_weights=loading):
+            await until(lambda: len(engine._workers) == 2)
+            await engine.update_weights("undone", 5)
+            proxy.closed = True
+            await proxy.cut()
+            await engine.update_weights("weights-3", 3)
+            await engine.update_weights("weights-5", 5)
+            await until(lambda: len(engine._workers) == 1)
+            proxy.closed = False
+            await until(lambda: len(engine._workers) == 2)
+            assert loading.loaded == [("undone", 5), ("weights-5", 5)]
+
+
 async def test_a_worker_with_an_undone_version_gets_no_work() -> None:
     """The service cannot have the worker load the policy's weights. The worker gets work again when it reports a change
     of its weights."""

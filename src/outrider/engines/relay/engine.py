@@ -314,12 +314,16 @@ class RelayEngine:
         """Apply the engine's pause and weights to a new worker, and again if they change meanwhile. Raises the worker's
         errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
+        loaded: tuple[str, int] | None = None
         while True:
+            # If the worker has an undone version whose number is in use again, its weights may be the undone ones.
+            unsure = worker.version in self._undone and loaded != (self._weights, self._version)
             if paused != (wanted := self._paused):
                 await (worker.resume() if wanted is None else worker.pause(wanted))
                 paused = wanted
-            elif self._weights is not None and worker.hello.loads and self._is_outdated(worker.version):
-                await worker.update_weights(self._weights, self._version)
+            elif self._weights is not None and worker.hello.loads and (unsure or self._is_outdated(worker.version)):
+                loaded = self._weights, self._version
+                await worker.update_weights(*loaded)
             else:
                 return
 
