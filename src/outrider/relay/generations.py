@@ -152,7 +152,8 @@ class Generations:
         return self._generations.get(generation.number) is generation
 
     def _fail(self, generation: _Generation, error: OutriderError) -> None:
-        if not self._holds(generation):  # the engine's code has turned the cancellation into another error
+        # The engine's code may turn the cancellation into another error, or may fail after the last chunk.
+        if generation.ended or not self._holds(generation):
             return
         generation.ended = True
         message = Failed(generation=generation.number, number=generation.produced + 1, error=error.record())
