@@ -24,7 +24,7 @@ def test_a_whole_verdict() -> None:
 
 
 def test_metrics_are_bounded() -> None:
-    """The service refuses a result with more of them, and cuts off the node that sends it."""
+    """The service refuses results with very many metrics, and cuts off the node that sends one."""
     metrics = {f"case{number}": 1.0 for number in range(MAX_METRICS)}
     assert len(read_verdict({"reward": 1, "metrics": metrics}).metrics) == MAX_METRICS
     with pytest.raises(ValueError, match="10001 metrics, and may have 10000"):
