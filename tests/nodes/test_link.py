@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -54,8 +54,17 @@ async def test_room_is_not_given_to_all_that_wait_for_it_at_once(monkeypatch: py
     """The link is not taken for one whose peer reads too slowly, however many senders wait for room."""
     monkeypatch.setattr(link_module, "CROWDED", 1000)
     monkeypatch.setattr(link_module, "MAX_WAITING", 5000)
-    peer = Peer()
+    peer, waits = Peer(), 0
     link = linked(peer)
+
+    class Counted(asyncio.Event):
+        async def wait(self) -> Literal[True]:
+            nonlocal waits
+            waits += 1
+            return await super().wait()
+
+    link._spacious = Counted()
+    link._spacious.set()
     running = asyncio.create_task(link.run(lambda message: None))
 
     async def say() -> None:
@@ -71,6 +80,7 @@ async def test_room_is_not_given_to_all_that_wait_for_it_at_once(monkeypatch: py
     while len(peer.taken_frames) < 100:  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert not running.done()
+    assert waits <= 200, "the work grows with the square of the number of senders"
     await end(running)
 
 

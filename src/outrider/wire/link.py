@@ -93,6 +93,8 @@ class Link(Generic[In]):
         self._wake = asyncio.Event()
         self._spacious = asyncio.Event()
         self._spacious.set()
+        self._next_for_room = asyncio.Lock()
+        """Held by the one task that waits for `_spacious`. The other tasks that wait for room wait for this lock."""
         self._held = False
         """True while `run` awaits `ready` before it reads the next message."""
         self._close: Disconnected | None = None
@@ -122,10 +124,12 @@ class Link(Generic[In]):
         return self._waiting_bytes > CROWDED
 
     async def room(self) -> None:
-        """Wait until at most CROWDED bytes are queued for sending, or until the link is closed or has ended."""
-        # Check again after each wait, because another task that has waited may have filled the queue meanwhile.
-        while self.crowded:
-            await self._spacious.wait()
+        """Wait until at most CROWDED bytes are queued for sending, or until the link is closed or has ended. Tasks that
+        wait get room one after another, because each may fill the queue again."""
+        if self.crowded or self._next_for_room.locked():
+            async with self._next_for_room:
+                while self.crowded:
+                    await self._spacious.wait()
 
     def close(self, code: Close, reason: str) -> None:
         """End the connection, and drop queued messages."""
