@@ -150,7 +150,7 @@ class Slow(AsyncClient):
 
 
 async def test_a_group_whose_submission_is_cut_off_is_cancelled_too(tmp_path: Path) -> None:
-    async with running_service(tmp_path=tmp_path) as (_, url), Slow(url) as client, asyncio.timeout(20):
+    async with running_service(tmp_path=tmp_path) as (_, url), Slow(url) as client, asyncio.timeout(60):
         work = asyncio.create_task(evaluate(client, [coin_task(0, seconds=60.0)]))
         await client.stored.wait()
         work.cancel()

@@ -178,7 +178,7 @@ async def test_a_reader_learns_that_the_service_has_lost_its_data(
 ) -> None:
     """The next groups would get cursors that the reader has passed already, and be skipped."""
     monkeypatch.setattr(client_module, "LONG_POLL", 0.1)
-    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client, asyncio.timeout(20):
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client, asyncio.timeout(60):
         await run(client, 1)
         groups = client.follow(after=1)
         with pytest.raises(TimeoutError):
@@ -274,7 +274,7 @@ async def test_an_answer_that_is_no_stream_of_events_is_an_error(
     monkeypatch.setattr(client_module, "SILENCE", 0.3)
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server, AsyncClient(url) as client, asyncio.timeout(5):
+    async with server, AsyncClient(url) as client, asyncio.timeout(60):
         with pytest.raises(ServiceError, match=error):
             await anext(client.events())
 

@@ -244,7 +244,7 @@ async def test_an_engine_that_is_removed_fails_no_longer() -> None:
         follower.follow(PoolState(mode_changes=0, paused=None, policy_version=None, engines=engines))
 
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         EnginePool(follows=partial(FollowedPolicy, leader=SilentLeader())) as pool,
         PoolFollower(pool, lambda state: pytest.fail(state.name), failures) as follower,
     ):

@@ -426,6 +426,7 @@ class Stands:
         return getattr(self._sandbox, name)
 
 
+@pytest.mark.deep
 async def test_a_node_that_stands_still_costs_the_candidate_nothing(bench: Bench) -> None:
     await bench.sandbox.write("solution.py", SUM.encode())
     bench.sandbox = cast(Runtime, Stands(bench.sandbox, 1.0))
@@ -437,6 +438,7 @@ async def test_a_node_that_stands_still_costs_the_candidate_nothing(bench: Bench
     assert (graded.reward, graded.reason) == (1.0, None)
 
 
+@pytest.mark.deep
 async def test_a_node_that_stands_still_during_a_check_costs_the_candidate_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

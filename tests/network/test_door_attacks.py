@@ -510,6 +510,7 @@ def open_sockets_to(port: int) -> int:
     return sum(int(line[2].rpartition(":")[2], 16) == port and line[9] != "0" for line in lines)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ending", ["phase", "reply"])
 async def test_no_connection_stays_open_to_a_server_that_reads_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
@@ -526,7 +527,7 @@ async def test_no_connection_stays_open_to_a_server_that_reads_nothing(
         begun.set()
         await ended.wait()
 
-    async with a_server(answer=answer) as server, asyncio.timeout(10):
+    async with a_server(answer=answer) as server, asyncio.timeout(60):
         place = f"files.test:{server.port}"
         door = a_door(tmp_path, place, names={"files.test": [["127.0.0.1"]]}, internal=[place])
         async with door as (opened, _):
@@ -546,6 +547,7 @@ async def test_no_connection_stays_open_to_a_server_that_reads_nothing(
             writer.transport.abort()
 
 
+@pytest.mark.deep
 async def test_clients_that_read_nothing_are_counted_until_their_connections_end(tmp_path: Path) -> None:
     """In a container, programs can connect to the door's socket directly. A client that does not read the last bytes
     of its reply must not hold a connection that no limit counts."""
@@ -557,7 +559,7 @@ async def test_clients_that_read_nothing_are_counted_until_their_connections_end
         writer.close()
 
     gateway = await asyncio.start_unix_server(reply, tmp_path / "gateway")
-    async with gateway, asyncio.timeout(30), a_door(tmp_path):
+    async with gateway, asyncio.timeout(60), a_door(tmp_path):
         before = len(os.listdir("/proc/self/fd"))
         clients = []
         for _ in range(MAX_CLIENTS + 20):

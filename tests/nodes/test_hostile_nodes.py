@@ -704,7 +704,7 @@ async def test_large_tasks_that_begin_at_once_do_not_cost_a_node_its_connection(
     monkeypatch.setattr(resumable, "MAX_UNACKNOWLEDGED", 1 << 20)
     async with start(processes=0) as running, HostileNode.joined(running.url, capacity=16) as node:
         view = await running.submit("ask", n=16, instruction="x" * 600_000)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not all(  # noqa: ASYNC110
                 session.node for session in await running.service.store.sessions(view.id)
             ):

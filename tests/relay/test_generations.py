@@ -52,7 +52,7 @@ def start(generations: Generations, tasks: asyncio.TaskGroup) -> None:
 async def test_an_aborted_generation_leaves_nothing_behind(generate: Any) -> None:
     """Whatever the engine's code makes of the cancellation, the window of all generations stays free."""
     generations = Generations(FunctionEngine(generate))
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         start(generations, tasks)
         await asyncio.sleep(0.01)
         generations.abort(1)
@@ -63,7 +63,7 @@ async def test_an_aborted_generation_leaves_nothing_behind(generate: Any) -> Non
 async def test_an_error_after_the_last_chunk_is_not_sent() -> None:
     """The service would cut the worker off for a message after the last one of a generation."""
     generations = Generations(FunctionEngine(fails_at_the_end))
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         start(generations, tasks)
     generations.acknowledge(1, 1)
     assert generations.held == ()

@@ -177,7 +177,7 @@ async def test_another_database_costs_no_artifacts(tmp_path: Path, caplog: pytes
     artifacts = ArtifactStore(tmp_path / "artifacts")
     for name in "abc":
         keep(artifacts, f"{name}.0")
-    async with Past() as store, asyncio.timeout(20):
+    async with Past() as store, asyncio.timeout(60):
         await finish(store, artifacts, *["new"][:own])
         before = artifacts.sessions()
         await retention(store, artifacts).run()

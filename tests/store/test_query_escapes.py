@@ -240,7 +240,7 @@ async def test_the_queries_of_one_tenant_do_not_refuse_those_of_another(
         await (over.wait() if tenant == "alice" else asyncio.sleep(0))
         return sql.encode()
 
-    async with alices_queries(tmp_path) as asked, asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with alices_queries(tmp_path) as asked, asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         monkeypatch.setattr(asked, "_in_process", slowly)
         for _ in range(MAX_WAITING):
             tasks.create_task(asked.run("SELECT 1", "alice"))

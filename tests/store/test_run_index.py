@@ -219,7 +219,7 @@ async def test_the_reads_of_one_tenant_do_not_queue_up_before_those_of_another(t
     def quick(_: sqlite3.Connection) -> None:
         began.append("bob")
 
-    async with sqlite_store(None) as store, an_index(store, tmp_path) as asked, asyncio.timeout(20):
+    async with sqlite_store(None) as store, an_index(store, tmp_path) as asked, asyncio.timeout(60):
         await asked.index.catch_up()
         reads = [asyncio.create_task(asked.index.read(slow, tenant="alice")) for _ in range(6)]
         await until(lambda: began)
