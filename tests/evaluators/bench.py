@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from outrider.concurrency.watchdog import Watchdog
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import HarnessOutcome
@@ -27,8 +28,9 @@ class Bench:
     """Grades in `sandbox`. All its sandboxes have the same `fields`. `others` is the number of sandboxes that
     evaluators have started beside `sandbox`."""
 
-    def __init__(self, world: World, sandbox: Runtime, fields: dict[str, Any]) -> None:
+    def __init__(self, world: World, sandbox: Runtime, fields: dict[str, Any], watchdog: Watchdog) -> None:
         self._world = world
+        self._watchdog = watchdog
         self.sandbox = sandbox
         self.fields = fields
         self.others = 0
@@ -65,6 +67,7 @@ class Bench:
             transcript=(Message(role=Role.USER, content="x"), reply) if said else (),
             turns=1,
             beside=self.beside,
+            stalled_seconds=self._watchdog.stalled_seconds,
             log=self.log.extend,
         )
         return await make_evaluator(spec).evaluate(outcome)
@@ -74,10 +77,10 @@ class Bench:
 async def a_bench(**fields: Any) -> AsyncIterator[Bench]:
     fields.setdefault("resources", {"pids": PIDS, "memory_mb": 512})
     with tempfile.TemporaryDirectory(prefix="or-") as name:
-        async with Host(Path(name)) as host:
+        async with Host(Path(name)) as host, Watchdog() as watchdog:
             world = World(host)
             try:
-                yield Bench(world, await world.start("namespace", **fields), fields)
+                yield Bench(world, await world.start("namespace", **fields), fields, watchdog)
             finally:
                 for runtime in world.made:
                     await runtime.stop()

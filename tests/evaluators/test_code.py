@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
@@ -451,6 +452,31 @@ async def test_a_node_that_stands_still_during_a_check_costs_the_candidate_nothi
     monkeypatch.setattr(ToolServerShell, "run", late)
     graded = await bench.grade(spec(**CHECK | {"total_seconds": 2}), fenced(ADD))
     assert (graded.reward, graded.reason) == (1.0, None)
+
+
+class Understates:
+    """A sandbox that takes half a second longer for each run than it reports, as for the transfer of a long output."""
+
+    def __init__(self, sandbox: Runtime) -> None:
+        self._sandbox = sandbox
+
+    async def exec(self, command: Any, **options: Any) -> Any:
+        done = await self._sandbox.exec(command, **options)
+        await asyncio.sleep(0.5)
+        return msgspec.structs.replace(done, seconds=0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sandbox, name)
+
+
+@pytest.mark.parametrize("form", ["texts", "check"])
+async def test_seconds_that_a_sandbox_does_not_report_count(bench: Bench, form: str) -> None:
+    """A candidate must not exceed `total_seconds` by them, and so make an evaluation fail that gives no reward."""
+    await bench.sandbox.write("solution.py", GOLD[form].encode())
+    bench.sandbox = cast(Runtime, Understates(bench.sandbox))
+    graded = await bench.grade(spec(file="solution.py", **FORMS[form] | {"total_seconds": 0.9}))
+    assert graded.reward == 0.0
+    assert "no time is left" in str(graded.reason) or "did not end" in str(graded.reason)
 
 
 COUNTS = """

@@ -92,6 +92,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         take turns, and so do the buckets of each tenant.
     off_the_clock: opens an `async with` block for a long wait, such as the wait in a queue of checks. The time limit
         does not run in the block, and other evaluations may start meanwhile.
+    stalled_seconds: returns for how many seconds in total the event loop has stood still so far. An evaluator's own
+        time limit should not count them.
     log: adds the output of a grader to the log of this grading, which is kept as an artifact.
     """
 
@@ -109,6 +111,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     host: Host | None = None
     bucket: str = ""
     off_the_clock: OffTheClock = nullcontext
+    stalled_seconds: Callable[[], float] = float
     log: Callable[[bytes], None] = not_kept
 
     @property

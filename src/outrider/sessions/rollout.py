@@ -687,6 +687,7 @@ class Rollout:
             host=self._node.sandboxes.host,
             bucket=self._session.bucket,
             off_the_clock=off_the_clock,
+            stalled_seconds=self._node.watchdog.stalled_seconds,
         )
 
     async def _call_frozen(

@@ -21,8 +21,8 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,7 @@ class CodeEvaluator:
                 raise EvaluatorError(f"the check cannot run: {error.message}", hint=error.hint) from error
             about = (options.prompt, options.entry_point, options.test)
             words = ", ".join(map(repr, about))
+            # The time limit starts only here, because the start of the second sandbox must not count.
             candidate = CandidateProgram(outcome, program, options, self._seconds)
             try:
                 event = await candidate.check_step(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()")
@@ -166,9 +167,10 @@ class CodeEvaluator:
 
 
 class CandidateProgram:
-    """Runs the candidate's program in the outcome's sandbox, each time in a new process. `left` is how many seconds all
-    further runs and steps of a check may take together. The seconds are counted in the sandboxes, so that a node that
-    is slow or stands still costs the candidate nothing.
+    """Runs the candidate's program in the outcome's sandbox, each time in a new process. `seconds` is the time limit of
+    all runs and of the check together. The time is measured on the node, because the candidate can slow down what a
+    sandbox does not measure, such as the transfer of its output. If the node stands still while a sandbox works, this
+    costs the candidate nothing.
 
     The methods raise WrongAnswer if the candidate is the cause of a failure, otherwise RuntimeFailure or
     EvaluatorError.
@@ -181,9 +183,15 @@ class CandidateProgram:
         self._program = program
         self._options = options
         self._env = {name: few for name, few in FEW_THREADS.items() if name not in outcome.task.runtime.env}
-        self.left = seconds
+        self._clock: Callable[[], float] = asyncio.get_running_loop().time
+        self._deadline = self._clock() + seconds
         self._late = min(LATE_SECONDS, (outcome.task.evaluator.seconds - seconds) / 3)
         self.broke_sandbox = False
+
+    @property
+    def left(self) -> float:
+        """Seconds left for all runs and the check together."""
+        return self._deadline - self._clock()
 
     async def printed(self, text: str) -> list[str]:
         """Return the lines that the program prints for the input `text`."""
@@ -219,14 +227,14 @@ class CandidateProgram:
             raise WrongAnswer("no time is left")
         seconds = min(self._options.case_seconds, self.left)
         loop = asyncio.get_running_loop()
-        self.left -= seconds
         try:
             async with asyncio.timeout(None) as limit:
                 last_look = loop.call_later(
                     seconds + self._late, lambda: limit.reschedule(loop.time() + LAST_LOOK_SECONDS)
                 )
                 try:
-                    done = await self._runtime.exec(command, env=self._env, stdin=given, seconds=seconds)
+                    with self._stalls_excused():
+                        done = await self._runtime.exec(command, env=self._env, stdin=given, seconds=seconds)
                 finally:
                     last_look.cancel()
         except TimeoutError as error:
@@ -238,7 +246,6 @@ class CandidateProgram:
                 raise
             await self._confirm_broken()
             raise WrongAnswer(f"the program broke its sandbox: {error.message}") from error
-        self.left += max(0.0, seconds - done.seconds)
         self._log(f"[exit code {done.exit_code} after {done.seconds:.2f} s]\n".encode())
         self._log(done.stdout)
         self._log(done.stderr)
@@ -252,9 +259,17 @@ class CandidateProgram:
 
     async def check_step(self, shell: Shell, text: str) -> dict[str, Any]:
         """Run one step of the check. Returns and raises the same as `stepped`."""
-        event, seconds = await stepped(shell, text, self.left)
-        self.left -= seconds
-        return event
+        with self._stalls_excused():
+            return await stepped(shell, text, self.left)
+
+    @contextmanager
+    def _stalls_excused(self) -> Iterator[None]:
+        """Do not count the seconds in which the event loop stands still during the `with` block."""
+        before = self._outcome.stalled_seconds()
+        try:
+            yield
+        finally:
+            self._deadline += self._outcome.stalled_seconds() - before
 
     async def _confirm_broken(self) -> None:
         """Start a new sandbox to find out whether the candidate broke its own sandbox. If Python works in the new
@@ -325,9 +340,9 @@ async def probe(runtime: Runtime, python: str) -> None:
     )
 
 
-async def stepped(shell: Shell, text: str, seconds: float) -> tuple[dict[str, Any], float]:
-    """Run one step of the Checker (see `guest.py`). Returns the event that it prints, and the seconds that the step
-    took in its sandbox. Raises TimeoutError, and EvaluatorError if the output has no readable event."""
+async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
+    """Run one step of the Checker (see `guest.py`), and return the event that it prints. Raises TimeoutError, and
+    EvaluatorError if the output has no readable event."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)
@@ -335,10 +350,10 @@ async def stepped(shell: Shell, text: str, seconds: float) -> tuple[dict[str, An
         raise TimeoutError
     events = [line for line in done.output.split("\n") if line.startswith(MARK)]
     try:
-        event, took = json.loads(events[-1].removeprefix(MARK))
-    except (IndexError, ValueError, TypeError, RecursionError) as error:
+        step: dict[str, Any] = json.loads(events[-1].removeprefix(MARK))
+    except (IndexError, ValueError, RecursionError) as error:
         raise EvaluatorError("the check says nothing that can be read", log_tail=done.output[-4096:]) from error
-    return event, took
+    return step
 
 
 @cache

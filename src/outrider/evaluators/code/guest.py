@@ -17,7 +17,6 @@ import os
 import queue
 import sys
 import threading
-import time
 import types
 from typing import Any
 
@@ -114,9 +113,9 @@ def run_call() -> None:
 class Checker:
     """Runs `check(candidate)` of a test in a thread, and passes each call of the candidate to the node.
 
-    `step` prints the next event as one line: MARK, then JSON with the event and the seconds that the step took. The
-    event is a `call`, or the end of the check: `passed`, `failed`, or `broken` if the test itself is the cause. The
-    node passes the result of the call, in the format of `run_call`, to the next `step`.
+    `step` prints the next event as one line: MARK, then JSON. The event is a `call`, or the end of the check: `passed`,
+    `failed`, or `broken` if the test itself is the cause. The node passes the result of the call, in the format of
+    `run_call`, to the next `step`.
     """
 
     def __init__(self, prompt: str, name: str, test: str) -> None:
@@ -126,11 +125,9 @@ class Checker:
         threading.Thread(target=self._run, args=(prompt, name, test), daemon=True).start()
 
     def step(self, answer: str | None = None) -> None:
-        began = time.monotonic()
         if answer is not None:
             self._answers.put(json.loads(answer))
-        event = self._events.get()
-        sys.stdout.write(f"\n{MARK}{json.dumps([event, time.monotonic() - began])}\n")
+        sys.stdout.write(f"\n{MARK}{json.dumps(self._events.get())}\n")
 
     def _run(self, prompt: str, name: str, test: str) -> None:
         scope: dict[str, Any] = {"__name__": "check"}
