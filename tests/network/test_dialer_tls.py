@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from socket import create_server
-from threading import Thread
+from socket import AF_INET, SO_RCVBUF, SOL_SOCKET, create_server, socket
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ import uvloop
 from api.test_tls import OPENSSL, made
 from outrider.sandbox.network.addresses import Address
 from outrider.sandbox.network.dialer import Dialer, ProxiedServer
+from outrider.sandbox.network.proxy import flush
 from outrider.sandbox.network.requests import Unreachable
 
 pytestmark = [
@@ -96,6 +97,48 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         writer.write(data)
         await writer.drain()
     writer.close()
+
+
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
+def test_a_server_that_replies_early_gets_the_whole_request(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the reply is complete, the end of the request may still be in the buffer below TLS."""
+    pair = made(tmp_path, "mirror")
+    monkeypatch.setenv("SSL_CERT_FILE", str(pair.certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.certificate, pair.key)
+    listening = socket(AF_INET)
+    listening.setsockopt(SOL_SOCKET, SO_RCVBUF, 1 << 16)
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    read, taken = Event(), []
+
+    def serve() -> None:
+        with listening, context.wrap_socket(listening.accept()[0], server_side=True) as client:
+            read.wait(30)
+            while data := client.recv(1 << 16):
+                taken.append(len(data))
+
+    async def send() -> int:
+        place = ProxiedServer(host="127.0.0.1", port=listening.getsockname()[1], tls=True, internal=True, proxy="")
+        connection = await Dialer(nobody, environ={}).connect(place, tunnel=False)
+        size = 0
+        while not connection.unsent():
+            connection.writer.write(bytes(1 << 14))
+            size += 1 << 14
+            assert size < 1 << 26
+        assert not connection.writer.transport.get_write_buffer_size()
+        asyncio.get_running_loop().call_later(0.1, read.set)
+        await flush(connection.writer, seconds=30)
+        connection.drop()
+        return size
+
+    served = Thread(target=serve, name="mirror")
+    served.start()
+    size = run(send())
+    served.join()
+    assert sum(taken) == size
 
 
 def test_a_server_whose_issuer_is_not_trusted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

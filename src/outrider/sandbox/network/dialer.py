@@ -69,6 +69,11 @@ class ServerConnection(msgspec.Struct, frozen=True):
     header: tuple[str, ...] = ()
     beneath: asyncio.StreamWriter | None = None
 
+    def unsent(self) -> int:
+        """Return how many bytes wait in this process to be sent. With TLS, both writers have a buffer."""
+        writers = [self.writer] if self.beneath is None else [self.writer, self.beneath]
+        return sum(writer.transport.get_write_buffer_size() for writer in writers)
+
     def drop(self) -> None:
         """Close the connection at once. Bytes that the server has not taken yet are discarded. A normal close would
         keep the connection open until the server has taken them, and so for ever if the server reads nothing."""

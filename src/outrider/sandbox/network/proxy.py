@@ -250,7 +250,8 @@ class Proxy:
                 await reply_with_error(reader, writer, NotPassedOn("504 Gateway Timeout", text), name=self._name)
             writer.transport.abort()  # after a normal close, an incomplete reply would look complete
         else:
-            await flush(connection.writer, seconds=LINGER_SECONDS)
+            if connection.unsent():
+                await flush(connection.writer, seconds=LINGER_SECONDS)
         finally:
             connection.drop()
 
@@ -363,10 +364,9 @@ def is_plain_read(request: RequestHead, route: ProxyRoute) -> bool:
 
 
 async def flush(writer: asyncio.StreamWriter, *, seconds: float) -> None:
-    """Wait until the other end has taken the bytes that were written, but at most `seconds`. Then close the connection
-    by `abort`: after `close`, it would stay open until the other end has taken the bytes."""
-    if not writer.transport.get_write_buffer_size():
-        return
+    """Close a connection after the other end has taken the bytes that were written, and wait for it for at most
+    `seconds`. The caller must then abort the connection, which would otherwise stay open until the other end has taken
+    the bytes."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(seconds):
             writer.close()
