@@ -134,7 +134,7 @@ def test_a_server_that_replies_early_gets_the_whole_request(
         connection.drop()
         return size
 
-    served = Thread(target=serve, name="mirror")
+    served = Thread(target=serve, name="mirror", daemon=True)
     served.start()
     size = run(send())
     served.join()

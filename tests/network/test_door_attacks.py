@@ -7,6 +7,7 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -14,8 +15,9 @@ import uvloop
 from network.world import HELLO, a_door, a_server, connect, get, said
 from outrider.destinations import Phase
 from outrider.sandbox.network import proxy
+from outrider.sandbox.network.dialer import abort
 from outrider.sandbox.network.door import CONNECTIONS, MAX_CLIENTS, MAX_PLACES
-from outrider.sandbox.network.proxy import LEAST_CONNECTIONS, ConnectionPool, ProxyWaits
+from outrider.sandbox.network.proxy import LEAST_CONNECTIONS, ConnectionPool, ProxyWaits, flush
 from outrider.sandbox.network.requests import NotAllowed, read_request
 
 METADATA = [
@@ -545,6 +547,26 @@ async def test_no_connection_stays_open_to_a_server_that_reads_nothing(
             assert open_sockets_to(server.port) == 0
             ended.set()
             writer.transport.abort()
+
+
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
+def test_a_connection_whose_last_bytes_are_taken_late_ends_without_an_error(run: Any) -> None:
+    size, taken = 1 << 20, bytearray()
+
+    async def trial() -> None:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_unix_connection(sock=ours)
+        writer.write(bytes(size))
+        with theirs:
+            flushing = asyncio.create_task(flush(writer, seconds=30))
+            await asyncio.sleep(0)
+            while piece := await asyncio.to_thread(theirs.recv, 1 << 16):
+                taken.extend(piece)
+            await flushing
+        abort(writer)
+
+    run(trial())
+    assert len(taken) == size
 
 
 @pytest.mark.deep

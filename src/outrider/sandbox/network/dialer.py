@@ -77,7 +77,7 @@ class ServerConnection(msgspec.Struct, frozen=True):
     def drop(self) -> None:
         """Close the connection at once. Bytes that the server has not taken yet are discarded. A normal close would
         keep the connection open until the server has taken them, and so for ever if the server reads nothing."""
-        (self.beneath or self.writer).transport.abort()
+        abort(self.beneath or self.writer)
 
 
 class Dialer:
@@ -244,6 +244,13 @@ class Dialer:
                     raise Unreachable(f"the variable {name} of this machine is no http:// address of a proxy")
                 return value
         return None
+
+
+def abort(writer: asyncio.StreamWriter) -> None:
+    """Close a connection at once, and discard the bytes that the other end has not taken yet. The connection may have
+    ended already."""
+    with suppress(AttributeError):  # asyncio raises it if the connection has ended by a normal close
+        writer.transport.abort()
 
 
 def _reason(error: Exception) -> str:

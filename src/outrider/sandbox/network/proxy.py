@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 import msgspec
 
-from outrider.sandbox.network.dialer import Dialer, ProxiedServer, ServerConnection
+from outrider.sandbox.network.dialer import Dialer, ProxiedServer, ServerConnection, abort
 from outrider.sandbox.network.requests import (
     MAX_HEAD,
     NotAllowed,
@@ -743,7 +743,7 @@ class ProxyServer:
         finally:
             self._tasks.discard(task)
             self._pool.give_back(len(self._tasks))
-            writer.transport.abort()
+            abort(writer)
 
     async def _head(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
         """Return the head of a connection's first request, or None if no whole head arrives."""
