@@ -31,7 +31,8 @@ from outrider.sandbox.runtimes.tool_server.launch import connection
 
 ANSWER_MAX = 1 << 16
 ANSWER_SECONDS = 30.0
-"""Maximum seconds that the zygote may take to fork a sandbox. It usually takes a few milliseconds."""
+"""Maximum seconds in which the zygote must answer a request. A fork usually takes a few milliseconds, but a request may
+also wait for the zygote's own start and for earlier requests."""
 STOP_SECONDS = 5.0
 PAUSE_SECONDS = 0.001
 BOOT = """
