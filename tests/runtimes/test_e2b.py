@@ -631,4 +631,4 @@ async def test_a_service_that_is_slow_to_remove_a_sandbox_is_not_hammered(
         start.sandbox = "x"
         with pytest.raises(RuntimeFailure, match="did not remove sandbox x"):
             await part.remove(start)
-    assert asked <= 4
+    assert asked < 20  # the pauses are random; without pauses, there are more than a hundred requests
