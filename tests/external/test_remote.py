@@ -57,6 +57,8 @@ class AgentService:
         elif request.method == "GET":
             return web.json_response(self.states[run_id]) if run_id in self.states else web.Response(status=404)
         elif request.method == "DELETE":
+            if run_id not in self.agents:
+                return web.Response(status=404)
             self.cancelled.append(run_id)
             self.agents[run_id].cancel()
         return web.json_response({})
@@ -165,7 +167,8 @@ async def test_a_run_that_fails_is_tried_again_from_the_beginning(tmp_path: Path
         assert (session["result"]["turns"], session["result"]["verdict"]["reward"]) == (1, 0.5)
 
 
-async def test_a_run_out_of_sight_ends_before_the_next_one_begins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attempts", [2, 3])
+async def test_a_run_out_of_sight_ends_before_the_next_one_begins(tmp_path: Path, attempts: int) -> None:
     """The agent of a run that counts as lost may still work. Both runs have the same key, so the agent's calls would be
     mixed with those of the next run."""
     begun = asyncio.Event()
@@ -182,17 +185,17 @@ async def test_a_run_out_of_sight_ends_before_the_next_one_begins(tmp_path: Path
                 await agent.ask("Try again.")
 
     async with with_agents(tmp_path, goes_on, patience_seconds=0.5) as (agents, world):
-        group = await submitted(world)
+        group = await submitted(world, max_attempts=attempts + 1)
         await begun.wait()
         agents.down = True
         session_id = f"s-{group.removeprefix('g-')}-0"
-        while (await world.service.store.session(session_id)).attempt < 2:  # noqa: ASYNC110
+        while (await world.service.store.session(session_id)).attempt < attempts:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
         agents.down = False
         [session] = (await world.owner.done(group))["sessions"]
         assert agents.cancelled == [f"{session_id}-1"]
-        assert (session["attempt"], session["result"]["turns"]) == (2, 1)
+        assert session["attempt"] >= attempts
+        assert session["result"]["turns"] == 1
 
 
 async def test_a_session_that_ends_cancels_its_run(tmp_path: Path) -> None:

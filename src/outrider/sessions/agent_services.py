@@ -95,5 +95,5 @@ class AgentServices:
                 seconds=task.limits.session_seconds,
                 files=has_files(task),
             ),
-            earlier=f"{session.id}-{number - 1}" if number > 1 else None,
+            earlier=[f"{session.id}-{run}" for run in range(1, number)],
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -60,8 +61,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 class RemoteRun:
     """One run on an agent service."""
 
-    def __init__(self, service: AgentServiceConfig, request: RunRequest, *, earlier: str | None = None) -> None:
-        """`earlier` is the id of the session's run before this one, or None for the first run."""
+    def __init__(self, service: AgentServiceConfig, request: RunRequest, *, earlier: Sequence[str] = ()) -> None:
+        """`earlier` are the ids of the session's runs before this one."""
         self._service = service
         self._request = request
         self._earlier = earlier
@@ -71,12 +72,13 @@ class RemoteRun:
         return ServiceCalls(self._service, f"{self._service.url.rstrip('/')}/runs/{run_id}", run_id)
 
     async def end_earlier(self) -> None:
-        """Have the service end the session's earlier run, which may go on although it counts as lost. Both runs have
-        the session's key, so the earlier agent's calls would be mixed with the calls of this run. Any answer that is
-        not TRANSIENT is accepted, because a service may have forgotten a run that has ended. Raises RemoteRunFailed if
-        the service cannot be reached."""
-        if self._earlier is not None:
-            async with self._calls_of(self._earlier) as calls:
+        """Have the service end the session's earlier runs, which may go on although they count as lost. All runs have
+        the session's key, so an earlier agent's calls would be mixed with the calls of this run. Any answer that is not
+        TRANSIENT is accepted, because a service may have forgotten a run that has ended. Raises RemoteRunFailed if the
+        service cannot be reached."""
+        # all of them, because the service may have been out of reach in the attempt that followed a lost run
+        for run_id in self._earlier:
+            async with self._calls_of(run_id) as calls:
                 await calls.ask("DELETE", "", any_answer=True)
 
     async def follow(self, archive: bytes | None) -> ReportSpec:
