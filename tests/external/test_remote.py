@@ -311,3 +311,28 @@ async def test_the_next_service_follows_the_run(tmp_path: Path) -> None:
         assert len(agents.runs) == 1
         [row] = done["samples"]
         assert (row["turns"], row["reward"]) == ([0, 1], 1)
+
+
+async def test_a_service_that_stays_away_after_a_restart_costs_no_turns(tmp_path: Path) -> None:
+    """The runs before the one that is followed are ended first, and the service is out of reach then."""
+    begun = asyncio.Event()
+
+    async def second_one_works(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
+        if run["run_id"].endswith("-1"):
+            return {"status": "failed", "error": "no machine"}
+        await agent.ask("Where is it?")
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with agent_service(second_one_works) as (agents, url), engine_server(tmp_path) as (_, engine):
+        async with on_engine(tmp_path, engine, agents=declared(url)) as world:
+            agents.world = world
+            group = await submitted(world, max_attempts=2)
+            await begun.wait()
+        agents.down = True
+        async with on_engine(tmp_path, engine, agents=declared(url, patience_seconds=0.1)) as world:
+            agents.world = world
+            [session] = (await world.owner.done(group))["sessions"]
+    assert "answered 503, for 0.1 s" in session["result"]["error"]["message"]
+    assert session["result"]["turns"] == 1

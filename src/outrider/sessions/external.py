@@ -259,6 +259,8 @@ class ExternalSessions:
             if await store.report(session.id) is not None:
                 live.ended.set()
             failure = await (live.until_ended() if live.ended.is_set() else self._until_ended(live, run))
+        except RemoteRunFailed as error:  # an earlier run cannot be ended
+            failure = error
         finally:
             self._live.pop(session.id, None)
             await live.close()
@@ -270,7 +272,7 @@ class ExternalSessions:
 
     async def _remote_run(self, live: _LiveSession) -> FollowedRun | None:
         """Return the run of the remote agent, or None if the task has no such agent or was completed in an earlier
-        attempt. The run is not started yet, but the run of an earlier attempt has ended. The session must not accept
+        attempt. The run is not started yet, but the runs of earlier attempts have ended. The session must not accept
         model calls before that. Raises RemoteRunFailed if the agent service cannot be reached."""
         remote, session = live.attempt.task.harness.remote, live.attempt.session
         if remote is None or await self._store.report(session.id) is not None:
