@@ -87,14 +87,17 @@ def test_what_a_session_stores_of_refused_requests_is_bounded(monkeypatch: pytes
         assert len(kept.readers) <= 20
 
 
-def test_the_readers_of_a_session_keep_a_bounded_number_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "KEPT_SPANS", 100, raising=False)
+def test_the_readers_of_a_session_keep_a_bounded_number_of_messages_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "KEPT_IN_READERS", 100)
     memory: Memory = {}
     for number in range(10):
         read(user(text(str(number))), *[model(text("ok")), HI] * 20, memory=memory)
     assert [len(reader.spans) for reader in memory["history"].readers.values()] == [41, 41]
     read(*[model(text("ok")), HI] * 100, memory=memory)
     assert [len(reader.spans) for reader in memory["history"].readers.values()] == [200]
+    for number in range(10):  # a message may have any number of calls
+        read(user(text(str(number))), model(*[called("a")] * 45), HI, memory=memory)
+    assert len(memory["history"].readers) == 2
 
 
 def test_allowed_functions_are_looked_up_in_linear_time() -> None:

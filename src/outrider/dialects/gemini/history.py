@@ -26,7 +26,6 @@ that has no result yet.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -61,8 +60,9 @@ KEPT_READERS = 64
 """Maximum number of `_HistoryReader`s stored for a session. They belong to the latest requests of the agent and its
 sub-agents. A request that continues the history of a stored reader reads only its new contents."""
 
-KEPT_SPANS = 1 << 17
-"""Maximum number of messages in all stored `_HistoryReader`s together. The newest is stored even if it has more."""
+KEPT_IN_READERS = 1 << 17
+"""Maximum number of messages and calls in all stored `_HistoryReader`s together. The newest is stored even if it has
+more."""
 
 MAX_STORED = 64 << 20
 """Maximum number of bytes stored for a session, apart from the readers. Above this limit, everything stored so far is
@@ -249,11 +249,11 @@ class _WaitingCalls:
 
     def __init__(self, calls: Iterable[tuple[str, str]] = ()) -> None:
         self._calls = dict(enumerate(calls))
-        self._by_name: dict[str, deque[int]] = {}
-        self._by_id: dict[str, deque[int]] = {}
-        for number, (name, call_id) in self._calls.items():
-            self._by_name.setdefault(name, deque()).append(number)
-            self._by_id.setdefault(call_id, deque()).append(number)
+        self._by_name: dict[str, list[int]] = {}
+        self._by_id: dict[str, list[int]] = {}
+        for number, (name, call_id) in reversed(self._calls.items()):  # so that `_take` finds the first one at the end
+            self._by_name.setdefault(name, []).append(number)
+            self._by_id.setdefault(call_id, []).append(number)
 
     def copy(self) -> _WaitingCalls:
         return _WaitingCalls(self._calls.values())
@@ -266,9 +266,9 @@ class _WaitingCalls:
         """Remove the first call of the function `name`, and return its id. Returns None if no such call is waiting."""
         return self._take(None if name is None else self._by_name.get(name))
 
-    def _take(self, numbers: deque[int] | None) -> str | None:
+    def _take(self, numbers: list[int] | None) -> str | None:
         while numbers:
-            taken = self._calls.pop(numbers.popleft(), None)
+            taken = self._calls.pop(numbers.pop(), None)
             if taken is not None:
                 return taken[1]
         return None
@@ -321,10 +321,15 @@ class _HistoryReader:
             # oldest.
             memory.readers.pop(paths[-1], None)
             memory.readers[paths[-1]] = reader._copy()
-            spans = sum(len(kept.spans) for kept in memory.readers.values())
-            while len(memory.readers) > 1 and (len(memory.readers) > KEPT_READERS or spans > KEPT_SPANS):
-                spans -= len(memory.readers.pop(next(iter(memory.readers))).spans)
+            size = sum(kept._size for kept in memory.readers.values())
+            while len(memory.readers) > 1 and (len(memory.readers) > KEPT_READERS or size > KEPT_IN_READERS):
+                size -= memory.readers.pop(next(iter(memory.readers)))._size
         return reader
+
+    @property
+    def _size(self) -> int:
+        """The number of messages and calls."""
+        return len(self.spans) + self._calls
 
     def _copy(self) -> _HistoryReader:
         """Return an independent copy. The copy omits `_model_run`. So call this method only directly after a user's
