@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from outrider.dialects import DIALECTS
@@ -80,9 +81,11 @@ def test_what_a_session_stores_of_refused_requests_is_bounded(monkeypatch: pytes
     monkeypatch.setattr(history, "MAX_STORED", 100_000, raising=False)
     memory: Memory = {}
     for number in range(50):
-        read(model(text(f"{number} " + "x" * 10_000)), model(called("a")), HI, memory=memory)
+        long = f"{number} " + "x" * 2000
+        call, result = model(text(long), called(long, long)), user(answered(long, "", long))
+        read(call, result, model(called("a")), HI, memory=memory)
         kept = memory["history"]
-        assert sum(len(content.text) for content in kept.contents.values()) <= 120_000
+        assert sum(len(msgspec.json.encode(content)) for content in kept.contents.values()) <= 120_000
         assert len(kept.ids_by_path) <= 20
         assert len(kept.readers) <= 20
 

@@ -114,8 +114,13 @@ class _ReadContent(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def text_size(self) -> int:
-        """The number of characters of the model's text, and of bytes of the calls' arguments."""
-        return len(self.text) + sum(len(call.arguments) for call in self.calls)
+        """The number of characters of all texts, names and ids, and of bytes of the calls' arguments."""
+        size = len(self.text) + sum(map(len, self.hosted))
+        for call in self.calls:
+            size += len(call.name) + len(call.id or "") + len(call.signed or "") + len(call.arguments)
+        for one in self.ranges:
+            size += len(one.name or "") + len(one.id or "")
+        return size
 
 
 class HistoryMemory:
