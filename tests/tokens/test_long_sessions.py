@@ -192,6 +192,7 @@ def test_a_reply_to_a_dropped_prompt_is_continued(monkeypatch: pytest.MonkeyPatc
     running = joined(tree, TASK).prompt
     for number in range(10):
         joined(tree, user(f"{number} " + "word " * 2000))
+        assert joined(tree, user(f"{number} " + "word " * 2000), user("more")).kind is JoinKind.FORK
     assert running not in kept_prompts(tree)
     again = joined(tree, TASK).prompt
     assert again.ids().tolist() == running.ids().tolist()

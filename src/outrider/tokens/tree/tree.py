@@ -416,6 +416,11 @@ class TokenTree:
     def _record(self, request: IndexedRequest, joined: Joined) -> None:
         """Add the new prompt of a request to the tree."""
         prompt = joined.prompt
+        size = len(prompt.delta) + BYTES_OF_A_PROMPT + BYTES_OF_A_REPLY * len(prompt.rendered_replies)
+        if self._unanswered_size + size > MAX_UNANSWERED:
+            self._unanswered_size = self._limit_unanswered(MAX_UNANSWERED - size)
+        self._unanswered[prompt] = size
+        self._unanswered_size += size
         self._conversations = max(self._conversations, prompt.conversation + 1)
         self._indexer.remember(request, prompt)
         whole = request.prefixes[-1]
@@ -431,11 +436,6 @@ class TokenTree:
             prompt.parent.children += 1
         if joined.cause is not None:
             self.forks[joined.cause] = self.forks.get(joined.cause, 0) + 1
-        size = len(prompt.delta) + BYTES_OF_A_PROMPT + BYTES_OF_A_REPLY * len(prompt.rendered_replies)
-        if self._unanswered_size + size > MAX_UNANSWERED:
-            self._unanswered_size = self._limit_unanswered(MAX_UNANSWERED - size)
-        self._unanswered[prompt] = size
-        self._unanswered_size += size
 
     def _limit_unanswered(self, most: int) -> int:
         """Drop all prompts from which no turn was sampled, if they have more than `most` bytes. Returns the size of
