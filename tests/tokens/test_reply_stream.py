@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolSpec
-from outrider.tokens.rendering.renderer import MAX_PARSE_STEPS, parse_steps
+from outrider.tokens.rendering.parse_steps import MAX_PARSE_STEPS, PARSE_STEPS
 from outrider.tokens.rendering.reply_stream import FinishedReply, ReplyPart, ReplyStream
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
@@ -254,37 +254,82 @@ def test_arguments_that_utf8_cannot_spell_stay_escaped() -> None:
     assert json.loads(reply.tool_calls[0].arguments) == {"path": "\ud800"}
 
 
+INVOKE = '<invoke name="bash">\n<parameter name="command">ls</parameter>\n</invoke>\n'
+PAIR = "<arg_key>command</arg_key>\n<arg_value>ls</arg_value>\n"
+SEP = "<｜tool▁sep｜>bash\n"  # noqa: RUF001
 REPEATED = {
-    "parameters": "<tool_call>\n<function=bash>\n" + "<parameter=command>\n" * 6000 + "</function>\n</tool_call>",
-    "keys": "<tool_call>bash\n" + "<arg_key>command</arg_key>\n<arg_value>ls\n" * 800 + "</tool_call>",
-    "ends first": "<tool_call>" + "<arg_key></arg_value>" * 800 + "</arg_key><arg_value>" * 800 + "</tool_call>",
-    "spaces": '<|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>{"a": "' + " " * 30_000 + '"}',
-    "invokes": "<minimax:tool_call>" + '<invoke name="bash">' * 6000 + "</minimax:tool_call>",
+    "parameters": ("qwen3.5", "<tool_call>\n<function=bash>\n" + "<parameter=command>\n" * 6000 + "</tool_call>"),
+    "other ends": (
+        "qwen3.5",
+        "<tool_call>\n<function=bash>\n" + "<parameter=command></invoke>" * 6000 + "</tool_call>",
+    ),
+    "no names": ("qwen3.6", "<tool_call>\n<function=bash>\n" + "<parameter=" * 6000 + "</parameter></tool_call>"),
+    "keys": ("laguna-xs.2", "<tool_call>bash\n" + "<arg_key>a</arg_key>\n<arg_value>ls\n" * 800 + "</tool_call>"),
+    "ends first": (
+        "laguna-xs.2",
+        "<tool_call>" + "<arg_key></arg_value>" * 800 + "</arg_key><arg_value>" * 800 + "</tool_call>",
+    ),
+    "invokes": ("minimax-m2", "<minimax:tool_call>" + '<invoke name="bash">' * 6000 + "</minimax:tool_call>"),
+    "parameters first": (
+        "minimax-m2",
+        '<minimax:tool_call><invoke name="a">'
+        + '<parameter name="x">' * 6000
+        + f"</invoke>{INVOKE}</minimax:tool_call>",
+    ),
+    "spaces": ("deepseek-v3", SEP + '```json\n{"a": "' + " " * 30_000 + '"}'),
+    "lines": ("deepseek-v3", SEP + "```json\n" + "\n" * 3000 + '{"a": 1}'),
 }
 
 
-@pytest.mark.parametrize("text", REPEATED.values(), ids=REPEATED.keys())
-def test_an_output_that_takes_minutes_to_read_is_recognised(text: str) -> None:
+@pytest.mark.parametrize(("family", "text"), REPEATED.values(), ids=REPEATED.keys())
+def test_an_output_that_takes_long_to_read_is_recognised(family: str, text: str) -> None:
     """A policy may repeat itself. Python runs nothing else while it searches for a regular expression."""
-    assert parse_steps(text) > MAX_PARSE_STEPS
+    assert PARSE_STEPS[family](text) > MAX_PARSE_STEPS
 
 
-def test_long_calls_are_read() -> None:
-    many = "".join(xml_call("bash", {"command": f"ls {number}"}) for number in range(2000))
-    long = xml_call("bash", {f"argument {number}": "x" * 1000 for number in range(200)})
-    keys = "<tool_call>bash\n" + "<arg_key>command</arg_key>\n<arg_value>ls</arg_value>\n" * 2000 + "</tool_call>"
-    invokes = '<invoke name="bash">\n<parameter name="command">ls</parameter>\n</invoke>\n' * 2000
-    for text in (many, long, keys, f"<minimax:tool_call>\n{invokes}</minimax:tool_call>", " " * 100_000):
-        assert parse_steps(text) < MAX_PARSE_STEPS
-    assert len(read([TOKENIZER.encode(long)], "qwen3.5").message.tool_calls) == 1
+MARKERS = '<parameter name="a"/> <parameter=b> <invoke name="c"> <function=d> <arg_key> <arg_value> '
+FILE = f"{MARKERS}\n" * 2000
+LONG = {
+    "qwen3.5": (
+        "".join(xml_call("bash", {"command": f"ls {number}"}) for number in range(2000)),
+        xml_call("bash", {f"argument {number}": "x" * 1000 for number in range(200)}),
+        xml_call("write", {"content": FILE}),
+        f"{FILE}{xml_call('bash', {'command': 'ls'})}<tool_call><function=write><parameter=content>{FILE}",
+    ),
+    "laguna-xs.2": (
+        f"<tool_call>bash\n{PAIR * 2000}</tool_call>",
+        f"<tool_call>write\n<arg_key>content</arg_key>\n<arg_value>{FILE}</arg_value></tool_call>",
+    ),
+    "minimax-m2": (
+        f"<minimax:tool_call>\n{INVOKE * 2000}</minimax:tool_call>",
+        f'<minimax:tool_call>\n<invoke name="a"><parameter name="x">{FILE}</parameter></invoke></minimax:tool_call>',
+    ),
+    "deepseek-v3": (
+        SEP + "```json\n" + json.dumps({"content": FILE}) + "\n```",
+        SEP + "```json\n" + json.dumps(list(range(20_000)), indent=100) + "\n```",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", LONG)
+def test_long_calls_are_read(family: str) -> None:
+    """The arguments of a call may contain the markers of any family, for example in a file that the model writes."""
+    for text in LONG[family]:
+        assert PARSE_STEPS[family](text) < MAX_PARSE_STEPS
+
+
+def test_a_file_of_markers_is_one_argument() -> None:
+    [call] = read([TOKENIZER.encode(xml_call("write", {"content": FILE}))], "qwen3.5").message.tool_calls
+    assert json.loads(call.arguments) == {"content": FILE.strip()}
 
 
 def test_a_policy_that_repeats_itself_does_not_stop_the_process() -> None:
-    ids = TOKENIZER.encode(REPEATED["parameters"])
+    text = REPEATED["parameters"][1]
+    ids = TOKENIZER.encode(text)
     reading = stream("qwen3.5")
     reading.push(ids)
     begun = time.thread_time()
     reply = reading.finish()
     assert time.thread_time() - begun < 1.5
     assert (reply.message.tool_calls, reply.malformed) == ((), 1)
-    assert reply.message.content == REPEATED["parameters"]
+    assert reply.message.content == text

@@ -8,7 +8,6 @@ represents the new messages, it returns None, and the caller must render the who
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from outrider.errors import InvalidField, RequestError
 from outrider.messages import Image, Message, Role, ToolCall, ToolSpec, images_in
 from outrider.tokens.rendering.chat_template import ChatTemplate, conversation_dicts, new_message_dicts
 from outrider.tokens.rendering.image_grids import PLACEHOLDER, ImageSettings, read_image_settings
+from outrider.tokens.rendering.parse_steps import MAX_PARSE_STEPS, PARSE_STEPS
 from outrider.tokens.rendering.tokenizer import SHORT_TEXT, Tokenizer
 from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 from outrider.trajectory import Ids, ImageSpan
@@ -82,15 +82,6 @@ WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
 
 UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError, jinja2.TemplateError)
 """The errors that `renderers` and chat templates raise for a conversation that they reject."""
-
-JSON_FAMILIES = frozenset({"qwen3", "qwen3-vl"})
-"""Families whose calls the library reads as JSON. It reads the calls of other families with regular expressions."""
-MAX_PARSE_STEPS = 2 * 10**7
-"""Maximum of `parse_steps` of an output whose calls are read with regular expressions, about a quarter of a second of
-work. An output with more is malformed. A model that repeats an unfinished argument a thousand times would otherwise
-stop the whole process for half a minute, because Python runs nothing else while it searches for an expression."""
-_CALL_END = re.compile("</(?:minimax:)?tool_call>|</invoke>|<[|｜]tool_call_end[|｜]>")  # noqa: RUF001 - the models' own
-_LONG_SPACE = re.compile(r"\s{256,}")
 
 CALL_STATUSES = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
 """The parser's statuses for well-formed calls. A call of an unknown tool is well-formed: it is passed to the harness,
@@ -410,9 +401,9 @@ class Renderer:
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
         """Parse the output of a turn. An output that cannot be parsed, or only in far too many steps (MAX_PARSE_STEPS),
         is returned as one malformed call."""
-        if self.family not in JSON_FAMILIES:
+        if (steps_of := PARSE_STEPS.get(self.family)) is not None:
             text = self.tokenizer.decode([token for token in output if token not in self._stops])
-            if parse_steps(text) > MAX_PARSE_STEPS:
+            if steps_of(text) > MAX_PARSE_STEPS:
                 return ParsedCalls((), (), (text,), "", None)
         try:
             parsed = self._parser.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
@@ -434,25 +425,6 @@ class Renderer:
             else:
                 malformed.append(self.tokenizer.decode(output[start:end]) or found.raw)
         return ParsedCalls(tuple(calls), tuple(spans), tuple(malformed), parsed.content or "", parsed.reasoning_content)
-
-
-def parse_steps(text: str) -> int:
-    """Return an estimate of the steps in which the library's regular expressions read the calls in a text. From each
-    marker whose value does not end, an expression searches to the end of the call. GLM's expression for a key and a
-    value does so again for each later value that does not end, and Kimi's for each character of white space."""
-    steps = 0
-    for call in _CALL_END.split(text):
-        after = call.rfind("</parameter>") + 1
-        unended = (
-            call.count("<parameter", after) + call.count("<invoke") + call.count("<function=", call.rfind(">") + 1)
-        )
-        last = call.rfind("</arg_value>") + 1
-        values, keys = call.count("<arg_value>", last), call.count("<arg_key>", last)
-        if values > 1 or call.count("</arg_key>") > call.count("<arg_value>"):
-            keys = call.count("<arg_key>")
-        steps += (unended + keys * (1 + values)) * len(call)
-    spaces = _LONG_SPACE.findall(text) if "<|tool_call_begin|>" in text else ()
-    return steps + sum(len(space) ** 2 // 20 for space in spaces)
 
 
 def _turn_opening(family: Any) -> list[int]:
