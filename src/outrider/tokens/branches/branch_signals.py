@@ -285,7 +285,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
     for turn in session.turns:
         if (segment := starters.get(turn.index)) is not None:
             opening = opening_text(turn.messages)
-            fitting = [one for text, one in given.items() if session.contains(opening, text)]
+            fitting = [given[text] for text in session.contained(opening, given)]
             if fitting:
                 best = max(fitting, key=lambda one: (len(one.text), one.turn))
                 is_most = len(best.text) / len(opening) >= OPENING_SHARE

@@ -12,7 +12,7 @@ time, because sessions may have thousands of turns (tests/tokens/test_long_sessi
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
 import msgspec
@@ -335,6 +335,13 @@ class SegmentedSession:
         at = text.find(part)
         self._characters_left -= len(text) if at < 0 else at + len(part)
         return at >= 0
+
+    def contained(self, text: str, parts: Collection[str]) -> list[str]:
+        """Return those of the parts that `text` contains. This takes less time than `contains` for each part."""
+        if self.searches_ended:
+            return []
+        self._characters_left -= len(text) * len(parts)
+        return [part for part in parts if part in text]
 
     @property
     def searches_ended(self) -> bool:
