@@ -19,9 +19,9 @@ exists:
 5. the id in the request, even if it is not one of ours;
 6. `call_` and a number.
 
-The ids chosen at a position do not change later. A tool result belongs to the call with the same id. If no call has
-this id, the tool result belongs to one of the calls in the latest model message: the first call of the same function
-that has no result yet.
+The ids chosen at a position do not change later, unless what is stored exceeds MAX_STORED. A tool result belongs to the
+call with the same id. If no call has this id, the tool result belongs to one of the calls in the latest model message:
+the first call of the same function that has no result yet.
 """
 
 from __future__ import annotations
