@@ -305,7 +305,7 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     ),
     "a turn with a value that JSON does not have": (
         lambda told: [told.turn(sampling={"x": msgspec.msgpack.Ext(5, b"")})],
-        "values of any type",
+        "`sampling`, `rank_info`, tools",
     ),
     "an image of other bytes": (lambda told: [told.turn(messages=shown(replace(IMAGE, data=b"other")))], "images"),
     "an image of no bytes' size": (lambda told: [told.turn(messages=shown(replace(IMAGE, size=-1)))], "images"),

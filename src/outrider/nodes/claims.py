@@ -255,7 +255,7 @@ RESULT_RULES: tuple[ClaimRule[SessionResult], ...] = (
     ),
     ClaimRule(
         "exit code",
-        "a number of 32 bits",
+        "a signed number of 32 bits",
         lambda result, records: result.harness_exit is None or -MAX_COUNT <= result.harness_exit.code <= MAX_COUNT,
     ),
     ClaimRule("`policy`", "uses no more of a kind of branch than the task does", _uses_no_more),
@@ -333,7 +333,7 @@ def _reports(call: AddTurn, records: AttemptRecords) -> bool:
         return True
     output = len(report.output_ids)
     fits = output % 4 == 0 and len(report.logprobs) == 2 * output
-    # The times are those of an inference worker, in any unit. If its clock was set back, a duration is negative.
+    # The times come from an inference worker, in any unit. If its clock was set back, a duration is negative.
     finite = all(time is None or math.isfinite(time) for time in report.timing.values())
     return fits and (not output or call.turn.mode is TokenMode.TEXT) and finite
 
@@ -381,7 +381,7 @@ def _is_grid(grid: tuple[int, int, int] | None) -> bool:
 
 
 IMAGE_RULES: tuple[ClaimRule[AddTurn], ...] = (
-    ClaimRule("images", "of the digest and size of their bytes; their positions in the prompt", _images_are_true),
+    ClaimRule("images", "digests and sizes those of their bytes; positions within the prompt", _images_are_true),
 )
 """Rules for the images of a turn. They are checked in a thread if the turn has the bytes of images, because a turn may
 have megabytes of them."""
@@ -419,8 +419,8 @@ TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
         f"{MAX_NAME} characters",
         lambda call, records: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
     ),
-    ClaimRule("`report`", "ids only of a text, with a log-probability for each; finite times", _reports),
-    ClaimRule("values of any type", "those that JSON has", _has_json_values),
+    ClaimRule("`report`", "ids only for a text, with a log-probability for each; finite times", _reports),
+    ClaimRule("`sampling`, `rank_info`, tools", "values that JSON can represent", _has_json_values),
 )
 """Rules for every turn that a node asks the service to store."""
 
