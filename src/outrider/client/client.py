@@ -354,15 +354,16 @@ class AsyncClient:
         With a `consumer`, a group is acknowledged when the next group is requested. If the caller's loop ends without
         requesting the next group, the next call of `follow` yields the last group again.
 
-        Raises ServiceError if no group of the service has the cursor that was reached, because the service has lost its
-        data. Otherwise, the next groups would be skipped until they reach this cursor.
+        Raises ServiceError if the service has lost data, so that its newest cursor is below the cursor that was
+        reached. Otherwise, the next groups would be skipped until they reach this cursor.
         """
         while True:
             page = await self.results(after=after, consumer=consumer, wait=LONG_POLL, samples=samples)
             if not page.groups and page.cursor > (newest := (await self.status()).cursor):
                 raise ServiceError(
                     f"no group has the cursor {page.cursor}: the newest is {newest}",
-                    hint="the service was started without its old data: restore its data folder, or begin again at 0",
+                    hint="the service was started without its old data: restore its data folder, or begin again at 0"
+                    f" (at {newest} if an older copy of the data was restored)",
                 )
             for group in page.groups:
                 if evaluations or EVALUATION_LABEL not in group.labels:

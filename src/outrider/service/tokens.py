@@ -27,12 +27,10 @@ HINT = (
     "set OUTRIDER_TOKEN for Outrider's commands, clients and bridges; others send the header"
     " `Authorization: Bearer TOKEN`"
 )
-
-
 REVOKED, EXPIRED = "this token was revoked", "this token has expired"
 EXPIRY_CHECK_SECONDS = 60.0
-"""Maximum seconds between two checks whether the token of a running call has expired. The event loop's clock does not
-follow the system clock when that is set, or while the machine is suspended."""
+"""Maximum seconds between two checks whether the token of a running call has expired. There is a maximum because the
+event loop's clock stands still while the machine is suspended, and does not change when the system clock is set."""
 
 
 class RevokedMeanwhile(Exception):

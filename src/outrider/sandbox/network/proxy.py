@@ -364,9 +364,8 @@ def is_plain_read(request: RequestHead, route: ProxyRoute) -> bool:
 
 
 async def flush(writer: asyncio.StreamWriter, *, seconds: float) -> None:
-    """Close a connection after the other end has taken the bytes that were written, and wait for it for at most
-    `seconds`. The caller must then abort the connection, which would otherwise stay open until the other end has taken
-    the bytes."""
+    """Close a connection, and wait for at most `seconds` until the other end has taken the bytes that were written. The
+    caller must then abort the connection, which would otherwise stay open until the other end has taken the bytes."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(seconds):
             writer.close()
