@@ -695,6 +695,21 @@ async def test_a_node_that_does_not_end_what_is_cancelled_is_given_up(start: Sta
         assert "has not ended attempt" in (await node.ended()).reason
 
 
+async def test_a_session_with_a_turn_whose_parent_is_missing_can_be_ended(start: Starts) -> None:
+    """Such a turn is stored, but is not read. The end of the session must not wait until it is."""
+    async with start(processes=0, waits=NodeWaits(cancel=0.2)) as running, HostileNode.joined(running.url) as node:
+        view, told = await given_one(running, node)
+        for index, parent in ((0, None), (2, 1)):
+            await node.say(told.turn(index, parent=parent))
+            while not isinstance(await node.hear(), CallReply):
+                pass
+        async with asyncio.timeout(20):
+            await running.service.cancel(view.id)
+            [session] = (await running.done(view)).sessions
+        assert session.result is not None
+        assert (session.result.stop_reason, session.result.turns) == (StopReason.CANCELLED, 1)
+
+
 async def test_large_tasks_that_begin_at_once_do_not_cost_a_node_its_connection(
     start: Starts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,7 @@ class Moments(Store):
         await super().requeue(session_id, attempt, error, due=due)
         self.requeued()
 
-    async def finish(self, session_id: str, attempt: int, result: SessionResult, **how: bool) -> bool:
+    async def finish(self, session_id: str, attempt: int, result: SessionResult, **how: Any) -> bool:
         group_done = await super().finish(session_id, attempt, result, **how)
         self.finished()
         return group_done

@@ -42,13 +42,13 @@ async def test_a_result_of_all_turns_is_refused_when_one_has_come_since(store: S
     await submit(store, group_row(n=1))
     await start(store, "g.0")
     await store.add_turn("g.0", 1, turn(0))
-    before = msgspec.structs.replace(result("g.0", 1), turns=1)
+    before, counted = msgspec.structs.replace(result("g.0", 1), turns=1), await store.count_turns("g.0", 1)
     await store.add_turn("g.0", 1, turn(0), model="judge")
     with pytest.raises(MoreTurns):
-        await store.finish("g.0", 1, before, of_all_turns=True)
+        await store.finish("g.0", 1, before, of_turns=counted)
     assert (await store.session("g.0")).result is None
     after = msgspec.structs.replace(before, frozen={"judge": FrozenUse(turns=1, tokens=2)})
-    assert await store.finish("g.0", 1, after, of_all_turns=True)
+    assert await store.finish("g.0", 1, after, of_turns=await store.count_turns("g.0", 1))
 
 
 async def test_a_result_is_read_back_whole_and_ends_the_lease(store: Store) -> None:

@@ -477,12 +477,13 @@ class Scheduler:
     ) -> SessionResult:
         """Finish a queued or interrupted session with the stored turns of its last attempt. Returns the result."""
         while True:
+            stored = await self._store.count_turns(session.id, session.attempt)
             turns = await self._store.turns(session.id, session.attempt)
             frozen = await self._store.frozen_turns(session.id, session.attempt)
             result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
             # MoreTurns: a lost node has stored another turn since the turns were read, so all turns are read again.
             with suppress(MoreTurns):
-                await self._finish(session, result, under_way=under_way, of_all_turns=True)
+                await self._finish(session, result, under_way=under_way, of_turns=stored)
                 return result
 
     async def _requeue_or_finish(self, placement: _RunningAttempt, result: SessionResult) -> None:
@@ -513,13 +514,13 @@ class Scheduler:
             await self._end_with_turns(session, placement.ending, task=placement.attempt.task)
 
     async def _finish(
-        self, session: SessionRow, result: SessionResult, *, under_way: bool = False, of_all_turns: bool = False
+        self, session: SessionRow, result: SessionResult, *, under_way: bool = False, of_turns: int | None = None
     ) -> None:
         """Store the end of a session with `Store.finish`. If the session was already finished, put back into the queue
         or removed, a warning is logged instead."""
         try:
             group_done = await self._store.finish(
-                session.id, session.attempt, result, under_way=under_way, of_all_turns=of_all_turns
+                session.id, session.attempt, result, under_way=under_way, of_turns=of_turns
             )
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, error)

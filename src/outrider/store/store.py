@@ -105,8 +105,8 @@ REVIVE = """UPDATE outbox SET given_up = NULL, tries = 0, since = ?, next_try = 
 
 
 class MoreTurns(Exception):
-    """`Store.finish` was called with a result that does not include all stored turns of the attempt. The caller must
-    read the turns again."""
+    """A turn was stored after the turns for the result in `Store.finish` were read. The caller must read the turns
+    again."""
 
 
 class AddedTurn(NamedTuple):
@@ -887,6 +887,11 @@ class Store:
         found = rows.StoredTurns([packed for (packed,) in stored]).turns()
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
+    async def count_turns(self, session_id: str, attempt: int) -> int:
+        """Return the number of stored turns of an attempt, including those of frozen models. `turns` may return fewer,
+        because it leaves out turns whose parent is missing."""
+        return await self._db.read(lambda tx: _count_turns(tx, session_id, attempt))
+
     async def turns_of(self, attempts: Sequence[tuple[str, int]]) -> list[StoredTurns]:
         """Return the turns of several attempts (session id and number), in one transaction. Raises NotFound if a
         session is unknown."""
@@ -946,7 +951,7 @@ class Store:
         result: SessionResult,
         *,
         under_way: bool = False,
-        of_all_turns: bool = False,
+        of_turns: int | None = None,
     ) -> bool:
         """Store the result of a session. The session is then done. Returns True if its group is now done, too.
 
@@ -957,18 +962,16 @@ class Store:
 
         under_way: set if the attempt itself ends the session. Conflict is then raised if the attempt is no longer in
             progress, for example because its lease has ended.
-        of_all_turns: set if `result` was computed while the attempt could still add turns. Raises MoreTurns if a turn
-            was added after `result` was computed.
+        of_turns: if `result` was computed while the attempt could still add turns, the `count_turns` from before the
+            turns were read. Raises MoreTurns if there are more turns now.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
 
         async def body(tx: Connection) -> bool:
             session = await check(tx, session_id, attempt)
-            if of_all_turns:
-                [[stored]] = await tx.fetch(COUNT_TURNS, (session_id, attempt, session_id, attempt))
-                if stored != result.turns + sum(use.turns for use in result.frozen.values()):
-                    raise MoreTurns(session_id)
+            if of_turns is not None and await _count_turns(tx, session_id, attempt) != of_turns:
+                raise MoreTurns(session_id)
             await tx.execute(
                 """UPDATE sessions SET state = ?, waiting = 0, held = 0, lease_until = NULL, updated = ?, result = ?
                    WHERE id = ?""",
@@ -1347,6 +1350,11 @@ async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionR
     if session.state is SessionState.DONE:
         raise Conflict(f"session {session_id} is done")
     return session
+
+
+async def _count_turns(tx: Connection, session_id: str, attempt: int) -> int:
+    [[stored]] = await tx.fetch(COUNT_TURNS, (session_id, attempt, session_id, attempt))
+    return int(stored)
 
 
 async def _continue_turns(tx: Connection, session_id: str, attempt: int) -> None:
