@@ -178,3 +178,24 @@ def test_what_an_agent_does_not_take_is_refused(harness: HarnessSpec, field: str
         make_harness(harness)
     assert caught.value.field == field
     assert caught.value.hint
+
+
+async def test_a_lone_surrogate_in_any_argument_is_the_models_mistake(sandbox: Runtime) -> None:
+    """An argument that need not be a string reaches the server's client, which cannot write it as JSON."""
+    given = context(
+        sandbox,
+        spec(),
+        calls(
+            ("mcp__s__repeat", '{"times": "\\ud83d"}'),
+            ("mcp__s__repeat", '{"times": [{"\\ud83d": 1}]}'),
+            ("mcp__s__repeat", f'{{"times": {"[" * 600}{"]" * 600}}}'),
+            ("mcp__s__repeat", '{"text": "still here"}'),
+        ),
+        says("ok"),
+    )
+    assert (await run(sandbox, given)).answer == "ok"
+    model: Any = given.model
+    value, key, nested, later = results(model.asked[1])
+    assert value == key == "malformed arguments: give a JSON object with the arguments of the tool"
+    assert nested.startswith("the MCP server s failed")
+    assert later == "still here"

@@ -194,7 +194,8 @@ def shortened(text: str) -> str:
 
 def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of a call by name. Returns None if the text is not a JSON object, if a required argument is
-    missing, or if an argument is not a string although it must be one."""
+    missing, or if an argument is not a string although it must be one. Also returns None if a text in an argument has a
+    lone surrogate, which no program accepts."""
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     try:
         given = json.loads(text)
@@ -202,10 +203,9 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
             return None
         arguments = {name: given[name] for name in properties if name in required or name in given}
         for name, value in arguments.items():
-            if properties[name].get("type") == "string":
-                # `encode` fails for a value that is not a string, and for text with a lone surrogate, which no program
-                # accepts.
-                value.encode()
+            if properties[name].get("type") == "string" and not isinstance(value, str):
+                return None
+        json.dumps(arguments, ensure_ascii=False).encode()  # raises an error for a lone surrogate at any depth
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return arguments
