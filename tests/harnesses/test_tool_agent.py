@@ -12,7 +12,7 @@ from outrider.harnesses.base import HarnessContext
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.tool_agent import ToolAgent
 from outrider.harnesses.toolbox import MAX_RESULT, TOOLS, Tool, tool_spec
-from outrider.messages import Message, Role
+from outrider.messages import Message, Role, ToolSpec
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import HarnessSpec
 
@@ -225,6 +225,38 @@ async def test_a_thought_is_noted(sandbox: Runtime) -> None:
 
 
 SHELVES: dict[str, Any] = {"properties": {"count": {"type": "integer"}, "topic": {"type": "string"}}}
+
+
+ANYTHING: dict[str, Any] = {"properties": {"value": True, "never": False}, "required": ["value"]}
+"""A schema with truth values in place of schemas, as Rust's servers write it for a value of any type."""
+
+
+class Collector(ToolAgent):
+    """An agent with tools whose schemas name few or no types."""
+
+    def __init__(self, options: Any) -> None:
+        schemas: dict[str, dict[str, Any]] = {
+            "anything": ANYTHING,
+            "nulls": {"properties": None, "required": None},
+        }
+        specs: list[ToolSpec] = [
+            {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()
+        ]
+        super().__init__(options, own=[Tool(one, self.collect) for one in specs])
+
+    async def collect(self, context: HarnessContext, arguments: Mapping[str, Any]) -> str:
+        return repr(arguments)
+
+
+async def test_schemas_without_types_do_not_end_the_agent(sandbox: Runtime) -> None:
+    asked = calls(("anything", '{"value": [1]}'), ("anything", "{}"), ("nulls", "{}"), ("nulls", "[]"))
+    _, model = await run(sandbox, asked, says("done"), agent=f"{__name__}:Collector")
+    assert results(model.asked[1]) == [
+        "{'value': [1]}",
+        'malformed arguments: give a JSON object with a value "value"',
+        "{}",
+        "malformed arguments: give a JSON object with the arguments of the tool",
+    ]
 
 
 class Librarian(ToolAgent):

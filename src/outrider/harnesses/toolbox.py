@@ -196,14 +196,14 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
     """Return the arguments of a call by name. Returns None if the text is not a JSON object, if a required argument is
     missing, or if an argument is not a string although it must be one. Also returns None if a text in an argument has a
     lone surrogate, which no program accepts."""
-    required, properties = parameters.get("required", ()), parameters.get("properties", {})
+    required, properties = _properties(parameters)
     try:
         given = json.loads(text)
         if not isinstance(given, dict):
             return None
         arguments = {name: given[name] for name in properties if name in required or name in given}
         for name, value in arguments.items():
-            if properties[name].get("type") == "string" and not isinstance(value, str):
+            if _type(properties[name]) == "string" and not isinstance(value, str):
                 return None
         json.dumps(arguments, ensure_ascii=False).encode()  # raises an error for a lone surrogate at any depth
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -213,6 +213,16 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
 
 def _described(parameters: Mapping[str, Any]) -> str:
     """Return a description of the arguments that a tool requires."""
-    required, properties = parameters.get("required", ()), parameters.get("properties", {})
-    wanted = [f'a {schema.get("type", "value")} "{name}"' for name, schema in properties.items() if name in required]
+    required, properties = _properties(parameters)
+    wanted = [f'a {_type(schema)} "{name}"' for name, schema in properties.items() if name in required]
     return ", ".join(wanted) or "the arguments of the tool"
+
+
+def _properties(parameters: Mapping[str, Any]) -> tuple[Sequence[str], Mapping[str, Any]]:
+    """Return the names of the arguments that a tool requires, and the schemas of its arguments by name."""
+    return parameters.get("required") or (), parameters.get("properties") or {}
+
+
+def _type(schema: Any) -> Any:
+    """Return the type in a schema, or "value" if it names none. A schema can be a truth value instead of an object."""
+    return schema.get("type", "value") if isinstance(schema, Mapping) else "value"
