@@ -238,6 +238,8 @@ class Collector(ToolAgent):
         schemas: dict[str, dict[str, Any]] = {
             "anything": ANYTHING,
             "nulls": {"properties": None, "required": None},
+            "open": {"properties": {"a": {}}, "additionalProperties": True},
+            "either": {"type": "object", "oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
         }
         specs: list[ToolSpec] = [
             {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()
@@ -257,6 +259,12 @@ async def test_schemas_without_types_do_not_end_the_agent(sandbox: Runtime) -> N
         "{}",
         "malformed arguments: give a JSON object with the arguments of the tool",
     ]
+
+
+async def test_arguments_that_a_schema_allows_without_naming_them_reach_the_tool(sandbox: Runtime) -> None:
+    asked = calls(("open", '{"a": 1, "b": 2}'), ("either", '{"b": 2}'))
+    _, model = await run(sandbox, asked, says("done"), agent=f"{__name__}:Collector")
+    assert results(model.asked[1]) == ["{'a': 1, 'b': 2}", "{'b': 2}"]
 
 
 class Librarian(ToolAgent):

@@ -29,6 +29,8 @@ MAX_RESULT = 16_384
 
 SHELLS: tuple[ShellKind, ...] = get_args(ShellKind)
 PROBE_SECONDS = 30.0
+COMBINING = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
+"""Keywords of a schema whose arguments may be described elsewhere than in its `properties`."""
 MAX_PATH = 4096
 """Maximum bytes of a path. Linux has the same limit."""
 
@@ -63,7 +65,8 @@ TOOLS: dict[PlainTool, ToolSpec] = {
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool that an agent defines. `run` gets the call's arguments: only properties of `spec`, and all required ones.
+    """A tool that an agent defines. `run` gets the call's arguments: all required properties of `spec`, and no other
+    arguments than its properties, unless `spec` has `additionalProperties` or a keyword of COMBINING.
     `run` returns the text for the model, and is cancelled after the toolbox's time limit. If `run` raises an exception,
     the agent ends."""
 
@@ -205,6 +208,8 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
         for name, value in arguments.items():
             if _type(properties[name]) == "string" and not isinstance(value, str):
                 return None
+        if parameters.get("additionalProperties") or not COMBINING.isdisjoint(parameters):
+            arguments = given | arguments
         json.dumps(arguments, ensure_ascii=False).encode()  # raises an error for a lone surrogate at any depth
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
