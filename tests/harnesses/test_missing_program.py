@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import HarnessError
+from outrider.harnesses.base import ProgramExit
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.missing_program import _head_on_host
 from outrider.lab.fakes.memory_runtime.runtime import MemoryRuntime
@@ -187,3 +188,18 @@ async def test_of_the_host_only_installed_programs_are_read(tmp_path: Path, monk
     assert _head_on_host(str(tmp_path / "home/file")) == b"#!/secret"
     for name in ("file", "pipe", "home/pipe", "home/link", "home/../file", "home/none"):
         assert _head_on_host(str(tmp_path / name)) == b""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        r"printf 'sh: 1: a\000b: not found\n' >&2; exit 127",
+        r"printf '#!/bin/a\000b\n' >agent; chmod +x agent; printf 'sh: 1: ./agent: not found\n' >&2; exit 127",
+    ],
+    ids=["complaint", "interpreter"],
+)
+async def test_a_name_with_nul_is_an_unknown_cause(sandbox: Runtime, script: str) -> None:
+    """The agent chooses the name. The session must still be graded, as after any exit code."""
+    error = await failure(sandbox, "sh", "-c", script)
+    assert isinstance(error, ProgramExit)
+    assert error.message == "command exited with code 127"

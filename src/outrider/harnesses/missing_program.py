@@ -81,8 +81,8 @@ async def find_missing(
             found = await sandbox.unusable(max(complaints, key=lambda match: match.start())["name"])
         if found is None and (library := _LIBRARY.search(stderr)):
             found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", OTHER_ROOT)
-    except (RuntimeFailure, OSError):
-        return None  # the sandbox no longer responds
+    except (RuntimeFailure, OSError, ValueError):
+        return None  # the sandbox no longer responds, or the name of a program has a NUL
     return found
 
 
