@@ -204,6 +204,13 @@ async def test_over_stdio_the_service_refuses_what_the_role_does_not_allow(tmp_p
             assert "error unauthorized" in await refusal(client, "status")
 
 
+async def test_names_with_any_characters_reach_the_calls_of_tools(tmp_path: Path) -> None:
+    """The client percent-encodes the name of a node in the path."""
+    async with a_service(tmp_path) as (_, url), connected(url) as client:
+        for name in ("rack 1:gpu", "größe", "100%25"):
+            assert f"no node {name!r}" in await refusal(client, "drain_node", node=name)
+
+
 async def test_a_tenant_sees_its_own_sessions_only(tmp_path: Path) -> None:
     async with a_service(tmp_path, token=ADMIN) as (_, url), AsyncClient(url, token=ADMIN) as api:
         tokens = {name: (await api.create_token(name, "submit")).text for name in ("anna", "ben")}

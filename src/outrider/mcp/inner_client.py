@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self
+from urllib.parse import unquote
 
 from outrider.client.client import AsyncClient
 from outrider.wire.http_connections import Buffer, Connections, Response
@@ -54,7 +55,7 @@ class _InnerConnections(Connections):
         scope = {
             **{name: self._scope[name] for name in ("type", "asgi", "http_version", "scheme", "client", "server")},
             "method": method,
-            "path": where,
+            "path": unquote(where),  # as a server decodes it
             "raw_path": where.encode(),
             "query_string": query.encode(),
             "root_path": "",
