@@ -269,6 +269,17 @@ async def test_large_results_are_cut_and_can_be_paged(tmp_path: Path) -> None:
             assert "more characters are not shown; add LIMIT, or aggregate" in found
 
 
+async def test_a_turn_too_long_for_a_result_asks_for_fewer_characters(tmp_path: Path) -> None:
+    """Escapes of control characters make the text of a turn several times as long."""
+    async with running_service(tmp_path=tmp_path, replies=[say("\x1b[1m" * 3000)]) as (_, url), AsyncClient(url) as api:
+        [group] = await api.wait([(await api.submit({"task": TASK})).id])
+        async with connected(url) as client:
+            session = group.sessions[0].id
+            shown = await text(client, "show_session", session=session, characters=10_000)
+            assert "turns 0 to 0 are not shown: call again with fewer characters" in shown
+            assert "-- turn 0" in await text(client, "show_session", session=session, characters=1000)
+
+
 def test_each_enclosed_text_has_a_mark_of_its_own() -> None:
     marks = {re.findall(r"<data ([0-9a-f]{16})>", enclosed("x", more=""))[0] for _ in range(20)}
     assert len(marks) == 20

@@ -69,7 +69,9 @@ def session_text(session: SessionView, turns: Iterable[TurnView], *, first: int,
     for number, turn in enumerate(every[first:], first):
         text = _turn(number, turn, limit)
         if size + len(text) > MAX_RESULT - 200:
-            lines.append(f"turns {number} to {len(every) - 1} are not shown: call again with first_turn={number}")
+            # The same call with a later first turn would not show turn `first` either, so it needs shorter texts.
+            other = f"first_turn={number}" if number > first else "fewer characters"
+            lines.append(f"turns {number} to {len(every) - 1} are not shown: call again with {other}")
             break
         size += len(text) + 1
         lines.append(text)
