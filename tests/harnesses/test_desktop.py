@@ -143,6 +143,27 @@ async def test_what_a_program_could_not_do_is_said(answer: ExecResult, says: str
     assert await desktop(Screen(answer)).call("key", '{"keys": "x"}') == (Text(says),)
 
 
+@pytest.mark.parametrize(
+    ("options", "name", "arguments", "released"),
+    [
+        ({}, "drag", {"path": [[1, 1], [2, 2]]}, "mouseup 1"),
+        ({"actions": "anthropic"}, "computer", {"action": "hold_key", "text": "shift", "duration": 9}, "keyup shift"),
+        (
+            {"actions": "openai"},
+            "computer",
+            {"type": "drag", "path": [{"x": 1, "y": 1}, {"x": 2, "y": 2}], "keys": ["ctrl"]},
+            "mouseup 1 keyup ctrl",
+        ),
+    ],
+)
+async def test_what_an_action_held_is_released_at_the_time_limit(
+    options: dict[str, Any], name: str, arguments: dict[str, Any], released: str
+) -> None:
+    screen = Screen(ended(None))
+    assert await desktop(screen, **options).call(name, json.dumps(arguments)) == (Text("[timed out after 5 s]"),)
+    assert screen.commands[1:] == [["xdotool", *released.split(" ")]]
+
+
 async def test_a_desktop_that_does_not_open_is_an_error_with_what_was_printed() -> None:
     with pytest.raises(HarnessError, match="the desktop does not start") as failed:
         await desktop(Screen(ended(127, out=b"Xvfb is not installed"))).open()

@@ -30,6 +30,7 @@ from outrider.harnesses.desktop_actions import (
     Zoom,
     action_tool,
     pixels,
+    release_arguments,
     xdotool_arguments,
 )
 from outrider.messages import Part, Text, ToolSpec, image_from_bytes
@@ -235,11 +236,14 @@ class Desktop:
             case Type() if "\0" in action.text:  # an argument of a program cannot contain NUL
                 return Text("malformed arguments: the text has a NUL")
             case _:
-                return await self._xdotool(*xdotool_arguments(action))
+                return await self._xdotool(*xdotool_arguments(action), release=release_arguments(action))
 
-    async def _xdotool(self, *arguments: str) -> Part:
+    async def _xdotool(self, *arguments: str, release: Sequence[str] = ()) -> Part:
+        """Run xdotool. At the time limit, xdotool is killed, and then run again with the arguments `release`."""
         done = await self._execute(["xdotool", *arguments], self._seconds)
         if done.timed_out:
+            if release:
+                await self._execute(["xdotool", *release], self._seconds)
             return Text(f"[timed out after {self._seconds:g} s]")
         # xdotool exits with 0 even if a key is unknown. So if xdotool prints anything, its output is the result.
         return Text(done.log_tail().strip() or (DONE if done.exit_code == 0 else f"[exit code {done.exit_code}]"))

@@ -160,6 +160,19 @@ def xdotool_arguments(action: Action) -> list[str]:
             raise ValueError(f"{type(action).__name__} needs neither mouse nor keyboard")
 
 
+def release_arguments(action: Action) -> list[str]:
+    """Return the arguments with which xdotool releases the keys and the button that an action holds down while it runs.
+    The list is empty for any other action."""
+    match action:
+        case Drag():
+            return ["mouseup", "1"]
+        case Hold():
+            inner = release_arguments(action.action) if action.action is not None else []
+            return [*inner, "keyup", action.keys]
+        case _:
+            return []
+
+
 def _move(x: int, y: int) -> list[str]:
     return ["mousemove", str(x), str(y)]
 
