@@ -286,6 +286,16 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("swebench-pro", without(PRO, "dockerhub_tag"), "dockerhub_tag", "is missing", "--image-template"),
     ("swebench-pro", without(PRO, instance_id="instance_x"), "run_scripts", "has no run_script.sh", "clone of"),
     ("swebench-pro", without(PRO, fail_to_pass="[open('x')]"), "fail_to_pass", "is neither a list", "leave"),
+    ("swebench-pro", without(PRO, fail_to_pass="[{[]: 1}]"), "fail_to_pass", "is neither a list", "leave"),
+    ("swebench-pro", without(PRO, instance_id="a\0b"), "run_scripts", "has no run_script.sh", "clone of"),
+    ("swebench-pro", without(PRO, instance_id="\ud800"), "run_scripts", "has no run_script.sh", "clone of"),
+    (
+        "r2e-gym",
+        without(R2E, "commit_hash", parsed_commit_content={"file_diffs": ["x"]}),
+        "commit_hash",
+        "is missing",
+        "it has: ",
+    ),
 ]
 
 

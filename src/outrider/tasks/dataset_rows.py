@@ -124,7 +124,7 @@ def names_of(value: Any) -> Any:
             raise
         try:
             return ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError("is neither a list nor the text of one") from error
 
 

@@ -208,7 +208,7 @@ def script_of(columns: Columns, path: Path) -> str:
     """Return the text of a script that belongs to a row of SWE-bench Pro."""
     try:
         return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):  # the file is not UTF-8, or the row's name cannot be a file's
         clone = "put the rows beside run_scripts of a clone of scaleapi/SWE-bench_Pro-os"
         remedy = f"{clone}, or give --test-command, {OR_IN_FILE}"
         columns.fault("run_scripts", f"has no {path.name} for this row", remedy)
@@ -284,6 +284,8 @@ def commit_of(columns: Columns) -> Gold | None:
     files: list[dict[str, Any]] = []
     removed: list[str] = []
     for diff in diffs if isinstance(diffs, list) else ():
+        if not isinstance(diff, Mapping):
+            continue
         path, new = value_at(diff, "header.file.path"), diff.get("new_file_content")
         if not isinstance(path, str) or not isinstance(new, str) or is_test(path) or not path.endswith(".py"):
             continue
