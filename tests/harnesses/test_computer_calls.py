@@ -194,6 +194,8 @@ async def test_a_call_without_an_action_shows_the_screen() -> None:
         ("anthropic", "computer", '{"action": "fly"}', "there is no action 'fly'"),
         ("anthropic", "computer", '{"action": "type"}', "`text` is missing"),
         ("anthropic", "computer", '{"action": "key", "text": "a; reboot"}', "Expected `str` matching"),
+        ("anthropic", "computer", '{"action": "key", "text": " "}', "1 to 100 keys"),
+        ("anthropic", "computer", json.dumps({"action": "key", "text": "Tab " * 101}), "1 to 100 keys"),
         ("anthropic", "computer", '{"action": "wait", "duration": 1e9}', "<= 60"),
         ("anthropic", "computer", '{"action": "left_click", "coordinate": [-1, 2]}', ">= 0"),
         ("anthropic", "computer", '{"action": "left_click", "coordinate": [200, 2]}', "(200, 2) is not on the screen"),

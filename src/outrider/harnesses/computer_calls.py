@@ -53,6 +53,8 @@ ANTHROPIC_NAME = "computer"
 NOTCH = 100
 """Number of pixels by which a page scrolls at one notch of the mouse wheel."""
 _MAX_NOTCHES = 50
+_MAX_KEYS = 100
+"""Maximum number of keys that one call presses one after the other. Each key is a program run in the sandbox."""
 _WAIT_SECONDS = 2.0
 """Duration of OpenAI's action `wait` in seconds. The action itself names no duration."""
 
@@ -170,7 +172,10 @@ def _anthropic(arguments: str) -> list[Action]:
         case "type":
             return [_checked(Type, text=_given(call.text, "text"))]
         case "key":
-            return [_key(keys) for keys in _given(call.text, "text").split()]
+            pressed = _given(call.text, "text").split()
+            if not 1 <= len(pressed) <= _MAX_KEYS:
+                raise ValueError(f"`text` must name 1 to {_MAX_KEYS} keys with blanks between them")
+            return [_key(keys) for keys in pressed]
         case "hold_key":
             pause = _checked(Wait, seconds=_given(call.duration, "duration"))
             return [Hold(_key(_given(call.text, "text")).keys, seconds=pause.seconds)]
