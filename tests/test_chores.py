@@ -114,6 +114,20 @@ async def test_work_that_is_done_once_is_waited_for_and_noted() -> None:
     assert [failing.name for failing in failures.failing()] == ["pushes"]
 
 
+async def test_work_that_awaits_something_cancelled_is_noted() -> None:
+    failures = Failures()
+
+    async def work() -> None:
+        awaited = asyncio.get_running_loop().create_future()
+        awaited.cancel()
+        await awaited
+
+    async with asyncio.timeout(20), Chores(failures) as chores:
+        task = chores.create_task(work(), name="work")
+    assert not task.cancelled()
+    assert [failing.name for failing in failures.failing()] == ["work"]
+
+
 async def test_work_is_tried_until_it_is_done() -> None:
     failures, tries = Failures(), []
 

@@ -188,8 +188,16 @@ class Chores:
         return True
 
     async def _noted(self, work: Coroutine[Any, Any, T], name: str) -> T | None:
+        task = asyncio.current_task()
+        assert task is not None
         try:
             found = await work
+        except asyncio.CancelledError as error:
+            # As in `_succeeds`: if nobody cancels this task, something that the work awaited was cancelled.
+            if task.cancelling():
+                raise
+            self.failures.note(name, error)
+            return None
         # every error that is not fatal is recorded, because possibly no code awaits the task
         except Exception as error:
             if self._fatal(error):
