@@ -5,10 +5,12 @@ with an environment that works.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -110,6 +112,33 @@ def test_what_is_no_working_environment_is_refused(tmp_path: Path, broken: str, 
     (tmp_path / "env" / broken).rename(tmp_path / "elsewhere")
     with pytest.raises(InvalidField, match=error) as refused:
         read_venv(str(tmp_path / "env"))
+    assert refused.value.field == "task.harness.venv"
+
+
+@pytest.mark.parametrize("unreadable", ["interpreter", "project"])
+def test_what_this_user_may_not_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreadable: str) -> None:
+    """uv keeps its interpreters in the home folder of the user, who may also have the source of an editable package
+    there."""
+    python = interpreter(tmp_path / "base")
+    packages = venv(tmp_path / "env", python)
+    (packages / "a.pth").write_text(f"{tmp_path}/project\n")
+    (tmp_path / "project").mkdir()
+    secret = str(python if unreadable == "interpreter" else tmp_path / "project")
+    stat, lstat = os.stat, os.lstat
+
+    def refusing(original: Any) -> Any:
+        def look(path: Any, *args: Any, **named: Any) -> Any:
+            if str(path) == secret:
+                raise PermissionError(errno.EACCES, "Permission denied", secret)
+            return original(path, *args, **named)
+
+        return look
+
+    with monkeypatch.context() as patched:  # the tests may run as root, who may read everything
+        patched.setattr(os, "stat", refusing(stat))
+        patched.setattr(os, "lstat", refusing(lstat))
+        with pytest.raises(InvalidField, match=f"needs {secret}, which this service cannot read") as refused:
+            read_venv(str(tmp_path / "env"))
     assert refused.value.field == "task.harness.venv"
 
 

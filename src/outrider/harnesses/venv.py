@@ -61,7 +61,20 @@ class Venv(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_venv(path: str) -> Venv:
-    """Read the virtual environment in a folder. Raises InvalidField if it is missing or broken."""
+    """Read the virtual environment in a folder. Raises InvalidField if it is missing or broken, or if this user may not
+    read something that it needs."""
+    try:
+        return _read(path)
+    except OSError as error:
+        raise InvalidField(
+            f"{path!r} needs {error.filename}, which this service cannot read: {error.strerror}",
+            field=FIELD,
+            hint="let the service's user read it, or make the environment anew without it",
+        ) from error
+
+
+def _read(path: str) -> Venv:
+    """Read the virtual environment in a folder. Raises InvalidField and OSError."""
     prefix = Path(os.path.normpath(path))
     if ":" in path:
         raise InvalidField("has a colon, which separates folders in PATH", field=FIELD)
