@@ -332,6 +332,14 @@ async def test_a_broken_skill_is_named(sandbox: Runtime, text: str | None, told:
     assert caught.value.field == "task.harness.skills.1"
 
 
+@pytest.mark.parametrize("make", ["mkdir bad/SKILL.md", "ln -s nowhere bad/SKILL.md"])
+async def test_a_skill_whose_file_is_none_is_named(sandbox: Runtime, make: str) -> None:
+    await sandbox.exec(f"mkdir bad && {make}", seconds=10)
+    with pytest.raises(InvalidField, match=r"bad/SKILL.md is a folder, or a link") as caught:
+        await program(skills=["bad"]).install(context(sandbox, HarnessSpec(command=["x"])))
+    assert caught.value.field == "task.harness.skills.0"
+
+
 async def test_two_skills_of_one_name_are_refused(sandbox: Runtime) -> None:
     await sandbox.write("one/a/SKILL.md", SKILL.encode())
     await sandbox.write("two/a/SKILL.md", SKILL.encode())

@@ -63,7 +63,7 @@ async def find_skills(runtime: Runtime, paths: Sequence[str]) -> list[Skill]:
                 field=field,
                 hint="bring the skill into the sandbox: in a prepare step, or with the image",
             )
-        found += [_parsed(await runtime.read(file, limit=MAX_SKILL), file, field) for file in files]
+        found += [_parsed(await _read(runtime, file, field), file, field) for file in files]
         if len(found) > MAX_SKILLS:
             raise InvalidField(f"has more than {MAX_SKILLS} skills", field=field)
         names = [posixpath.basename(skill.folder) for skill in found]
@@ -92,6 +92,15 @@ def described(skills: Sequence[Skill]) -> str:
     """Describe the skills to the model, for an agent that does not support skills itself."""
     lines = (f"- {skill.name}: {skill.description} ({skill.folder}/{SKILL})" for skill in skills)
     return "\n".join(("You have skills. Read the file of a skill before you do what the skill is for.", *lines))
+
+
+async def _read(runtime: Runtime, file: str, field: str) -> bytes:
+    try:
+        return await runtime.read(file, limit=MAX_SKILL)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise InvalidField(
+            f"{file} is a folder, or a link to a file that does not exist", field=field, hint="write it as a file"
+        ) from error
 
 
 async def _exists(runtime: Runtime, path: str) -> bool:
