@@ -1,6 +1,10 @@
 """Placeholders in the texts of harnesses."""
 
 import json
+import tomllib
+from typing import Any
+
+import pytest
 
 from outrider.harnesses.placeholders import fill, fill_file, names_in
 
@@ -22,6 +26,15 @@ def test_adjacent_and_nested_braces() -> None:
 
 def test_regex_characters_in_words_and_values_are_plain_text() -> None:
     assert fill("{option.a+b} {option.aab}", {"option.a+b": r"\1 \g<0>"}) == r"\1 \g<0> {option.aab}"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "read"),
+    [("a.json", '{"x": "{option.a}"}', json.loads), ("a.toml", 'x = "{option.a}"', tomllib.loads)],
+)
+def test_any_character_is_one_of_a_string(path: str, text: str, read: Any) -> None:
+    value = "".join(map(chr, [*range(1, 0x100), 0x2028, 0x1F600]))
+    assert read(fill_file(path, text, {"option.a": value})) == {"x": value}
 
 
 def test_no_words_leaves_the_text_alone() -> None:

@@ -19,8 +19,9 @@ class Verbatim(str):
 
 
 def _in_json_string(value: str) -> str:
-    """Return a value with the escapes of a JSON string, which are also valid in a basic string of TOML."""
-    return json.dumps(value, ensure_ascii=False)[1:-1]
+    """Return a value with the escapes of a JSON string. They are also valid in a basic string of TOML, which requires
+    that DEL is escaped, too."""
+    return json.dumps(value, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
 
 
 def yaml_string(value: str) -> Verbatim:
