@@ -45,6 +45,8 @@ for line in sys.stdin:
         if name == "hang":
             continue
         text = {"repeat": given.get("text", "") * given.get("times", 1), "env": os.environ.get("SECRET", "")}
+        if given.get("text") == "half a character":
+            text["repeat"] = "a \U0001f600 and \ud83d"
         result = {"content": [{"type": "text", "text": text.get(name, "no luck")}]}
         if name == "fail":
             result["isError"] = True
@@ -199,3 +201,10 @@ async def test_a_lone_surrogate_in_any_argument_is_the_models_mistake(sandbox: R
     assert value == key == "malformed arguments: give a JSON object with the arguments of the tool"
     assert nested.startswith("the MCP server s failed")
     assert later == "still here"
+
+
+async def test_a_lone_surrogate_in_a_result_is_replaced(sandbox: Runtime) -> None:
+    given = context(sandbox, spec(), calls(("mcp__s__repeat", '{"text": "half a character"}')), says("ok"))
+    assert (await run(sandbox, given)).answer == "ok"
+    model: Any = given.model
+    assert results(model.asked[1]) == ["a \U0001f600 and ?"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
 import shlex
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -46,6 +47,8 @@ exec 4<{folder}/out
 opens its input for writing, too, so that the input never ends."""
 NEXT = """IFS= read -r line <&4 && printf '%s\\n' "$line\""""
 SEND = 'cat > "$0"'
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""Matches an escape that JSON has for a surrogate, lone or not."""
 
 
 def mcp_available() -> bool:
@@ -171,6 +174,17 @@ def _script(server: McpServer) -> str:
     return f"{variables}exec {shlex.join([server.command or '', *server.args])}\n"
 
 
+def _without_surrogates(line: str) -> str:
+    """Return a line of JSON in which lone surrogates are question marks. The package mcp refuses them, but a server may
+    write them: JavaScript cuts texts between the two halves of a character."""
+    if SURROGATE.search(line) is None:
+        return line
+    try:
+        return json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace").decode()
+    except (ValueError, RecursionError):
+        return line
+
+
 async def _receive(shell: Shell, to_session: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
     """Pass the server's messages on until the server ends or the sandbox breaks."""
     import anyio
@@ -187,7 +201,7 @@ async def _receive(shell: Shell, to_session: MemoryObjectSendStream[SessionMessa
             if line.exit_code != 0:
                 return
             try:
-                message = jsonrpc_message_adapter.validate_json(line.output, by_name=False)
+                message = jsonrpc_message_adapter.validate_json(_without_surrogates(line.output), by_name=False)
             except ValidationError:
                 continue  # this line is not a protocol message
             try:
