@@ -194,10 +194,9 @@ class Chores:
             found = await work
         except asyncio.CancelledError as error:
             # As in `_succeeds`: if nobody cancels this task, something that the work awaited was cancelled.
-            if task.cancelling():
-                raise
-            self.failures.note(name, error)
-            return None
+            if not task.cancelling():
+                self.failures.note(name, error)
+            raise
         # every error that is not fatal is recorded, because possibly no code awaits the task
         except Exception as error:
             if self._fatal(error):
