@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,23 @@ async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: 
         "image_files": None,
     }
     assert not (tmp_path / "images").exists()
+
+
+async def test_the_output_may_be_a_pipe(cli: Cli, tmp_path: Path) -> None:
+    """Such as /dev/stdout. Its rows are not read again for a digest, which would wait for ever."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
+            ran = await cli("run", write_task(tmp_path), "--url", url, "--json")
+            written = await cli("export", "-o", pipe, "--url", url, "--json")
+        [line] = os.read(reader, 1 << 20).splitlines()
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert json.loads(line)["group_id"] == ran.document["id"]
+    assert (written.document["samples"], written.document["sha256"]) == (1, None)
 
 
 @pytest.mark.deep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,52 @@ def test_a_place_that_cannot_be_written_names_the_field(tmp_path: Path) -> None:
     with pytest.raises(InvalidField) as caught, sample_file(tmp_path / "file" / "rows", SampleFormat.JSONL):
         pass
     assert caught.value.field == "output"
+
+
+@pytest.mark.parametrize("kind", SampleFormat)
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path, kind: SampleFormat) -> None:
+    """Such as /dev/stdout or /dev/null, which a program of root would otherwise replace by a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with sample_file(pipe, kind) as writer:
+            writer.write([SAMPLE])
+        assert os.read(reader, 1 << 16)
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("rows")
+    with sample_file(tmp_path / "link", SampleFormat.JSONL) as writer:
+        writer.write([SAMPLE])
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "rows").read_bytes() == sample_json(SAMPLE) + b"\n"
+
+
+@pytest.mark.parametrize("name", [".", "..", "folder", "/"])
+def test_a_folder_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(InvalidField, match="Is a directory"),
+        sample_file(Path(name), SampleFormat.JSONL),
+    ):
+        raise AssertionError("the block must not run")
+
+
+def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
+    """Such as two exports into one folder that store the same image."""
+    path = tmp_path / "rows"
+    with sample_file(path, SampleFormat.JSONL) as one:
+        one.write([SAMPLE])
+        with sample_file(path, SampleFormat.JSONL) as other:
+            other.write([UNGRADED])
+        assert path.read_bytes() == sample_json(UNGRADED) + b"\n"
+    assert path.read_bytes() == sample_json(SAMPLE) + b"\n"
+    assert list(tmp_path.iterdir()) == [path]

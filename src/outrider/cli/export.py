@@ -27,6 +27,7 @@ from outrider.client.sample_files import (
     Row,
     SampleFormat,
     SampleWriter,
+    is_stream,
     sample_file,
     stored_images,
 )
@@ -47,7 +48,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     left_out: the number of samples that `--min-reward` left out: samples with a lower reward or without a reward.
     evaluations: the number of left-out groups that evaluate a policy.
     cursor: the value of `--after` for the next export.
-    sha256: the SHA-256 digest of the written file.
+    sha256: the SHA-256 digest of the written file. None if the output is a device or a pipe.
     images: the number of different images in the samples, without images that the service does not store.
     image_files: the folder with the written images. None if no image was written.
     """
@@ -116,7 +117,9 @@ def export(
         asked = "--json" if terminal.json else format.value
         raise InvalidField(f"{asked} needs a file to write to", field="output", hint="add -o FILE")
     samples, left_out, groups, evaluations, cursor = 0, 0, 0, 0, after
-    images = _Images(output.parent / "images" if output else None)
+    # Images are not written beside a device or a pipe, such as /dev/stdout.
+    file = None if output is None or is_stream(output) else output
+    images = _Images(file.parent / "images" if file else None)
     lines = closing[SampleWriter](JsonLines(sys.stdout.buffer))
     with lines if output is None else sample_file(output, format) as writer:
         for done in _groups(service, group, after, samples=format is not SampleFormat.CHAT):
@@ -150,9 +153,9 @@ def export(
             f"no done group is of the run {run!r}; `outrider status` lists the newest groups with their labels"
         )
     digest = None
-    if output is not None:
-        with output.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if file is not None:
+        with file.open("rb") as written:
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
     exported = Exported(
         samples=samples,
         left_out=left_out,

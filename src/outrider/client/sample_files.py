@@ -1,13 +1,15 @@
 """Writes training rows to files, and their images to a folder. Invariants:
 
 - `jsonl` and `parquet` have the same rows, with the fields of `trajectory.Sample`.
-- A file appears complete or not at all.
+- A file appears complete or not at all, unless it is a device or a pipe.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
@@ -205,22 +207,39 @@ def stored_images(samples: Iterable[Row]) -> list[str]:
 @contextmanager
 def whole_file(path: Path, *, field: str) -> Iterator[BinaryIO]:
     """Open a file for writing. The file has a temporary name until the block ends. If the block ends without an error,
-    the file then appears at `path`. After an error, the file is removed. Raises InvalidField, naming `field`, if the
-    file cannot be created."""
-    draft = path.with_name(f".{path.name}.draft")
+    the file then appears at `path`. After an error, the file is removed. If `path` is a link, the file that it names is
+    replaced. A device or a pipe, such as /dev/stdout, is not replaced, but written to. Raises InvalidField, naming
+    `field`, if the file cannot be created."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = draft.open("wb")
+        if is_stream(path):
+            draft, file = None, path.open("wb")
+        else:
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            target = Path(os.path.realpath(path))
+            # Another process may write the same file at the same time, so the name of the draft is used only once.
+            draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.draft")
+            file = draft.open("xb")
     except OSError as error:
         raise InvalidField(f"cannot write {path}: {error.strerror}", field=field) from error
+    if draft is None:
+        with file:
+            yield file
+        return
     try:
         with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
+        draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def is_stream(path: Path) -> bool:
+    """Return True if `path` is a device, a pipe or a socket."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _columns(arrow: Any, row: type) -> list[tuple[str, Any]]:
