@@ -218,7 +218,7 @@ async def test_a_session_becomes_one_file(cli: Cli, tmp_path: Path) -> None:
         assert ran.document == {"output": str(file), "size": file.stat().st_size}
         missing = await cli("show", "s-1-0", "--html", str(tmp_path / "no.html"), "--url", url)
         assert (missing.code, (tmp_path / "no.html").exists()) == (2, False)
-        assert (await cli("show", group.sessions[0].id, "--html", str(tmp_path / "a" / "b"), "--url", url)).code == 1
+        assert (await cli("show", group.sessions[0].id, "--html", str(file / "b"), "--url", url)).code == 2
     html = file.read_text()
     assert html.count("<script") == html.count("</script>") == 2  # the data and the bundle
     assert "default-src 'none'; script-src 'sha256-" in html

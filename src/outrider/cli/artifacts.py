@@ -12,6 +12,7 @@ from outrider.cli.options import Output, command
 from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
+from outrider.client.sample_files import whole_file
 from outrider.errors import InvalidField, ServiceError
 
 
@@ -69,7 +70,8 @@ def artifacts(
         sys.stdout.buffer.flush()
         return
     try:
-        output.write_bytes(data)
+        with whole_file(output, field="output") as file:
+            file.write(data)
     except OSError as error:
         raise ServiceError(f"cannot write {output}: {error.strerror}") from error
     if terminal.json:

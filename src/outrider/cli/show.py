@@ -18,6 +18,7 @@ from outrider.cli.options import command
 from outrider.cli.tables import counted, number
 from outrider.cli.terminal import Terminal, printable
 from outrider.client.client import Client
+from outrider.client.sample_files import whole_file
 from outrider.errors import ErrorRecord, ServiceError
 from outrider.schemas import SessionView, SpanView, TurnView
 from outrider.trajectory import SessionResult
@@ -77,9 +78,11 @@ def show(
 
 
 def write_page(terminal: Terminal, page: bytes, file: Path) -> None:
-    """Write an HTML file. Raises ServiceError if the file cannot be written."""
+    """Write an HTML file. Raises InvalidField if the file cannot be created, and ServiceError if it cannot be
+    written."""
     try:
-        file.write_bytes(page)
+        with whole_file(file, field="--html") as written:
+            written.write(page)
     except OSError as error:
         raise ServiceError(f"cannot write {file}: {error.strerror}", hint="name another file: --html FILE") from error
     if terminal.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Annotated, BinaryIO
 
 import msgspec
@@ -15,6 +15,7 @@ from outrider.cli.options import Output, command
 from outrider.cli.tables import counted
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
+from outrider.client.sample_files import whole_file
 from outrider.client.trace_events import trace_events
 from outrider.errors import InvalidField, NotFound, ServiceError
 from outrider.schemas import SessionView, TimelineView
@@ -67,8 +68,7 @@ def trace(
     if not sessions:
         raise NotFound("there is no such session", hint="`outrider status` lists the newest groups")
     try:
-        with ExitStack() as stack:
-            file: BinaryIO = sys.stdout.buffer if output is None else stack.enter_context(output.open("wb"))
+        with nullcontext(sys.stdout.buffer) if output is None else whole_file(output, field="output") as file:
             events = _write(file, _timelines(service, sessions))
     except BrokenPipeError:
         raise  # the program that reads the output, such as `head`, has exited; the command ends without a message
