@@ -107,6 +107,8 @@ async def test_cancel_retry_and_pause(cli: Cli, tmp_path: Path, monkeypatch: pyt
             assert ran.code == 2
             assert "no session is named" in ran.err
             assert (await cli(command, "--all", "--label", "run=a")).code == 2
+            ran = await cli(command, "--label", "run=a", "--since", "")  # such as an unset "$SINCE"
+            assert (ran.code, ran.err.splitlines()[0]) == (2, "error: --since: '' is no time")
             assert "cannot be named together" in (await cli(command, held.id, "s-1", "--dry-run")).err
 
 

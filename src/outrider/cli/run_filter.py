@@ -71,7 +71,7 @@ class RunFilter:
         if given.get("of_group"):
             self.fields["groups"] = list(given["of_group"])
         for name in ("since", "until"):
-            if given.get(name):
+            if given.get(name) is not None:  # an empty text is refused: without the filter, more sessions would match
                 self.fields[name] = time_of(given[name], f"--{name}")
 
     def __bool__(self) -> bool:
