@@ -157,6 +157,7 @@ async def test_its_settings_come_from_a_file_too(tmp_path: Path) -> None:
     [
         ([], 2, "error: model.tokenizer: no tokenizer is set"),
         (["--port", "70000"], 2, "error: setting 'port'"),
+        (["--token", ""], 2, "error: --token is empty"),
         (["--engine", "vllm"], 2, "error: engine: 'vllm' is not KIND=WHERE"),
         (["--engine", "embeded=/models"], 2, "error: unknown engine 'embeded'"),
         (["--config", "/nowhere.toml"], 2, "error: cannot read config file"),

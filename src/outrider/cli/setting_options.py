@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from outrider.cli.command_line import OPTIONS, CliOption
 from outrider.cli.engine_option import KIND_HELP, parse_engine
 from outrider.config import OWN, Config, all_settings, chosen_systems, load_config, takes_many
+from outrider.errors import InvalidField
 
 REPEATED = "May be repeated."
 
@@ -58,8 +59,15 @@ def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
 
 
 def read_settings(options: Mapping[str, Any]) -> Config:
-    """Return the settings, merged from the options, the environment and the file of --config. Raises InvalidField."""
-    flags = {path: options.get(_parameter(path)) or None for path, _, _ in all_settings()}
+    """Return the settings, merged from the options, the environment and the file of --config. Raises InvalidField, also
+    for an option whose text is empty: without its `--token "$TOKEN"`, a service would be open to all users."""
+    flags: dict[str, Any] = {}
+    for path, _, setting in all_settings():
+        value = options.get(_parameter(path))
+        if value == "":
+            option = (setting.option or path).partition(" ")[0]
+            raise InvalidField(f"{option} is empty", field=path, hint=f"give {option} a value, or leave it out")
+        flags[path] = value or None
     if engines := flags["engines"]:
         flags["engines"] = [parse_engine(text) for text in engines]
     file: Path | None = options["config"]
