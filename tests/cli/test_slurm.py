@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import re
+import secrets
 import shlex
 import subprocess
 import sys
@@ -86,6 +89,19 @@ def test_the_token_is_in_a_file_that_nobody_else_can_read_and_in_nothing_else(cl
     ran = cli.run("slurm", "-o", "-", "--", *SERVE)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("error: others can read the token in ")
+
+
+def test_a_full_disk_leaves_no_empty_token(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later calls would keep it, and each job would refuse it."""
+
+    def no_space(size: int) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(secrets, "token_urlsafe", no_space)
+        assert cli.run("slurm", "-o", "-", "--", *SERVE).code == 1
+    written(cli)
+    assert len((tmp_path / ".outrider" / "slurm" / "token").read_text().strip()) >= 32
 
 
 def test_what_slurm_is_asked_for(cli: Cli, tmp_path: Path) -> None:

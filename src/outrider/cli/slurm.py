@@ -233,8 +233,12 @@ def _make_folder(data: Path, folder: Path) -> None:
                 f"others can read the token in {path}", field="token", hint="remove the file: another one is made"
             ) from None
         return
-    with open(file, "w") as opened:
-        opened.write(secrets.token_urlsafe(32) + "\n")
+    try:
+        with open(file, "w") as opened:
+            opened.write(secrets.token_urlsafe(32) + "\n")
+    except BaseException:  # such as a full disk: a later call would keep the empty file, and each job would refuse it
+        path.unlink()
+        raise
 
 
 def _submit(script: str) -> str:
