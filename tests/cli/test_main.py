@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,3 +167,50 @@ def test_a_program_gets_the_error_as_json(cli: Cli) -> None:
 def test_the_address_may_come_from_the_environment(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_URL", UNREACHABLE)
     assert UNREACHABLE in cli.run("engines", "list").err
+
+
+OUTPUTS = pytest.mark.parametrize(
+    ("words", "unbuffered"), [("--version", ""), ("--help", ""), ("task list task.toml --json", "1")]
+)
+
+
+def written_to(output: int | None, folder: Path, words: str, unbuffered: str) -> subprocess.CompletedProcess[str]:
+    """Run a command whose standard output is a descriptor, or closed."""
+    write_task(folder)
+    command = [sys.executable, "-m", "outrider", *words.split()]
+    if output is None:
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    return subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+
+
+@OUTPUTS
+def test_a_full_disk_under_the_output_is_one_line(tmp_path: Path, words: str, unbuffered: str) -> None:
+    with open("/dev/full", "wb") as full:
+        ran = written_to(full.fileno(), tmp_path, words, unbuffered)
+    assert ran.returncode == 1
+    error, hint = ran.stderr.splitlines()
+    assert error == "error: No space left on device"
+    assert hint.startswith("hint: free some space")
+
+
+@OUTPUTS
+def test_a_reader_that_has_ended_needs_no_message(tmp_path: Path, words: str, unbuffered: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = written_to(writing, tmp_path, words, unbuffered)
+    os.close(writing)
+    assert (ran.returncode, ran.stderr) == (1, "")
+
+
+def test_an_error_is_shown_although_its_json_cannot_be_written(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        ran = written_to(full.fileno(), tmp_path, f"status --url {UNREACHABLE} --json", "")
+    assert ran.returncode == 1
+    assert "Connection refused" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_the_output_may_be_closed(tmp_path: Path) -> None:
+    ran = written_to(None, tmp_path, "task list task.toml", "")
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -18,12 +18,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # traceback.
         import sys
 
+        if None in (sys.stdin, sys.stdout, sys.stderr):
+            _open_closed_streams()
         if (sys.argv[1:] if argv is None else list(argv)) == ["--version"]:
             # `--version` is handled first, because importing click and rich takes longer than printing the version.
             from outrider.environment import installed_version
 
-            print(f"outrider {installed_version('outrider')}")
-            return SUCCESS
+            try:
+                print(f"outrider {installed_version('outrider')}", flush=True)
+            except OSError:  # such as a full disk; `run_command` prints this error
+                pass
+            else:
+                return SUCCESS
         if argv is None:
             import gc
 
@@ -33,3 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command(argv)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null in place of each standard stream that the starting program has closed. Otherwise, the next file
+    that this process opens, such as a database, would take the place of the stream, and output would be written to
+    it."""
+    import os
+    import sys
+
+    # In this order, because each call of `open` takes the lowest free descriptor. The files stay open.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115

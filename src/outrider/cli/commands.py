@@ -170,7 +170,23 @@ GROUPS = {
 def run_command(argv: Sequence[str] | None) -> int:
     """Run one command and return its exit code. Raises KeyboardInterrupt for Ctrl-C."""
     terminal = Terminal()
-    words = sys.argv[1:] if argv is None else list(argv)
+    code = FAILURE
+    try:
+        code = _run(terminal, sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+    except OSError as error:
+        # Standard output cannot be written, for example because the disk is full or because the program that reads it,
+        # such as `head`, has exited. Python also flushes it at exit, which would fail again. So standard output is
+        # replaced by /dev/null.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if code == SUCCESS:  # otherwise, the command has already printed its error
+            code = FAILURE if isinstance(error, BrokenPipeError) else _failed(terminal, _shown(error))
+    return code
+
+
+def _run(terminal: Terminal, words: list[str]) -> int:
+    """Run one command, print its error, and return its exit code. Raises OSError if standard output cannot be
+    written."""
     try:
         root = commands()
         with root.make_context("outrider", words, obj=terminal) as context:
@@ -194,11 +210,8 @@ def run_command(argv: Sequence[str] | None) -> int:
         message = error.format_message().removesuffix(".")
         terminal.error(RequestError(message, hint=f"{program} --help").record())
         return USAGE
-    except BrokenPipeError:
-        # The program that reads the output, such as `head`, has exited. Python flushes standard output at exit, and
-        # this would fail, too. So standard output is replaced by /dev/null.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILURE
+    except BrokenPipeError:  # `run_command` handles it
+        raise
     except Exception as error:  # a bug is raised again to get a traceback
         if not _is_shown(error):
             raise
