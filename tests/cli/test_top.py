@@ -11,12 +11,15 @@ import struct
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from cli.world import PROGRAM, Cli
+from outrider.cli import top
 from outrider.cli.top import TopReadings, TopView, frame
 from outrider.client.client import AsyncClient, Client
 from support.service import running_service, say
@@ -96,6 +99,28 @@ async def test_a_tenant_gets_rates_from_two_readings(tmp_path: Path) -> None:
     assert abs(second.rates.sessions * second.rates.seconds - 5) < 1e-6
     assert second.rates.tokens is None
     assert second.errors == ()  # errors are read every ten seconds, so these are of the first reading
+
+
+async def test_a_clock_that_is_set_back_stops_neither_rates_nor_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_service(tmp_path=tmp_path, replies=[say("hello")], token=ADMIN) as (_, url):
+        async with AsyncClient(url, token=ADMIN) as api:
+            token = (await api.create_token("anna", "submit")).text
+
+        def read() -> TopView:
+            with Client(url, token=token) as client:
+                readings = TopReadings(client)
+                readings.read()
+                moved = SimpleNamespace(time=lambda: time.time() - 3600, monotonic=lambda: time.monotonic() + 20)
+                monkeypatch.setattr(top, "time", moved)
+                asked: list[str] = []
+                monkeypatch.setattr(readings, "_read_errors", lambda: asked.append("errors"))
+                view = readings.read()
+                assert asked == ["errors"]
+                return view
+
+        assert (await asyncio.to_thread(read)).rates is not None
 
 
 async def test_the_live_view_is_drawn_again_and_q_ends_it(tmp_path: Path) -> None:

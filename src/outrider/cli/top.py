@@ -141,17 +141,17 @@ class TopReadings:
         self._service = service
         self._before: tuple[float, int] | None = None
         """An earlier status, for computing rates: its time and number of done sessions. It is replaced after
-        RATE_SECONDS."""
+        RATE_SECONDS. This time and `_errors_at` are of the monotonic clock, because the machine's clock may jump."""
         self._tenant = False
         self._errors: tuple[ErrorCause, ...] | None = None
-        self._errors_at = 0.0
+        self._errors_at = -ERRORS_EVERY
 
     def read(self) -> TopView:
-        now = time.time()
+        at, now = time.time(), time.monotonic()
         status = self._service.status()
         if now - self._errors_at >= ERRORS_EVERY:
             self._errors, self._errors_at = self._read_errors(), now
-        return TopView(at=now, service=status, rates=self._rates(now, status), errors=self._errors)
+        return TopView(at=at, service=status, rates=self._rates(now, status), errors=self._errors)
 
     def _rates(self, now: float, status: ServiceStatus) -> TopRates | None:
         if not self._tenant:
