@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import msgspec
@@ -54,6 +55,15 @@ def test_variables_are_secrets_by_their_names() -> None:
     env = {"GITHUB_TOKEN": "ghp_12345", "DEBUG_KEY": "1", "HOME": "/home/agent", "DB_PASSWORD": "ghp_12345678"}
     assert secrets_in(env.items()) == ["ghp_12345678", "ghp_12345"]
     assert redacted("cloning with ghp_12345678 failed", secrets_in(env.items())) == "cloning with [redacted] failed"
+
+
+@pytest.mark.parametrize(
+    "secret", ["-----BEGIN KEY-----\nMIIEvgIBADAN\n-----END KEY-----\n", 'a"quote\\slash', "caf\u00e9-\udc80-secret"]
+)
+def test_a_secret_of_several_lines_is_found_in_json_too(secret: str) -> None:
+    line = json.dumps({"output": f"KEY={secret};"}, ensure_ascii=False)
+    assert redacted(line, [secret]) == '{"output": "KEY=[redacted];"}'
+    assert redacted(f"KEY={secret};", [secret]) == "KEY=[redacted];"
 
 
 def test_errors_and_lines_of_the_log_are_written_without_them() -> None:

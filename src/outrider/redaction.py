@@ -6,6 +6,7 @@ Samples and artifacts are not redacted.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 
@@ -33,9 +34,11 @@ def without_keys(text: str) -> str:
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
     """Return the text without Outrider's own keys, without `secrets`, and without values in places where secrets
-    usually are, such as `password=`."""
+    usually are, such as `password=`. A secret is also found where it is part of a JSON string. There, a private key of
+    several lines is one line, for example in the log of a program that writes JSON lines."""
     for secret in secrets:
-        text = text.replace(secret, HIDDEN)
+        for form in dict.fromkeys((secret, json.dumps(secret, ensure_ascii=False)[1:-1])):
+            text = text.replace(form, HIDDEN)
     return _PLACES.sub(
         lambda found: f"{found['before'] or found['header'] or found['name']}{HIDDEN}", without_keys(text)
     )
