@@ -57,3 +57,14 @@ def test_no_cell_is_cut(rows: list[tuple[str, int, str]], width: int) -> None:
         assert all(shown.count(letter) >= first.count(letter) for letter in "abc")
         assert str(count) in " ".join(lines)
         assert all(shown.count(letter) >= third.count(letter) for letter in "xyz")
+
+
+def test_tabs_and_line_breaks_leave_the_columns_aligned() -> None:
+    lines = printed(table(("name", "n>", "what"), [("a\tb", 1, "x"), ("two\nlines", 22, "y\tz"), ("c", 3, "")]), 80)
+    assert [line.rstrip() for line in lines if "─" not in line] == [
+        "name        n  what",
+        "a       b   1  x",
+        "two        22  y       z",
+        "lines",
+        "c           3",
+    ]

@@ -25,7 +25,8 @@ class FittedTable:
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], title: str | None = None) -> None:
         self._names = [name.removesuffix(">") for name in columns]
         self._right = [name.endswith(">") for name in columns]
-        self._rows = rows
+        # A tab has no width of its own, so the columns right of it would not be aligned.
+        self._rows = [[cell.expandtabs() if isinstance(cell, str) else cell for cell in row] for row in rows]
         self._title = title
         self._widths = [max(cell_len(name), *self._cells(at), 0) for at, name in enumerate(self._names)]
         """The width of each column if no cell wraps."""
@@ -116,5 +117,5 @@ class FittedTable:
         return lines
 
     def _cells(self, at: int) -> list[int]:
-        """Return the widths of the cells of a column."""
-        return [cell_len(str(row[at])) for row in self._rows]
+        """Return the widths of the cells of a column. The width of a cell is that of its longest line."""
+        return [max(map(cell_len, str(row[at]).split("\n"))) for row in self._rows]
