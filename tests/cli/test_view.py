@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,16 @@ import pytest
 
 from cli.world import PROGRAM, REPLIES, Cli
 from outrider.api.finished_runs import serving_run
-from outrider.cli.session_file import Recorded, Recording, html_file
-from outrider.client.client import AsyncClient
+from outrider.cli.session_file import Recorded, Recording, html_file, session_page
+from outrider.client.client import AsyncClient, Client
 from outrider.client.sample_files import SampleFormat, sample_file
+from outrider.errors import NotFound, OutriderError, ServiceError
+from outrider.messages import Image
 from outrider.redaction import KEY_PREFIX
 from outrider.service.finished_runs import open_run
 from outrider.tokens.rendering.tokenizer import Tokenizer
+from support.pictures import picture_service
+from support.pictures import task as picture_task
 from support.service import running_service, say
 
 TASK: dict[str, Any] = {
@@ -229,6 +233,35 @@ async def test_a_session_becomes_one_file(cli: Cli, tmp_path: Path) -> None:
     turn = data["replies"][f"{base}/turns"]["json"]["turns"][0]
     assert turn["tokens"]["reply"]["content"] == said
     assert "".join(turn["tokens"]["output_pieces"]) == turn["sampled"]
+
+
+async def test_a_file_lacks_no_image_because_the_service_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only an image that the service no longer has is left out."""
+    asked: list[str] = []
+
+    def image(error: OutriderError) -> Callable[[str], Image]:
+        def get(digest: str) -> Image:
+            asked.append(digest)
+            raise error
+
+        return get
+
+    async with picture_service(tmp_path) as (_, url, _), AsyncClient(url) as api:
+        group = await api.submit({"task": picture_task("messages")})
+        await api.wait([group.id])
+
+        def pages() -> None:
+            with Client(url) as client:
+                monkeypatch.setattr(client, "image", image(NotFound("it is removed")))
+                assert session_page(client, group.sessions[0].id)
+                monkeypatch.setattr(client, "image", image(ServiceError("the service is away")))
+                with pytest.raises(ServiceError, match="is away"):
+                    session_page(client, group.sessions[0].id)
+
+        await asyncio.to_thread(pages)
+    assert len(asked) == 2
 
 
 def test_a_file_has_no_key_and_no_text_that_ends_an_element() -> None:

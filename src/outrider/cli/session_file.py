@@ -17,7 +17,7 @@ from urllib.parse import quote
 import msgspec
 
 from outrider.client.client import Client
-from outrider.errors import Forbidden, NotFound, OutriderError
+from outrider.errors import Forbidden, NotFound
 from outrider.redaction import without_keys
 from outrider.store.artifacts import GRADING_LOG
 
@@ -103,7 +103,7 @@ def _replies(service: Client, session_id: str) -> dict[str, Recorded]:
     for digest in dict.fromkeys(_digests(msgspec.json.decode(turns))):
         try:
             image = service.image(digest)
-        except OutriderError:  # the service has already removed this image
+        except NotFound:  # the service has already removed this image
             continue
         size += len(image.data)
         if size > MOST_IMAGES:
