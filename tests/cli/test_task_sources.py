@@ -14,7 +14,7 @@ from outrider.evaluators.base import Outcome
 from outrider.tasks.examples import Gold
 from test_datasets import harbor_task
 
-from .world import Cli
+from .world import Cli, write_task
 
 TEMPLATE = """
 instruction = "{row.question} Write the answer into answer.txt."
@@ -184,3 +184,19 @@ async def test_what_a_task_says_does_not_control_the_terminal(cli: Cli, tmp_path
         ran = await cli("task", command, tmp_path / "bad.toml")
         assert ran.code == 0
         assert "\x1b" not in ran.out
+
+
+@pytest.mark.parametrize(
+    "words", [("run",), ("eval",), ("task", "list"), ("task", "check"), ("task", "import", "--out", "x.jsonl")]
+)
+@pytest.mark.parametrize("limit", ["-1", "0"])
+def test_a_limit_below_one_is_refused(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], limit: str
+) -> None:
+    """A limit of -1 left out the last task, without a word."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_task(tmp_path, name=f"{name}.toml")
+    ran = cli.run(*words, tmp_path, "--limit", limit)
+    assert ran.code == 2
+    assert ran.err.startswith("error: Invalid value for '--limit'")

@@ -81,7 +81,9 @@ AgentName = Annotated[
     str | None,
     CliOption("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
 ]
-Limit = Annotated[int | None, CliOption("--limit", metavar="N", help="Tasks of each source.", show_default="all")]
+Limit = Annotated[
+    int | None, CliOption("--limit", metavar="N", min=1, help="Tasks of each source.", show_default="all")
+]
 Output = Annotated[
     Path | None,
     CliOption("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),

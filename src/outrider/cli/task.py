@@ -38,7 +38,10 @@ Sources = Annotated[
 Limit = Annotated[
     int | None,
     CliOption(
-        metavar="N", help="Tasks of each source.", show_default="all; of a set of reasoning-gym or a page of MiniWoB, 4"
+        metavar="N",
+        min=1,
+        help="Tasks of each source.",
+        show_default="all; of a set of reasoning-gym or a page of MiniWoB, 4",
     ),
 ]
 MAX_VALUE = 160
