@@ -124,6 +124,9 @@ def _runtime(name: str) -> Finding:
             can = _tried(name, runtime, can)
     except OutriderError as error:
         can = Availability(ok=False, detail=error.message, hint=error.hint)
+    except OSError as error:  # such as a full disk: the report must say so, and go on with the other checks
+        detail = f"a sandbox cannot be tried here: {error.strerror or error}"
+        can = Availability(ok=False, detail=detail, hint=HINTS.get(name))
     return Finding(name=name, ok=can.ok, detail=can.detail, hint=can.hint)
 
 

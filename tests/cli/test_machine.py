@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -43,6 +46,16 @@ def test_doctor_says_what_to_do(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     names, _, hint = line.partition(": ")
     assert {"mini-swe-agent", "pi"} <= set(names.split(", "))
     assert hint == "run: outrider harness install NAME"
+
+
+def test_doctor_reports_a_full_disk(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", no_space)
+    tried = named(diagnosis(cli).runtimes)["process"]
+    assert (tried.ok, tried.detail) == (False, "a sandbox cannot be tried here: No space left on device")
+    assert "set TMPDIR" in (tried.hint or "")
 
 
 def test_doctor_looks_for_gpus(cli: Cli) -> None:
