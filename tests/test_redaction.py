@@ -11,7 +11,7 @@ import pytest
 from outrider.api.control_replies import error_reply
 from outrider.errors import EngineUnavailable
 from outrider.logs import LogFormatter
-from outrider.redaction import redacted, secrets_in, without_keys
+from outrider.redaction import redacted, redacted_tail, secrets_in, without_keys
 
 KEY = "outrider_s_" + "Ab3-_" * 6 + "xy"
 
@@ -64,6 +64,20 @@ def test_a_secret_of_several_lines_is_found_in_json_too(secret: str) -> None:
     line = json.dumps({"output": f"KEY={secret};"}, ensure_ascii=False)
     assert redacted(line, [secret]) == '{"output": "KEY=[redacted];"}'
     assert redacted(f"KEY={secret};", [secret]) == "KEY=[redacted];"
+
+
+PEM = "-----BEGIN KEY-----\nMIIEvgIBADANBgkqhkiG\n9w0BAQEFAASCBKgwggSk\n-----END KEY-----"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 30, len(PEM) - 8])
+def test_a_secret_that_the_end_of_a_log_has_cut_is_taken_out(cut: int) -> None:
+    for shown in (PEM, json.dumps(PEM)[1:-1]):
+        assert redacted_tail(f"{shown[cut:]}; {shown}\nbye", [PEM]) == "[redacted]; [redacted]\nbye"
+
+
+def test_the_end_of_a_log_without_a_secret_is_left_alone() -> None:
+    for text in ("", "bye", "BEGIN KEY is no secret\n", "----", "--------- and more"):
+        assert redacted_tail(text, [PEM, "-" * 100_000 + "x"]) == text
 
 
 def test_errors_and_lines_of_the_log_are_written_without_them() -> None:

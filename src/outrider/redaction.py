@@ -26,6 +26,8 @@ SHORTEST = 8
 """The shortest value of a variable that counts as a secret, in characters. Without a limit, values such as `1` or
 `true` would be removed from every text."""
 
+MOST_TRIES = 1000
+
 
 def without_keys(text: str) -> str:
     """Return the text without Outrider's own tokens and session keys."""
@@ -37,11 +39,39 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
     usually are, such as `password=`. A secret is also found where it is part of a JSON string. There, a private key of
     several lines is one line, for example in the log of a program that writes JSON lines."""
     for secret in secrets:
-        for form in dict.fromkeys((secret, json.dumps(secret, ensure_ascii=False)[1:-1])):
+        for form in _forms(secret):
             text = text.replace(form, HIDDEN)
     return _PLACES.sub(
         lambda found: f"{found['before'] or found['header'] or found['name']}{HIDDEN}", without_keys(text)
     )
+
+
+def redacted_tail(text: str, secrets: Iterable[str]) -> str:
+    """Like `redacted`, for text that is the end of a longer text. A secret whose beginning is cut off is also removed,
+    if at least SHORTEST characters of it are left."""
+    secrets = tuple(secrets)
+    length = max((_end_length(text, form) for secret in secrets for form in _forms(secret)), default=0)
+    return (HIDDEN if length else "") + redacted(text[length:], secrets)
+
+
+def _end_length(text: str, secret: str) -> int:
+    """Return the length of the longest end of the secret with which the text begins, or 0 if it is shorter than
+    SHORTEST. At most MOST_TRIES ends are compared, because the comparison of all ends of a secret that repeats itself
+    takes quadratic time."""
+    begin = text[:SHORTEST]
+    at = 0
+    for _ in range(MOST_TRIES if len(begin) == SHORTEST else 0):
+        at = secret.find(begin, at + 1)
+        if at < 0:
+            return 0
+        if text.startswith(secret[at:]):
+            return len(secret) - at
+    return 0
+
+
+def _forms(secret: str) -> tuple[str, ...]:
+    """Return the secret, and its form in a JSON string if this differs."""
+    return tuple(dict.fromkeys((secret, json.dumps(secret, ensure_ascii=False)[1:-1])))
 
 
 def secrets_in(variables: Iterable[tuple[str, str]]) -> list[str]:

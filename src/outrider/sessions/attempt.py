@@ -16,7 +16,7 @@ from outrider.errors import ErrorRecord
 from outrider.harnesses.base import SessionIds
 from outrider.lifecycle import SessionState, StopReason
 from outrider.logs import LoggedSession
-from outrider.redaction import redacted, secrets_in
+from outrider.redaction import redacted, redacted_tail, secrets_in
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats
 from outrider.sessions.priority_semaphore import URGENT
@@ -147,10 +147,10 @@ def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:
             error,
             message=redacted(error.message, secrets),
             hint=error.hint and redacted(error.hint, secrets),
-            log_tail=error.log_tail and redacted(error.log_tail, secrets),
+            log_tail=error.log_tail and redacted_tail(error.log_tail, secrets),
         )
     if ended is not None:
-        ended = msgspec.structs.replace(ended, log_tail=redacted(ended.log_tail, secrets))
+        ended = msgspec.structs.replace(ended, log_tail=redacted_tail(ended.log_tail, secrets))
     return msgspec.structs.replace(result, error=error, harness_exit=ended)
 
 
