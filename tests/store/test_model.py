@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
 import pytest
@@ -254,8 +255,11 @@ class StoreMachine(RuleBasedStateMachine):
             ]
         for session in self.sessions:
             for attempt, indexes in session.turns.items():
+                assert self.run(self.store.count_turns(session.id, attempt)) == len(indexes)
+                # Each turn's parent is the turn before. A turn whose parent is missing is not read.
+                first_missing = next(index for index in count() if index not in indexes)
                 turns = self.run(self.store.turns(session.id, attempt))
-                assert [stored.index for stored in turns] == sorted(indexes)
+                assert [stored.index for stored in turns] == list(range(first_missing))
 
     @invariant()
     def same_groups(self) -> None:
