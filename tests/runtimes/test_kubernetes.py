@@ -689,7 +689,6 @@ import faulthandler, sys
 faulthandler.dump_traceback_later(40, exit=True)
 from kubernetes import client, config, watch
 from kubernetes.stream import stream
-from support.waiting import until
 
 config.load_kube_config(sys.argv[1])
 api = client.CoreV1Api()
