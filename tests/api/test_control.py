@@ -145,6 +145,7 @@ async def test_a_reply_that_takes_too_long_is_told_from_a_service_that_is_not_th
             await client.pull_image("a", "b", seconds=0.2)
 
 
+@pytest.mark.deep
 def test_the_time_limit_of_a_reply_is_known_on_uvloop() -> None:
     """The clock of uvloop has milliseconds, so that a limit can end a little early by this clock."""
 

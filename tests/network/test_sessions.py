@@ -155,6 +155,7 @@ async def spans(url: str, session: str, count: int = 1) -> list[SpanView]:
             await asyncio.sleep(0.2)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("answer", "reward"), [("42", 1.0), ("41", 0.0)])
 async def test_a_verifier_that_installs_its_runner_gives_its_true_reward(
     tmp_path: Path, answer: str, reward: float

@@ -138,6 +138,7 @@ os.wait()
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("program", [["sleep", "2"], ["python3", "-c", "import time; time.sleep(2)"]])
 async def test_a_process_that_starts_its_program_late_has_the_programs_command_line(
     world: World, program: list[str]

@@ -422,6 +422,7 @@ async def test_a_session_out_of_time_is_not_graded(bench: Bench) -> None:
     assert (result.stop_reason, result.verdict, result.error) == (StopReason.SESSION_TIMEOUT, None, None)
 
 
+@pytest.mark.deep
 async def test_a_failed_engine_is_the_error_however_the_agent_ended(bench: Bench) -> None:
     await bench.world.conversation.backend.pool.remove("scripted")
     result = await bench.run(swallows_a_failure)

@@ -188,6 +188,7 @@ async def test_a_failure_of_the_store_is_made_up_for(tmp_path: Path) -> None:
             assert await ask("SELECT count(*) FROM sessions") == [[0]]
 
 
+@pytest.mark.deep
 async def test_a_tenant_sees_its_own_rows(store: Store, tmp_path: Path) -> None:
     async with an_index(store, tmp_path) as ask:
         await a_done_group(store, "a", tenant="alice")
