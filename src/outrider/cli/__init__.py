@@ -48,7 +48,7 @@ def _open_closed_streams() -> None:
     import os
     import sys
 
-    # In this order, because each call of `open` takes the lowest free descriptor. The files stay open.
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    # In this order, because each call of `open` takes the lowest free descriptor.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  # stays open
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # stays open
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  # stays open

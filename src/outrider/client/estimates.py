@@ -20,8 +20,8 @@ NORMAL_QUANTILE = 1.959964
 def pass_at(k: int, passes: int, samples: int) -> float:
     """Return the probability that at least one of `k` samples passes, if they are drawn without replacement from
     `samples` samples of which `passes` pass."""
-    # The quotient of two binomial coefficients, computed as a product with as few factors as possible. The coefficients
-    # themselves may have so many digits that Python computes one for 0.3 seconds, and runs no other thread meanwhile.
+    # The quotient of two binomial coefficients, computed as a product with as few factors as possible. Computing a
+    # coefficient itself may take 0.3 seconds, because of its many digits, and blocks all other threads.
     fewer, more = min(k, passes), max(k, passes)
     # A factor of 0 stands for a certain pass.
     return 1.0 - math.prod(max(0, samples - more - drawn) / (samples - drawn) for drawn in range(fewer))

@@ -193,12 +193,11 @@ class Chores:
         try:
             found = await work
         except asyncio.CancelledError as error:
-            # As in `_succeeds`: if nobody cancels this task, something that the work awaited was cancelled.
+            # As in `_succeeds`: if this task is not being cancelled, something that the work awaited was cancelled.
             if not task.cancelling():
                 self.failures.note(name, error)
             raise
-        # every error that is not fatal is recorded, because possibly no code awaits the task
-        except Exception as error:
+        except Exception as error:  # every error that is not fatal is recorded, because nothing may await the task
             if self._fatal(error):
                 raise
             self.failures.note(name, error)

@@ -339,8 +339,8 @@ def _reports(call: AddTurn, records: AttemptRecords) -> bool:
 
 
 def _has_json_values(call: AddTurn, records: AttemptRecords) -> bool:
-    """Return True if JSON can represent the values of any type in the turn. Otherwise nobody could read the session's
-    turns, because the service could not encode its reply."""
+    """Return True if JSON can represent the sampling, the rank info and the tools of the turn. Otherwise the service
+    could not encode a reply with the session's turns."""
     turn = call.turn
     try:
         msgspec.json.encode((turn.sampling, turn.report and turn.report.rank_info, turn.tool_specs))

@@ -147,8 +147,8 @@ class Generations:
             self._fail(generation, EngineMisbehaved(f"the worker's engine raised {type(error).__name__}: {error}"))
 
     def _holds(self, generation: _Generation) -> bool:
-        """Return False if the generation was aborted. Nothing more may be sent for such a generation, because nobody
-        would acknowledge it."""
+        """Return False if the generation was aborted. No more messages may be sent for such a generation, because the
+        service would not acknowledge them."""
         return self._generations.get(generation.number) is generation
 
     def _fail(self, generation: _Generation, error: OutriderError) -> None:

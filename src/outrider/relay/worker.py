@@ -289,8 +289,9 @@ class Worker:
 
     @contextmanager
     def _remembering(self) -> Iterator[None]:
-        """Drop no generations while the block runs, because the service waits for those that the hello has named. If
-        the block raises, they are dropped at the time that was set before, or at once if this time is over."""
+        """Drop no generations while the block runs, because the service waits for the generations that the hello has
+        named. If the block raises an error, the generations are dropped at the time that was set before, or at once if
+        this time has passed."""
         forget = self._forget
         if forget is not None:
             forget.cancel()

@@ -161,7 +161,7 @@ class Link(Generic[In]):
                     task.cancel()
             return self._close or next(task for task in tasks if task in ended).result()
         finally:
-            self._end(Disconnected(1006))  # nothing is sent any more, so nobody may wait for room
+            self._end(Disconnected(1006))  # nothing is sent any more, so no task may wait for room
 
     async def _write(self) -> Disconnected:
         while True:

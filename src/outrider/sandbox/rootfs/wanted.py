@@ -81,7 +81,7 @@ class ImagePulls:
             log.info("pulling %s, which a session wants", reference)
             try:
                 await pull(reference, reference, ImageStore(), node=self._folder)
-            except Exception as error:  # whatever the error is, no session may go on as if its image were there
+            except Exception as error:  # after any error, the session must not start without its image
                 if not isinstance(error, OutriderError | OSError):
                     log.exception("the pull of %s failed", reference)
                 hint = error.hint if isinstance(error, OutriderError) else None

@@ -3,7 +3,7 @@
 The package (pinned, 0.1.12) reads the calls of some families with regular expressions, whose work grows with the square
 or the cube of what a model repeats. Python runs nothing else while it searches for an expression. The families that
 are not in PARSE_STEPS are read in linear time. Invariants: the estimate itself takes linear time, and well-formed calls
-cost a few steps for each character, whatever text their arguments contain.
+cost a few steps for each character, even if their arguments contain markers of calls.
 """
 
 from __future__ import annotations

@@ -439,7 +439,7 @@ class TokenTree:
 
     def _limit_unanswered(self, most: int) -> int:
         """Drop all prompts from which no turn was sampled, if they have more than `most` bytes. Returns the size of
-        those that are left."""
+        the remaining prompts."""
         # `list` copies the dictionary at once. The event loop may remove a prompt while this method runs in the worker
         # thread. For the same reason, `commit` does not change `_unanswered_size`.
         unanswered = list(self._unanswered.items())
