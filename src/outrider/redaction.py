@@ -27,6 +27,7 @@ SHORTEST = 8
 `true` would be removed from every text."""
 
 MOST_TRIES = 1000
+"""Maximum number of ends of a secret that are compared with the beginning of a log (see `_end_length`)."""
 
 
 def without_keys(text: str) -> str:

@@ -30,6 +30,7 @@ from outrider.nodes.messages import AddTurn, KeepIndex, Report
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import ArtifactLimits
 from outrider.sessions.attempt import MAX_ANSWER, Attempt
+from outrider.sessions.step_verdicts import MAX_METRICS as MAX_METRICS_OF_STEPS
 from outrider.spec import TaskSpec, steps_of
 from outrider.store.artifacts import FOR_GRADERS
 from outrider.tokens.rendering.tokenizer import Vocabulary
@@ -52,9 +53,8 @@ MAX_COUNTED = 256
 dialect."""
 MAX_NAME = 256
 MAX_PATH = 4096
-MAX_METRICS = 100_000
-"""Maximum number of metrics in a result. It is higher than that of a verdict, because a result has the metrics of all
-steps of a task (`sessions.step_verdicts.MAX_METRICS`), and filters add some."""
+MAX_METRICS = 2 * MAX_METRICS_OF_STEPS
+"""Maximum number of metrics in a result. A result has the metrics of all steps of a task, and filters add some."""
 MAX_TABLE_ENTRIES = 256
 """Maximum number of entries in each table of a result."""
 LIMITS = ArtifactLimits()
