@@ -14,11 +14,13 @@ import msgspec
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request
+from websockets.http11 import Response as HttpResponse
 
 from api.compat.test_verl import QUESTION, TOOL
 from api.compat.test_verl_workers import proxy, serving
 from outrider.concurrency.retries import RetryPolicy
-from outrider.errors import Conflict, Unauthorized
+from outrider.errors import Conflict, Forbidden, NotFound, Unauthorized
 from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.relay.verl import ProxyWorker
 from outrider.tokens.rendering.renderer import make_renderer
@@ -65,7 +67,8 @@ class Response(msgspec.Struct, kw_only=True):
 
 class Contract:
     """A proxy as in the recipe's contract. `workers` has the connections of its workers, `answers` the futures of its
-    calls. If `close_with` is set, each connection is closed with this code after its hello."""
+    calls. If `close_with` is set, each connection is closed with this code after its hello. `refusals` holds the HTTP
+    statuses with which the next attempts to connect are refused."""
 
     def __init__(self) -> None:
         self.workers: asyncio.Queue[ServerConnection] = asyncio.Queue()
@@ -73,7 +76,11 @@ class Contract:
         self.pongs = 0
         self.hellos: list[dict[str, Any]] = []
         self.close_with: int | None = None
+        self.refusals: list[int] = []
         self.url = ""
+
+    def refuse(self, socket: ServerConnection, request: Request) -> HttpResponse | None:
+        return socket.respond(self.refusals.pop(), "") if self.refusals else None
 
     async def take(self, socket: ServerConnection) -> None:
         hello = json.loads(await socket.recv())
@@ -125,7 +132,7 @@ class Contract:
 @asynccontextmanager
 async def contract() -> AsyncIterator[Contract]:
     made = Contract()
-    async with serve(made.take, "127.0.0.1", 0) as server:
+    async with serve(made.take, "127.0.0.1", 0, process_request=made.refuse) as server:
         made.url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
         yield made
 
@@ -241,6 +248,27 @@ async def test_a_lost_connection_ends_its_calls_and_the_worker_comes_back(tmp_pa
 async def test_a_proxy_that_takes_no_workers(tmp_path: Path, code: int, kind: type[Exception]) -> None:
     async with contract() as theirs:
         theirs.close_with = code
+        with pytest.raises(kind, match="refuses this worker"):
+            await asyncio.wait_for(worker_of(tmp_path, theirs.url, scripted_engine(tmp_path, REPLIES)).run(), 5)
+
+
+@pytest.mark.parametrize("status", [403, 404])
+async def test_a_worker_outlives_the_replies_of_a_reverse_proxy(tmp_path: Path, status: int) -> None:
+    """A reverse proxy replies with 403 or 404 while the recipe's proxy restarts. The recipe's proxy had accepted the
+    worker, so the worker tries again."""
+    async with contract() as theirs:
+        worker = worker_of(tmp_path, theirs.url, scripted_engine(tmp_path, REPLIES))
+        async with running(worker):
+            theirs.refusals = [status] * 3
+            await (await theirs.workers.get()).close()
+            await asyncio.wait_for(theirs.workers.get(), 5)
+            assert not theirs.refusals
+
+
+@pytest.mark.parametrize(("status", "kind"), [(401, Unauthorized), (403, Forbidden), (404, NotFound)])
+async def test_a_status_that_refuses_a_new_worker(tmp_path: Path, status: int, kind: type[Exception]) -> None:
+    async with contract() as theirs:
+        theirs.refusals = [status]
         with pytest.raises(kind, match="refuses this worker"):
             await asyncio.wait_for(worker_of(tmp_path, theirs.url, scripted_engine(tmp_path, REPLIES)).run(), 5)
 

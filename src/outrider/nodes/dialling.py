@@ -22,7 +22,7 @@ from outrider.environment import host_id, installed_version
 from outrider.errors import UNREADABLE, Conflict, EngineMisbehaved, Forbidden, NotFound, OutriderError, Unauthorized
 from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Join, NodeHello
 from outrider.nodes.remote_node import WAITS
-from outrider.wire.client_socket import ClientSocket, dialled
+from outrider.wire.client_socket import PROXY_STATUSES, ClientSocket, dialled
 from outrider.wire.link import Disconnected
 from outrider.wire.link_protocol import Close, encode
 from outrider.wire.resumable import ResumableSocket
@@ -46,9 +46,8 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
 }
 """Refusals that a retry would not change. Maps a close code or an HTTP status to the error to raise and its hint."""
 
-FINAL = frozenset({Close.NONSENSE, Close.PROTOCOL, Close.LEFT, Close.REMOVED, Close.CONFLICT, 401})
-"""Close codes and HTTP statuses which mean that the service has given the node up. The statuses 403 and 404 are left
-out, because a reverse proxy may reply with them while the service restarts."""
+FINAL = frozenset({*REFUSALS, Close.LEFT, Close.REMOVED, Close.CONFLICT}) - PROXY_STATUSES
+"""Close codes and HTTP statuses which mean that the service has given the node up."""
 
 
 class Dialled:

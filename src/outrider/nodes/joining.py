@@ -109,8 +109,8 @@ class JoiningMachine:
             while True:
                 ready = TO_STARTER.decode(await process.pipe.receive())
                 if ready.error is not None:
-                    # A reverse proxy may reply with 403 or 404 while the service restarts. Then another process tries
-                    # again.
+                    # These two may be the reply of a reverse proxy (see PROXY_STATUSES in wire/client_socket.py). Then
+                    # another process tries again.
                     if not (self._accepted and ready.error.code in (Forbidden.code, NotFound.code)):
                         self._refusal = ready.error
                     return

@@ -46,6 +46,7 @@ from outrider.plugins import plugin_code
 from outrider.tokens.rendering.renderer import Renderer
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.trajectory import FinishReason, VersionSpan
+from outrider.wire.client_socket import PROXY_STATUSES
 from outrider.wire.tls import trusting
 
 log = logging.getLogger("outrider.relay")
@@ -68,7 +69,7 @@ REFUSALS: dict[int, type[OutriderError]] = {
     404: NotFound,
 }
 """The errors that `run` raises. A key is a close code, or the HTTP status of a failed attempt to connect. After such a
-code or status, reconnecting would fail again. In all other cases, the worker reconnects."""
+code or status, reconnecting would fail again (but see PROXY_STATUSES). In all other cases, the worker reconnects."""
 HINTS = {
     NOT_SERVED: "start the proxy in its relay mode",
     401: "give the proxy's token: ProxyWorker(..., token=...)",
@@ -170,7 +171,8 @@ class ProxyWorker:
                 except (aiohttp.ClientError, OSError, _Ended) as error:  # includes TimeoutError, a subclass of OSError
                     end = error
                 code = end.code if isinstance(end, _Ended) else getattr(end, "status", 0)
-                if (kind := REFUSALS.get(code)) is not None:
+                passing = code in PROXY_STATUSES and self.connections > 0
+                if (kind := REFUSALS.get(code)) is not None and not passing:
                     raise kind(f"{self.url} refuses this worker: {end}", hint=HINTS.get(code))
                 if self.connections > before:
                     failed = 0

@@ -60,7 +60,7 @@ from outrider.errors import (
 )
 from outrider.plugins import plugin_code
 from outrider.relay.generations import Generations
-from outrider.wire.client_socket import dialled
+from outrider.wire.client_socket import PROXY_STATUSES, dialled
 from outrider.wire.link import Disconnected, Link
 from outrider.wire.link_protocol import Close, Nonsense, encode
 from outrider.wire.tls import trusting
@@ -83,11 +83,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     404: NotFound,
 }
 """The errors that `Worker.run` raises. A key is a close code, or the HTTP status of a failed attempt to connect. After
-such a code or status, reconnecting would fail again. In all other cases, the worker reconnects."""
-PROXY_STATUSES = frozenset({403, 404})
-"""HTTP statuses that are no refusal once the service has accepted the worker, because a reverse proxy may reply with
-them while the service restarts."""
-
+such a code or status, reconnecting would fail again (but see PROXY_STATUSES). In all other cases, the worker
+reconnects."""
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
     401: "give the service's token: Worker(..., token=...)",
