@@ -30,7 +30,8 @@ Work = Callable[[Agent, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 class AgentService:
     """An agent service that follows the contract of docs/external.md. `work` is the agent of a run, and returns the
-    last state of the run."""
+    last state of the run. Requests are answered with 503 while `down` is True, and those for a run in `broken` always.
+    """
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -41,12 +42,16 @@ class AgentService:
         self.cancelled: list[str] = []
         self.agents: dict[str, asyncio.Task[None]] = {}
         self.down = False
+        self.broken: set[str] = set()
+        self.asked: list[str] = []
+        """The ids of the runs of all requests, in order."""
 
     async def handle(self, request: web.Request) -> web.Response:
         body = await request.read()
         check_signature(request.headers, body, SECRET)
         run_id = request.match_info["run_id"]
-        if self.down:
+        self.asked.append(run_id)
+        if self.down or run_id in self.broken:
             return web.Response(status=503)
         if request.path.endswith("/files"):
             self.archives[run_id] = body
@@ -313,8 +318,10 @@ async def test_the_next_service_follows_the_run(tmp_path: Path) -> None:
         assert (row["turns"], row["reward"]) == ([0, 1], 1)
 
 
-async def test_a_service_that_stays_away_after_a_restart_costs_no_turns(tmp_path: Path) -> None:
-    """The runs before the one that is followed are ended first, and the service is out of reach then."""
+@asynccontextmanager
+async def second_run_under_way(tmp_path: Path) -> AsyncIterator[tuple[AgentService, str, str, str]]:
+    """A session whose first run has failed, and whose second run has made a call and goes on while Outrider is stopped.
+    Yields the agent service, its URL, the engine's URL and the id of the group."""
     begun = asyncio.Event()
 
     async def second_one_works(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
@@ -330,9 +337,29 @@ async def test_a_service_that_stays_away_after_a_restart_costs_no_turns(tmp_path
             agents.world = world
             group = await submitted(world, max_attempts=2)
             await begun.wait()
+        yield agents, url, engine, group
+
+
+async def test_a_service_that_stays_away_after_a_restart_costs_no_turns(tmp_path: Path) -> None:
+    """The runs before the one that is followed are ended first, and the service is out of reach then."""
+    async with second_run_under_way(tmp_path) as (agents, url, engine, group):
         agents.down = True
         async with on_engine(tmp_path, engine, agents=declared(url, patience_seconds=0.1)) as world:
             agents.world = world
             [session] = (await world.owner.done(group))["sessions"]
     assert "answered 503, for 0.1 s" in session["result"]["error"]["message"]
     assert session["result"]["turns"] == 1
+
+
+async def test_a_session_that_is_cancelled_before_its_run_is_followed_again_cancels_the_run(tmp_path: Path) -> None:
+    """After a restart, the session waits until the service replies about the first run. The second run goes on."""
+    async with second_run_under_way(tmp_path) as (agents, url, engine, group):
+        session_id = f"s-{group.removeprefix('g-')}-0"
+        agents.broken.add(f"{session_id}-1")
+        agents.asked.clear()
+        async with on_engine(tmp_path, engine, agents=declared(url)) as world:
+            agents.world = world
+            await until(lambda: bool(agents.asked))
+            await world.owner.call("DELETE", f"/groups/{group}")
+            await world.owner.done(group)
+        assert agents.cancelled == [f"{session_id}-1", f"{session_id}-2"]

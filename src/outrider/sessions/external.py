@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Protocol, Self
 
@@ -251,14 +251,18 @@ class ExternalSessions:
         session, store = live.attempt.session, self._store
         try:
             run = await self._remote_run(live)
-            await store.set_state(session.id, session.attempt, SessionState.READY)
-            await store.set_state(session.id, session.attempt, SessionState.RUNNING)
-            self._live[session.id] = live  # only now, because every session that accepts calls must be shown as running
-            self._begun.send()
-            # the session was completed in an earlier attempt, or before this attempt began
-            if await store.report(session.id) is not None:
-                live.ended.set()
-            failure = await (live.until_ended() if live.ended.is_set() else self._until_ended(live, run))
+            async with self._cancelled_with_session(run, session.id):
+                if run is not None:
+                    await run.end_earlier()  # the session must not accept model calls before
+                await store.set_state(session.id, session.attempt, SessionState.READY)
+                await store.set_state(session.id, session.attempt, SessionState.RUNNING)
+                # only now, because every session that accepts calls must be shown as running
+                self._live[session.id] = live
+                self._begun.send()
+                # the session was completed in an earlier attempt, or before this attempt began
+                if await store.report(session.id) is not None:
+                    live.ended.set()
+                failure = await (live.until_ended() if live.ended.is_set() else self._until_ended(live, run))
         except RemoteRunFailed as error:  # an earlier run cannot be ended
             failure = error
         finally:
@@ -272,14 +276,25 @@ class ExternalSessions:
 
     async def _remote_run(self, live: _LiveSession) -> FollowedRun | None:
         """Return the run of the remote agent, or None if the task has no such agent or was completed in an earlier
-        attempt. The run is not started yet, but the runs of earlier attempts have ended. The session must not accept
-        model calls before that. Raises RemoteRunFailed if the agent service cannot be reached."""
+        attempt. The run is not started yet, except by an earlier service process."""
         remote, session = live.attempt.task.harness.remote, live.attempt.session
         if remote is None or await self._store.report(session.id) is not None:
             return None
-        run = self._services.run_of(live.attempt, remote, self._store, model=self._backend.model, address=self._address)
-        await run.end_earlier()
-        return run
+        return self._services.run_of(
+            live.attempt, remote, self._store, model=self._backend.model, address=self._address
+        )
+
+    @asynccontextmanager
+    async def _cancelled_with_session(self, run: FollowedRun | None, session_id: str) -> AsyncIterator[None]:
+        """Cancel the run if the session is cancelled while the block runs."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            session = await shielded(lambda: self._store.session(session_id))
+            # If `ending` is None, only this service process stops. The run goes on, and the next process follows it.
+            if run is not None and session.ending is not None:
+                await shielded(run.cancel)
+            raise
 
     async def _until_ended(self, live: _LiveSession, run: FollowedRun | None) -> OutriderError | None:
         """Run the remote agent, if there is one, and wait until the session is completed. Returns None, or the error
@@ -302,12 +317,6 @@ class ExternalSessions:
                 return following.result()
         except BaseExceptionGroup as failures:  # the group would hide an error of the store
             raise failures.exceptions[0] from None
-        except asyncio.CancelledError:
-            session = await shielded(lambda: self._store.session(live.attempt.session.id))
-            # If `ending` is None, only this service process stops. The run goes on, and the next process follows it.
-            if session.ending is not None:
-                await shielded(run.cancel)
-            raise
 
     async def _followed(self, live: _LiveSession, run: FollowedRun) -> OutriderError | None:
         """Follow a remote run to its end and store its report. Returns the error if the run failed, else None."""
