@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import aiohttp
@@ -55,7 +56,7 @@ async def test_it_is_not_ready_without_its_file(tmp_path: Path) -> None:
 
 async def test_a_store_that_hangs_is_told_in_time(tmp_path: Path) -> None:
     async with sqlite_store(tmp_path / "file") as store:
-        with sqlite3.connect(tmp_path / "file", isolation_level=None) as other:
+        with closing(sqlite3.connect(tmp_path / "file", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             with pytest.raises(StoreUnavailable, match=r"does not answer within 0.1 s"):
                 await StoreReadiness(store, seconds=0.1).check()
@@ -84,7 +85,7 @@ async def test_a_flood_reaches_the_store_once(tmp_path: Path) -> None:
 async def test_one_who_hangs_up_takes_no_answer_from_the_others(tmp_path: Path) -> None:
     async with sqlite_store(tmp_path / "file") as store:
         readiness = StoreReadiness(store)
-        with sqlite3.connect(tmp_path / "file", isolation_level=None) as other:
+        with closing(sqlite3.connect(tmp_path / "file", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             first, second = (asyncio.ensure_future(readiness.check()) for _ in range(2))
             await asyncio.sleep(0)

@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,9 +139,8 @@ async def test_a_lost_file_is_made_again(store: Store, tmp_path: Path, loss: str
         case "damaged":
             path.write_bytes(b"no database" * 1000)
         case "other version":
-            with sqlite3.connect(path) as db:
+            with closing(sqlite3.connect(path)) as db, db:
                 db.execute("PRAGMA user_version=1")
-            db.close()
     await submit(store, group_row("later", 1))
     async with an_index(store, tmp_path) as ask:
         assert (await ask(rows), await ask("SELECT * FROM turns ORDER BY 1, 3, 6")) == before
