@@ -28,6 +28,7 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import unpack_ids, unpack_logprobs
 from support.service import call, running_service, say, scripted_engine
 from support.tokenizer import write_tokenizer
+from support.waiting import until
 
 SOON = RetryPolicy(first=0.01, longest=0.05)
 REPLIES = (
@@ -239,7 +240,7 @@ async def test_a_lost_connection_ends_its_calls_and_the_worker_comes_back(tmp_pa
             await socket.close()
             again = await asyncio.wait_for(theirs.workers.get(), 5)
             assert engine.abort_seen.is_set()
-            assert worker.connections == 2
+            await until(lambda: worker.connections == 2)
             assert again is not socket
             calling.cancel()
 
