@@ -166,6 +166,22 @@ async def test_a_service_that_has_lost_its_data_is_not_waited_for(tmp_path: Path
     assert "restore its data folder" in (caught.value.hint or "")
 
 
+@pytest.mark.deep
+async def test_a_rollout_after_the_service_has_lost_its_data_gets_its_result(tmp_path: Path) -> None:
+    """The cursors of the new data begin anew, below the cursor that the client has reached."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    limits = SharedClientLimits(long_poll=0.2)
+    replies = [say("yes")] * 8
+    async with shared_client(f"http://127.0.0.1:{port}", None, limits=limits) as client:
+        async with running_service(tmp_path=tmp_path, port=port, replies=replies):
+            await client.run_all([body(1), body(2), body(3)])
+        async with running_service(tmp_path=tmp_path, port=port, replies=replies, data=tmp_path / "other"):
+            group = await asyncio.wait_for(client.run(body(4, seconds=1.0)), 20)
+    assert group.samples
+
+
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:8700", "https://rollouts.example", "http://[::1]:8700", "http://node7"]
 )

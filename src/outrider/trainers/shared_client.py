@@ -70,6 +70,8 @@ class SharedClient:
         self._no_answer: OutriderError | None = None
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._following = False
+        self._check_at = asyncio.get_running_loop().time() + limits.long_poll
+        """The time from which `_check_oldest` checks a group again."""
         self._changed = Broadcast()
 
     async def run(
@@ -144,12 +146,11 @@ class SharedClient:
         try:
             page = await patiently(partial(self.client.results, after=self._cursor or 0, wait=self._limits.long_poll))
             self._cursor = page.cursor
-            if not page.groups and self._waiting:
-                await check_known(self.client.group, next(iter(self._waiting)))
             for group in page.groups:
                 waiting = self._waiting.get(group.id)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(None)
+            await self._check_oldest()
         except OutriderError as error:
             for waiting in self._waiting.values():
                 if not waiting.done():
@@ -158,6 +159,20 @@ class SharedClient:
             self._following = False
             # Wake the other rollouts. If this rollout has its result, another rollout must request the next page.
             self._changed.send()
+
+    async def _check_oldest(self) -> None:
+        """Check the oldest group that is waited for, at most once in `long_poll` seconds. Raises ServiceError if the
+        service has lost the group."""
+        clock = asyncio.get_running_loop().time
+        oldest = next((group_id for group_id, waiting in self._waiting.items() if not waiting.done()), None)
+        if oldest is None or clock() < self._check_at:
+            return
+        self._check_at = clock() + self._limits.long_poll
+        group = await check_known(self.client.group, oldest)
+        if group.cursor is not None and self._cursor is not None:
+            # Go back to the group's result. If the service restarts without its old data, its cursors start from the
+            # beginning, and the cursor of the group's result may be lower than this client's cursor.
+            self._cursor = min(self._cursor, group.cursor - 1)
 
 
 @asynccontextmanager
