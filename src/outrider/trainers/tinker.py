@@ -209,11 +209,15 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # mypy does not c
                 field="rollout_executor",
                 hint="leave the rollout executor out: the sessions run in the service, not in the trainer",
             )
-        if self._sampler is None:
+        sampler = self._sampler
+        if sampler is None:
             version = (await patiently(client.client.policy, FIRST_PATIENCE)).version
-            self._sampler = TinkerSampler.open(self._settings.url, self._settings.token, relay, version=version)
-        await self._sampler.attach()
-        return self._sampler
+            # Another group may have opened the sampler meanwhile, and `close` ends only one use of it.
+            if self._sampler is None:
+                self._sampler = TinkerSampler.open(self._settings.url, self._settings.token, relay, version=version)
+            sampler = self._sampler
+        await sampler.attach()
+        return sampler
 
     def _result(
         self, view: GroupView, sequences: Mapping[str, SampledSequences] | None, *, evaluating: bool

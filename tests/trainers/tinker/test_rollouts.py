@@ -251,6 +251,16 @@ async def test_many_groups_leave_nothing_behind(tmp_path: Path) -> None:
         assert len(sampler._versions) <= 2
 
 
+async def test_a_trainer_whose_groups_begin_at_once_is_detached_when_it_closes(tmp_path: Path) -> None:
+    async with tinker_world(tmp_path) as world:
+        strategy, client = world.strategy(), world.client()
+        await asyncio.gather(
+            *(rolled_out(client, scribe_task("tinker at once"), strategy, n=1) for _ in range(4)),
+        )
+        await asyncio.to_thread(strategy.close)
+        assert TinkerSampler._open == {}
+
+
 def test_a_group_that_could_never_be_used_is_refused() -> None:
     for odd in ({"min_usable": 2}, {"min_usable": 1, "complete": "any"}):
         with pytest.raises(InvalidField, match="would make every group unusable"):
