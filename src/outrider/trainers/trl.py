@@ -721,12 +721,14 @@ class RolloutWorker:
 
     def update_model_version(self, model_version: int) -> None:
         self._behind = self._weights.version - model_version
+        # While the trainer trained, the sampler may have had no group to run, because of `max_age`.
+        self._last_row = time.monotonic()
         if self._started:
             self._client.run(self._sampler.set_version(self._weights.version))
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the worker. Raises ServiceError if the worker is running but has added no row for
-        `stale_after_s` seconds."""
+        """Raise the error that ended the worker. Raises ServiceError if the worker is running, but has added no row in
+        the `stale_after_s` seconds since its last row or since the newest version of the policy."""
         if self._failure is not None:
             raise self._failure
         if self._started and time.monotonic() - self._last_row > stale_after_s:

@@ -116,3 +116,20 @@ def test_a_worker_from_which_nothing_comes_is_not_healthy(tmp_path: Path) -> Non
         with pytest.raises(ServiceError, match="no group was done"):
             worker.check_health(0.0)
         worker.stop()
+
+
+def test_a_worker_that_waited_for_the_trainer_is_healthy(tmp_path: Path) -> None:
+    """With `max_age=0` no group runs while the trainer trains, no matter how long a step takes."""
+
+    def slow(task: Mapping[str, Any], index: int, version: int) -> Played:
+        return Played(3600.0, 1.0)
+
+    with simulated(slow) as client, PolicyWeights(client, tmp_path) as weights:
+        worker = RolloutWorker(client, task, weights, n=2, groups_per_version=1, max_age=0)
+        worker.weigh_rollouts()
+        worker.start()
+        worker._last_row -= 400.0  # the trainer's step took this long
+        weights.publish(parameters().items())
+        worker.update_model_version(1)
+        worker.check_health(300.0)
+        worker.stop()
