@@ -778,7 +778,7 @@ class RolloutWorker:
 
     def _rows(self, group: GroupView, number: int) -> Iterator[Any]:
         """Yield a RolloutSample for every row with trained tokens. Raises InvalidField for a row with images, because a
-        RolloutSample cannot hold pixel values."""
+        RolloutSample cannot hold pixel values. Raises the error of a session if no session of the group has a row."""
         for sample in group.samples or ():
             if sample.images:
                 raise InvalidField(
@@ -787,6 +787,7 @@ class RolloutWorker:
                     hint="train it with GRPOTrainer and Rollouts, or use tasks without images",
                 )
         trajectories = trajectories_of(group, SETTINGS, logprobs=True)
+        _first_row(group, trajectories)
         rewards = {each.session.id: reward for each in trajectories if (reward := _rollout_reward(each)) is not None}
         worth = group_advantages(list(rewards.values()), self._advantages)
         advantages = dict(zip(rewards, worth, strict=True))
@@ -868,11 +869,18 @@ def rows_of(group: GroupView, placeholders: frozenset[int] = frozenset()) -> Gro
                 hint="give the trainer the model's processor: AutoProcessor.from_pretrained(...)",
             )
     trajectories = trajectories_of(group, SETTINGS, logprobs=True, images=True)
-    some = next((each.rows[0] for each in trajectories if each.rows), None)
-    if some is None:
-        raise next((each.error for each in trajectories if each.error), ServiceError(f"group {group.id} is empty"))
+    some = _first_row(group, trajectories)
     rows = [_batch_row(each, some, placeholders) for each in trajectories]
     return GroupRows(rows, [row for each in trajectories for row in each.rows[1:]])
+
+
+def _first_row(group: GroupView, trajectories: Sequence[Trajectory]) -> TrainingRow:
+    """Return the first row of a group. If no session has a row, raises the first error of a session, or ServiceError
+    for a group without sessions."""
+    for trajectory in trajectories:
+        if trajectory.rows:
+            return trajectory.rows[0]
+    raise next((each.error for each in trajectories if each.error), ServiceError(f"group {group.id} is empty"))
 
 
 def _batch_row(trajectory: Trajectory, other: TrainingRow, placeholders: frozenset[int]) -> BatchRow:

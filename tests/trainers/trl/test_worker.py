@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from bench.simulated_service import Played
 
-from outrider.errors import ServiceError
+from outrider.errors import EngineError, ServiceError
 from outrider.trainers.trl import RolloutWorker
 from outrider.trainers.weight_publishing import PolicyWeights
+from outrider.trajectory import LogprobKind
 
 from .test_rows import even, group, parameters, sample, task
 from .world import simulated
@@ -133,3 +134,11 @@ def test_a_worker_that_waited_for_the_trainer_is_healthy(tmp_path: Path) -> None
         worker.update_model_version(1)
         worker.check_health(300.0)
         worker.stop()
+
+
+def test_a_group_that_cannot_be_trained_on_is_no_silence(tmp_path: Path) -> None:
+    rows = [sample(index, logprob_kind=LogprobKind.NONE) for index in range(2)]
+    with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
+        worker = RolloutWorker(client, task, weights, n=2, groups_per_version=4)
+        with pytest.raises(EngineError, match="no log-probabilities"):
+            list(worker._rows(group([1.0, 0.0], rows), 7))
