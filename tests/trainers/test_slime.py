@@ -6,7 +6,8 @@ import asyncio
 import copy
 import json
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,28 @@ async def test_groups_run_on_between_asynchronous_rollouts(tmp_path: Path) -> No
     assert [group.labels["slime.group"] for group in groups].count("0") == 1
     assert all(group.cancelled for group in left if group.state is not GroupState.DONE)
     assert source.buffer == []
+
+
+@pytest.mark.deep
+async def test_prompts_that_are_drawn_while_others_are_forgotten_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget = slime._Prompts.forget_all_but
+
+    def slowly(prompts: slime._Prompts, numbers: Iterable[int]) -> None:
+        time.sleep(0.5)  # meanwhile groups end, and others are submitted
+        forget(prompts, numbers)
+
+    monkeypatch.setattr(slime._Prompts, "forget_all_but", slowly)
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url, over_sampling_batch_size=4)
+        source = DataSource(args, [prompt(f"slime drawn {number}") for number in range(60)])
+        outputs = [
+            await train(args, source, number, function=slime.generate_rollout_async, keep=True) for number in range(4)
+        ]
+        await asyncio.to_thread(slime.close, source)
+    prompts = [group[0].prompt for output in outputs for group in output.samples]
+    assert len(prompts) == len(set(prompts)) == 8
 
 
 async def test_a_partial_rollout_goes_on_after_a_pause(tmp_path: Path) -> None:

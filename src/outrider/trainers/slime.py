@@ -122,7 +122,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     with bridge.client.open(_sampler(bridge, prompts, surplus="cancel", max_age=None)) as sampler:
         batch = bridge.client.run(sampler.batch())
         bridge.client.run(sampler.stop())
-        unfinished = [prompts.groups[each.number] for each in sampler.state().pending]
+        unfinished = bridge.client.run(_unfinished(prompts, sampler))
     if unfinished:
         data_source.add_samples(unfinished)
     return _train_output(args, bridge, prompts, batch)
@@ -151,7 +151,7 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
         bridge.client.run(sampler.set_version(max(versions)))
     batch = bridge.client.run(sampler.batch())
     output = _train_output(args, bridge, prompts, batch)
-    prompts.forget_all_but(each.number for each in sampler.state().pending)
+    bridge.client.run(_forget_used(prompts, sampler))
     return output
 
 
@@ -362,6 +362,20 @@ class _Prompts:
 
     def forget_all_but(self, numbers: Iterable[int]) -> None:
         self.groups = {number: self.groups[number] for number in numbers if number in self.groups}
+
+
+# The next two functions are coroutines so that they run on the sampler's event loop. There, no prompt is drawn and no
+# group ends meanwhile.
+
+
+async def _unfinished(prompts: _Prompts, sampler: DynamicSampler) -> list[list[SlimeSample]]:
+    """Return the prompts that are neither delivered nor dropped."""
+    return [prompts.groups[each.number] for each in sampler.state().pending]
+
+
+async def _forget_used(prompts: _Prompts, sampler: DynamicSampler) -> None:
+    """Forget the prompts that are delivered or dropped."""
+    prompts.forget_all_but(each.number for each in sampler.state().pending)
 
 
 def _sampler(
