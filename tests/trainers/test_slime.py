@@ -337,6 +337,18 @@ async def test_prompts_that_are_drawn_while_others_are_forgotten_are_kept(
     assert len(prompts) == len(set(prompts)) == 8
 
 
+async def test_a_policy_that_was_paused_for_an_evaluation_runs_again(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "say it", "metadata": {"task": scribe_task("slime before")}}) + "\n")
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        args = slime_args(url, partial_rollout=True, eval_datasets=[EvalSet("held", rows)])
+        source = DataSource(args, [prompt("slime unused")])
+        await asyncio.to_thread(slime.generate_rollout, args, 0, source, evaluation=True)
+        assert (await client.policy()).paused == "abort"
+        await asyncio.to_thread(slime.close, source)
+        assert (await client.policy()).paused is None
+
+
 async def test_a_partial_rollout_goes_on_after_a_pause(tmp_path: Path) -> None:
     engine = scripted_engine(
         tmp_path,

@@ -23,7 +23,7 @@ import importlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -254,6 +254,7 @@ class _Bridge:
         self.client = self.opened.enter_context(Client(settings.url, token=settings.token))
         self.resident: tuple[_Prompts, DynamicSampler] | None = None
         self._paused = False
+        self.opened.callback(self._resume_policy)
         atexit.register(self.opened.close)
 
     @classmethod
@@ -278,21 +279,22 @@ class _Bridge:
         try:
             yield
         finally:
+            self._paused = True  # also if no reply arrives
             self.client.pause_policy("abort")
-            self._paused = True
 
     def leave(self) -> None:
-        """Cancel the groups that still run. If this bridge has paused the policy, resume it for the service's other
-        users."""
-        with suppress(OutriderError, TimeoutError):  # the service may have ended, and this process exits anyway
-            self.client.run(self._leave())
+        """Cancel the groups that still run."""
+        if self.resident is not None:
+            self._at_the_end(self.resident[1].stop())
 
-    async def _leave(self) -> None:
-        async with asyncio.timeout(LEAVE_SECONDS):
-            if self.resident is not None:
-                await self.resident[1].stop()
-            if self._paused:
-                await self.client.asynchronous.resume_policy()
+    def _resume_policy(self) -> None:
+        """If this bridge has paused the policy, resume it for the service's other users."""
+        if self._paused:
+            self._at_the_end(self.client.asynchronous.resume_policy())
+
+    def _at_the_end(self, work: Coroutine[Any, Any, object]) -> None:
+        with suppress(OutriderError, TimeoutError):  # the service may have ended, and this process exits anyway
+            self.client.run(asyncio.wait_for(work, LEAVE_SECONDS))
 
 
 class _Prompts:
