@@ -60,6 +60,12 @@ def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
+async def state_of(sampler: DynamicSampler) -> SamplerState:
+    """Return the sampler's state. This is a coroutine so that `client.run` reads the state on the sampler's event loop,
+    where no group ends meanwhile."""
+    return sampler.state()
+
+
 def train(client: Client, folder: str, checkpoint: Path, *, steps: int, groups: int = 4) -> list[float]:
     """Train until `steps` steps are done, including the steps before the checkpoint. Returns the mean reward of each
     step's batch."""
@@ -92,7 +98,8 @@ def train(client: Client, folder: str, checkpoint: Path, *, steps: int, groups: 
                     f" waited {batch.waited:.1f} s, of these {batch.held:.1f} s for slow groups"
                 )
                 saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "means": means}
-                torch.save(saved | {"sampler": msgspec.json.encode(sampler.state())}, f"{checkpoint}.new")
+                saved["sampler"] = msgspec.json.encode(client.run(state_of(sampler)))
+                torch.save(saved, f"{checkpoint}.new")
                 os.replace(f"{checkpoint}.new", checkpoint)  # a crash leaves the old checkpoint or the new one
             client.run(sampler.stop())
     return means

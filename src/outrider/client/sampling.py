@@ -377,7 +377,7 @@ class DynamicSampler:
 
     def state(self) -> SamplerState:
         """Return the state to store in a checkpoint after a training step. Batches that were delivered count as
-        trained."""
+        trained. Call this method on the sampler's event loop, because the state changes there all the time."""
         prompts = [ready.prompt for ready in self._ready]
         prompts += self._running.values()
         prompts += [self._submitting] if self._submitting else []

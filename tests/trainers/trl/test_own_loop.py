@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.client.client import Client
+from outrider.client.sampling import DynamicSampler, SamplerState
 from outrider.lab.demo.dialogue import POLICY
 from support.later import torch
 
@@ -66,7 +68,18 @@ def test_each_rollout_has_the_same_weight_in_the_loss(loop: ModuleType) -> None:
     assert model.bias.grad.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_training_continues_from_its_checkpoint(loop: ModuleType, client: Client, tmp_path: Path) -> None:
+def test_a_training_continues_from_its_checkpoint(
+    loop: ModuleType, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sampler's state is read in the client's thread, because it changes there all the time."""
+    read_in = set()
+    state = DynamicSampler.state
+
+    def noted(sampler: DynamicSampler) -> SamplerState:
+        read_in.add(threading.current_thread())
+        return state(sampler)
+
+    monkeypatch.setattr(DynamicSampler, "state", noted)
     torch.set_num_threads(1)
     checkpoint = tmp_path / "loop.pt"
     first = loop.train(client, str(POLICY), checkpoint, steps=2, groups=2)
@@ -81,3 +94,5 @@ def test_a_training_continues_from_its_checkpoint(loop: ModuleType, client: Clie
     assert moved
     pending = {each.number for each in loop.msgspec.json.decode(before["sampler"], type=loop.SamplerState).pending}
     assert pending
+    assert read_in
+    assert threading.current_thread() not in read_in
