@@ -214,6 +214,31 @@ async def test_a_client_sends_so_many_requests_at_once_and_not_more() -> None:
             each.cancel()
 
 
+@pytest.mark.deep
+async def test_the_wait_for_other_requests_is_not_part_of_a_requests_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.client.client.MAX_CONNECTIONS", 1)
+    seconds = iter([2.0, 0.0])
+    begun = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            await reader.readuntil(b"\r\n\r\n")
+            begun.set()
+            await asyncio.sleep(next(seconds))
+            writer.write(b'HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 14\r\n\r\n{"groups": []}')
+            await writer.drain()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, AsyncClient(url) as client, asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(client._fetch("GET", "/v1/groups", seconds=30.0))
+        await begun.wait()
+        second = tasks.create_task(client._fetch("GET", "/v1/groups", seconds=1.5))
+    assert first.result() == second.result()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
 async def test_what_json_cannot_say_is_refused_before_it_is_sent(value: Any) -> None:
     async with AsyncClient("http://127.0.0.1:9") as client:

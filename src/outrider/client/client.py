@@ -445,7 +445,8 @@ class AsyncClient:
         give_up_at, tries = clock(), 0
         while True:
             try:
-                async with self._reply("GET", _with_query("/v1/events", {"after": after}), seconds=SILENCE) as reply:
+                target = _with_query("/v1/events", {"after": after})
+                async with self._place(), self._reply("GET", target, seconds=SILENCE) as reply:
                     if reply.status >= 300:
                         async with asyncio.timeout(SILENCE):
                             refusal = _refusal(await reply.whole(), reply)
@@ -783,22 +784,31 @@ class AsyncClient:
         seconds: float | None,
         accept: str | None,
     ) -> _Reply:
-        limit = asyncio.timeout(seconds)
-        try:
-            target = _with_query(path, query or {})
-            async with limit, self._reply(method, target, body, accept=accept) as reply:
-                data = _unpacked(await reply.whole(), reply)
-                if reply.status >= 300:
-                    raise _refusal(data, reply)
-                self._reached = True
-                return _Reply(data, _media_type(reply))
-        except OSError as error:  # TimeoutError is an OSError
-            if limit.expired():
-                raise ServiceError(
-                    f"no complete reply from the service at {self._shown} within {seconds:g} s",
-                    hint="the service or the network is very busy, or the service stands still",
-                ) from error
-            raise self._unreachable(error) from error
+        async with self._place():  # the wait for the place of another request is not part of `seconds`
+            limit = asyncio.timeout(seconds)
+            try:
+                target = _with_query(path, query or {})
+                async with limit, self._reply(method, target, body, accept=accept) as reply:
+                    data = _unpacked(await reply.whole(), reply)
+                    if reply.status >= 300:
+                        raise _refusal(data, reply)
+                    self._reached = True
+                    return _Reply(data, _media_type(reply))
+            except OSError as error:  # TimeoutError is an OSError
+                if limit.expired():
+                    raise ServiceError(
+                        f"no complete reply from the service at {self._shown} within {seconds:g} s",
+                        hint="the service or the network is very busy, or the service stands still",
+                    ) from error
+                raise self._unreachable(error) from error
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Wait until fewer than MAX_CONNECTIONS requests are under way, and count as one of them during the block."""
+        if self._connections is None:
+            raise _not_open()
+        async with self._places:
+            yield
 
     @asynccontextmanager
     async def _reply(
@@ -810,8 +820,9 @@ class AsyncClient:
         seconds: float | None = None,
         accept: str | None = None,
     ) -> AsyncIterator[Response]:
-        """Send a request, and yield the reply once its status and headers have arrived. Raises OSError if the service
-        cannot be reached. Raises TimeoutError, which is an OSError, if the headers do not arrive within `seconds`."""
+        """Send a request, and yield the reply once its status and headers have arrived. The caller holds a `_place`.
+        Raises OSError if the service cannot be reached. Raises TimeoutError, which is an OSError, if the headers do not
+        arrive within `seconds`."""
         if self._connections is None:
             raise _not_open()
         sent = () if body is None else (body,)
@@ -819,13 +830,12 @@ class AsyncClient:
         if accept is not None:
             # The service does not compress its replies, but a proxy in front of the service may.
             headers |= {"Accept": accept, "Accept-Encoding": "gzip"}
-        async with self._places:
-            async with asyncio.timeout(seconds):
-                reply = await self._connections.request(method, target, sent, headers, repeatable=method != "POST")
-            try:
-                yield reply
-            finally:
-                reply.close()
+        async with asyncio.timeout(seconds):
+            reply = await self._connections.request(method, target, sent, headers, repeatable=method != "POST")
+        try:
+            yield reply
+        finally:
+            reply.close()
 
     def _unreachable(self, error: OSError) -> ServiceError:
         if self.url.startswith("https:"):
