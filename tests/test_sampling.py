@@ -595,9 +595,11 @@ def test_an_error_of_the_source_reaches_the_trainer() -> None:
 
 async def test_wrong_settings_are_refused() -> None:
     service = SimulatedService(even, slots=8)
-    for wrong in ({"n": 0}, {"target": 0}, {"inflight": -1}, {"groups_per_version": -1}):
+    # A group of several samples is kept only if two of them were graded.
+    for wrong in ({"n": 0}, {"target": 0}, {"inflight": -1}, {"groups_per_version": -1}, {"min_usable": 1}):
         with pytest.raises(InvalidField):
             DynamicSampler(service, task, **{"n": 4, "target": 6} | wrong)  # type: ignore[arg-type]
+    DynamicSampler(service, task, n=1, target=6, min_usable=1)
     async with DynamicSampler(service, task, n=4, target=6) as sampler:
         await sampler.set_version(3)
         with pytest.raises(InvalidField, match="older"):

@@ -132,6 +132,16 @@ async def test_rewards_of_turns_are_per_token_where_the_setting_says_so(tmp_path
     assert ill == [0.0]
 
 
+async def test_min_usable_is_refused_because_it_would_mask_every_instance(tmp_path: Path) -> None:
+    tasks = [scribe_task("skyrl usable", rewards=[0.0, 1.0])]
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        generator = generator_for(url, {"min_usable": 1})
+        with pytest.raises(InvalidField, match="min_usable is 1, and a group has 2 sessions"):
+            await generator.generate(generator_input(tasks, 2))
+        check_output(2, await generator.generate(generator_input(tasks, 2, phase="eval")))
+        check_output(1, await generator.generate(generator_input(tasks, 1)))
+
+
 async def test_rows_are_left_out_only_where_the_settings_say_so_and_counted(tmp_path: Path) -> None:
     batch = generator_input([scribe_task("skyrl main", rewrites=range(9))], 1)
     async with running_service(tmp_path=tmp_path) as (service, url):

@@ -624,6 +624,7 @@ async def test_an_evaluation_has_its_own_seeds_and_leaves_failures_out(tmp_path:
         ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay is set: the routed experts"),
         ({"apply_chat_template": True}, "--apply-chat-template is set"),
         ({"rollout_stop": ["\n"]}, "the sampling parameter stop="),
+        ({"outrider": {"min_usable": 1}}, "min_usable is 1, and a group has 2 sessions"),
         ({"outrider": {"rows": "some"}}, "outrider in --custom-config-path.rows: must be 'all' or 'main'"),
     ],
 )

@@ -247,7 +247,8 @@ class DynamicSampler:
         "train", `max_age` limits only the number of groups, and tokens of slow groups may be older than `max_age`
         (`Counts.overdue`).
     min_usable, expires_seconds: fields of the submitted groups (`spec.GroupSpec`). With `min_usable` below `n`, the
-        slowest sessions of a group are left out, which biases rewards that depend on the duration.
+        slowest sessions of a group are left out, which biases rewards that depend on the duration. If `n` is above 1,
+        `min_usable` must be at least 2, because a group with one graded session is not kept.
     state: the `state()` of an earlier sampler, which this sampler continues. The new sampler finds the earlier groups
         by their idempotency keys. So groups that have finished meanwhile are used, and no group is delivered twice.
 
@@ -281,6 +282,7 @@ class DynamicSampler:
         groups_per_version = target if groups_per_version is None else groups_per_version
         _check_at_least(1, n=n, target=target, inflight=inflight, groups_per_version=groups_per_version)
         _check_at_least(0, retries=retries, max_age=0 if max_age is None else max_age)
+        _check_at_least(min(n, 2), min_usable=n if min_usable is None else min_usable)
         _check_one_of(Refill, refill=refill)
         _check_one_of(Surplus, surplus=surplus)
         _check_one_of(Overdue, overdue=overdue)

@@ -226,6 +226,20 @@ def group_of(
     return group | fields | {"priority": settings.priority}
 
 
+def refuse_min_usable(settings: BridgeSettings, n: int) -> None:
+    """Raise InvalidField if the setting `min_usable` is below `n`, the number of sessions of a group. This check is for
+    trainers that use a group only if all its sessions were graded: the sessions that the service stops would make every
+    group unusable."""
+    if settings.min_usable is not None and settings.min_usable < n:
+        instead = ", or set complete to any" if "complete" in type(settings).model_fields else ""
+        raise InvalidField(
+            f"min_usable is {settings.min_usable}, and a group has {n} sessions: the sessions that the service then"
+            " stops would make every group unusable",
+            field="min_usable",
+            hint=f"leave min_usable out{instead}",
+        )
+
+
 def refuse_images(images: Any, owner: str, *, field: str) -> None:
     """Raise InvalidField, with the field `field`, if `images` is not empty. The error message says that `owner` has
     images."""

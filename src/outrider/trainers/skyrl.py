@@ -30,7 +30,7 @@ from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.spec import EVALUATION_LABEL
 from outrider.trainers.shared_client import shared_client
-from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, task_for
+from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, refuse_min_usable, task_for
 from outrider.trainers.trajectories import Trajectory, chosen_metrics, left_out_of, trajectories_of
 from outrider.trajectory import Sample
 
@@ -185,6 +185,8 @@ class OutriderGenerator:
         prompt = input_batch["prompts"][places[0]]
         extras = input_batch.get("env_extras")
         metadata = input_batch.get("batch_metadata")
+        if not evaluating:
+            refuse_min_usable(self._settings, len(places))
         task = task_for(
             self._settings,
             {"prompt": prompt, "uid": uid, **(extras[places[0]] if extras else {})},

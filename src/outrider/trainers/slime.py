@@ -44,7 +44,14 @@ from outrider.tokens.rendering.image_grids import Grid
 from outrider.trainers.pictures import image_in_grid, readable_end
 from outrider.trainers.polar_settings import refuse_polar_settings
 from outrider.trainers.shared_client import FIRST_PATIENCE, run_group, shared_client
-from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, refuse_images, task_for
+from outrider.trainers.shared_settings import (
+    BridgeSettings,
+    group_of,
+    read_settings,
+    refuse_images,
+    refuse_min_usable,
+    task_for,
+)
 from outrider.trainers.trajectories import Trajectory, chosen_metrics, trajectories_of
 from outrider.trajectory import SampleImage
 
@@ -263,6 +270,8 @@ class _Bridge:
         if bridge is None:
             settings = _settings(args, {**UNSUPPORTED, **OWN_LOOP_ONLY})
             _check_normalisation(args, settings)
+            if settings.complete == "all":
+                refuse_min_usable(settings, args.n_samples_per_prompt)
             bridge = cls(settings)
             try:  # a wrong address or token raises an error now, and not only after minutes
                 bridge.client.run(patiently(bridge.client.asynchronous.status, first_patience))

@@ -69,7 +69,7 @@ from outrider.relay import Worker
 from outrider.trainers.pictures import image_in_grid
 from outrider.trainers.relay_thread import RelayThread
 from outrider.trainers.shared_client import run_group, shared_client
-from outrider.trainers.shared_settings import group_of
+from outrider.trainers.shared_settings import group_of, refuse_min_usable
 from outrider.trainers.trajectories import Trajectory
 from outrider.trainers.verl_advantages import ESTIMATORS, check_loop, check_weights
 from outrider.trainers.verl_rows import (
@@ -204,7 +204,10 @@ class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # ver
             # The estimators are registered in this process, because this process also computes the advantages.
             register_adv_est(name)(estimator)
         # The settings are checked once here. Otherwise a wrong setting would raise an error in every rollout.
-        check_weights(self.config, settings_of(self.config))
+        settings = settings_of(self.config)
+        check_weights(self.config, settings)
+        if settings.complete == "all":
+            refuse_min_usable(settings, self.config.actor_rollout_ref.rollout.n)
         self.agent_loop_workers_class = ray.remote(OutriderWorker)
 
 
