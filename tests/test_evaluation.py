@@ -28,6 +28,7 @@ from outrider.spec import EVALUATION_LABEL, EngineSpec, TaskSpec
 from support.coin import coin_task
 from support.scribe import scribe_task
 from support.service import running_service, scripted_engine
+from support.waiting import until
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
@@ -147,6 +148,27 @@ class Slow(AsyncClient):
         self.stored.set()
         await asyncio.sleep(0.5)
         return group
+
+
+async def test_a_service_that_is_gone_is_not_waited_for_once_for_each_group(tmp_path: Path) -> None:
+    class Gone(AsyncClient):
+        cancels = 0
+
+        async def cancel(self, group_id: str) -> GroupView:
+            self.cancels += 1
+            raise ServiceError("cannot reach the service")
+
+    async with running_service(tmp_path=tmp_path) as (_, url), Gone(url) as client:
+
+        async def submitted() -> bool:
+            return len(await client.groups()) == 3
+
+        work = asyncio.create_task(evaluate(client, [coin_task(number, seconds=60.0) for number in range(3)]))
+        await until(submitted)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert client.cancels == 1
 
 
 async def test_a_group_whose_submission_is_cut_off_is_cancelled_too(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any
@@ -114,7 +113,7 @@ async def evaluate(
     Raises InvalidField if the service refuses a task or the policy does not have `policy_version`. Raises Conflict if
     `run` was used with other tasks, and Busy if the service stays busy. Raises ServiceError if the service cannot be
     reached, the policy no longer has `policy_version` at the end, or no session was graded. After an error, running
-    groups are cancelled, unless `run` is given.
+    groups are cancelled, unless `run` is given or the service cannot be reached.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")
@@ -143,9 +142,8 @@ async def evaluate(
             await shielded(partial(submit, body), grace=SUBMISSION_GRACE)
         groups = await patiently(partial(client.wait, ids, watch))
     except BaseException:
-        for group_id in ids if run is None else ():
-            with suppress(OutriderError):  # the error that ended the evaluation is raised instead
-                await shielded(partial(client.cancel, group_id))
+        if run is None:
+            await _cancel(client, ids)
         raise
     after = (await patiently(client.policy)).version
     if policy_version not in (None, after):
@@ -155,6 +153,18 @@ async def evaluate(
         )
     seconds = asyncio.get_running_loop().time() - began
     return _evaluation(name, groups, samples, passed, (before, after), seconds)
+
+
+async def _cancel(client: AsyncClient, group_ids: Sequence[str]) -> None:
+    """Cancel groups. Errors are ignored, because the error that ended the evaluation is raised. After a ServiceError,
+    the other groups are not cancelled: each call would wait for the service once more."""
+    for group_id in group_ids:
+        try:
+            await shielded(partial(client.cancel, group_id))
+        except ServiceError:
+            return
+        except OutriderError:  # for example, the group was removed meanwhile
+            continue
 
 
 def evaluation_task(
