@@ -745,14 +745,18 @@ class RolloutWorker:
 
     @asynccontextmanager
     async def _rolling_out(self) -> AsyncIterator[None]:
-        async with self._sampler as sampler, asyncio.TaskGroup() as tasks:
+        async with self._sampler as sampler:
             await sampler.set_version(max(self._weights.version, sampler.version))
-            filling = tasks.create_task(self._fill(sampler), name="rollout worker")
             try:
-                yield
+                async with asyncio.TaskGroup() as tasks:
+                    filling = tasks.create_task(self._fill(sampler), name="rollout worker")
+                    try:
+                        yield
+                    finally:
+                        filling.cancel()
             finally:
-                filling.cancel()
-                # after a failure the groups continue, so that a new worker can use them
+                # Outside of the task group, which would wrap an error. After a failure the groups continue, so that a
+                # new worker can use them.
                 if self._failure is None:
                     await sampler.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import Mapping
 from contextlib import suppress
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.simulated_service import Played
+from bench.simulated_service import Played, SimulatedService
 
-from outrider.errors import EngineError, ServiceError
+from outrider.errors import EngineError, ServiceError, ServiceUnusable
+from outrider.schemas import GroupView
 from outrider.trainers.trl import RolloutWorker
 from outrider.trainers.weight_publishing import PolicyWeights
 from outrider.trajectory import LogprobKind
+from support.waiting import until
 
 from .test_rows import even, group, parameters, sample, task
 from .world import simulated
@@ -134,6 +137,25 @@ def test_a_worker_that_waited_for_the_trainer_is_healthy(tmp_path: Path) -> None
         worker.update_model_version(1)
         worker.check_health(300.0)
         worker.stop()
+
+
+def test_the_error_of_a_worker_that_cannot_cancel_its_groups_is_the_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(task: Mapping[str, Any], index: int, version: int) -> Played:
+        return Played(3600.0, 1.0)
+
+    async def gone(service: SimulatedService, group_id: str) -> GroupView:
+        raise ServiceUnusable("the token has expired")
+
+    monkeypatch.setattr(SimulatedService, "cancel", gone)
+    with simulated(slow) as client, PolicyWeights(client, tmp_path) as weights:
+        worker = RolloutWorker(client, task, weights, n=2, groups_per_version=1)
+        worker.weigh_rollouts()
+        worker.start()
+        asyncio.run(until(lambda: any(prompt.version is not None for prompt in worker.state().pending)))
+        with pytest.raises(ServiceUnusable, match="the token has expired"):
+            worker.stop()
 
 
 def test_a_group_that_cannot_be_trained_on_is_no_silence(tmp_path: Path) -> None:
