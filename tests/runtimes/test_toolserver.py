@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes.base import MAX_OUTPUT, Runtime
+from outrider.sandbox.runtimes.guest import child_reply
 from outrider.sandbox.runtimes.guest.command import Capture
 from outrider.sandbox.runtimes.guest.connection import Calls
 from outrider.sandbox.runtimes.guest.shells.shell import OPEN_SECONDS, Bash, LiveShell
@@ -191,6 +192,19 @@ async def test_names_that_are_not_utf_8_reach_the_sandbox(sandbox: Runtime, tmp_
         await sandbox.read("\ud800")  # no bytes are written so
 
 
+async def test_an_archive_that_is_barely_too_large_is_not_cut_off(
+    sandbox: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is below the limit, and its archive above."""
+    monkeypatch.setattr("outrider.sandbox.runtimes.tool_server.sandbox.MAX_SNAPSHOT", 101_000)
+    await sandbox.write("file", b"x" * 100_000)
+    for _ in range(10):  # the child that packs the file may end before or after its pipe is read
+        with pytest.raises(RuntimeFailure, match="the maximum taken out of a sandbox") as refused:
+            await sandbox.snapshot(["file"], tmp_path / "archive")
+        assert refused.value.inside
+        assert not (tmp_path / "archive").exists()
+
+
 TRACED = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 1); print('goes on')"
 
 
@@ -210,6 +224,7 @@ class StillLoop:
         self.timers: dict[object, tuple[float, Callable[[], object]]] = {}
         self.exits: dict[int, object] = {}
         self.sent: list[object] = []
+        self.outgoing = b""
 
     def at(self, key: object, seconds: float, action: Callable[[], object]) -> None:
         self.timers[key] = (seconds, action)
@@ -218,6 +233,24 @@ class StillLoop:
     def unwatch(self, *words: object) -> None: ...
     def send(self, message: object) -> None:
         self.sent.append(message)
+
+
+def test_a_child_that_has_ended_is_neither_believed_beyond_its_limit_nor_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(child_reply, "send_signal", lambda pid, number: killed.append(pid))
+    loop = StillLoop()
+    calls = Calls(loop, loop)  # type: ignore[arg-type]  # stands for both
+    reply = child_reply.ChildReply(calls, 1, lambda fd: os.write(fd, b"too much"), limit=4, failed="it failed")
+    os.waitpid(reply.pid, 0)
+    reply._exited(0)
+    reply.cancel()
+    reply._ready(0)
+    reply._ready(0)
+    too_large = "the result has more than 4 bytes, the maximum taken out of a sandbox"
+    assert loop.sent == [[1, "error", {"code": "failed", "text": too_large}]]
+    assert killed == []  # another process may have its id by now
 
 
 def test_an_interpreter_that_is_never_ready_is_given_up(tmp_path: Path) -> None:

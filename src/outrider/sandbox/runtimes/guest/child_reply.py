@@ -53,7 +53,8 @@ class ChildReply:
             calls.loop.at((self, "limit"), seconds, self.cancel)
 
     def cancel(self) -> None:
-        send_signal(self.pid, SIGKILL)
+        if self.code is None:  # after its exit, the child's pid may belong to another process
+            send_signal(self.pid, SIGKILL)
 
     def _ready(self, events: int) -> None:
         if len(self.calls.connection.outgoing) > OUTGOING_MAX:
@@ -86,10 +87,12 @@ class ChildReply:
             return
         self.calls.loop.timers.pop((self, "limit"), None)
         self.calls.running.pop(self.call, None)
-        if self.code == 0:
-            self.calls.reply(self.call, {})
-        elif self.left < 0 or self.code == errno.EFBIG:  # EFBIG: the child stopped, because its output became too large
+        # A child whose output was dropped may have exited with 0, because the pipe took the rest of its output.
+        # EFBIG: the child stopped, because its output became too large.
+        if self.left < 0 or self.code == errno.EFBIG:
             too_large = f"the result has more than {self.limit} bytes, the maximum taken out of a sandbox"
             self.calls.fail(self.call, "failed", too_large)
+        elif self.code == 0:
+            self.calls.reply(self.call, {})
         else:
             self.calls.fail(self.call, "failed", self.failed)
