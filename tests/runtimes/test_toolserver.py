@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import marshal
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -190,6 +191,20 @@ async def test_names_that_are_not_utf_8_reach_the_sandbox(sandbox: Runtime, tmp_
     assert (await sandbox.exec(["cat", "other"], cwd=name, seconds=10)).stdout == b"y"
     with pytest.raises(RuntimeFailure, match="cannot send"):
         await sandbox.read("\ud800")  # no bytes are written so
+
+
+async def test_programs_ignore_no_signal_that_the_service_ignores(world: World) -> None:
+    """`nohup` ignores SIGHUP, and a shell without job control SIGQUIT in the background."""
+    signals = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        sandboxes = [await world.start(kind) for kind in ("process", "namespace")]
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+    for sandbox in sandboxes:
+        ended = [(await sandbox.exec(["sh", "-c", f"kill -{number:d} $$"], seconds=10)).exit_code for number in signals]
+        assert ended == [128 + number for number in signals]
 
 
 async def test_an_archive_that_is_barely_too_large_is_not_cut_off(

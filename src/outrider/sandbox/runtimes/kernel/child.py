@@ -19,6 +19,9 @@ from pathlib import Path
 from outrider.errors import LOG_TAIL, RuntimeFailure
 from outrider.sandbox.runtimes.kernel.process_marks import stat_fields
 
+SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+"""The signals that a new process handles by default. Otherwise it would ignore those that this process ignores: Python
+itself ignores SIGPIPE, and `nohup` lets the service ignore SIGHUP."""
 END_SECONDS = 5.0
 """Seconds in which the descendants of a child must exit by themselves."""
 
@@ -54,7 +57,7 @@ class Child:
                 env,
                 file_actions=actions,
                 setsid=True,
-                setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGXFSZ],
+                setsigdef=SIGNALS,
                 setsigmask=[],
             )
         except OSError as error:
