@@ -179,10 +179,12 @@ async def test_a_folder_that_cannot_be_made_holds_up_nothing(sandbox: Runtime, t
 
 
 async def test_names_that_are_not_utf_8_reach_the_sandbox(sandbox: Runtime, tmp_path: Path) -> None:
-    """An agent may give a file any name. Evaluators pass the names on that they find, with surrogate escapes."""
+    """An agent may give a file any name. The names that are found have surrogate escapes, and evaluators pass them
+    on."""
     made = await sandbox.exec("mkdir $'d\\xff' && echo x > $'d\\xff/file' && printf '%s' d*", seconds=10)
     name = made.stdout.decode("utf-8", "surrogateescape")
     assert name == "d\udcff"
+    assert await sandbox.glob("d*/*") == await sandbox.glob(f"{name}/*") == [f"{name}/file"]
     await sandbox.snapshot([name], tmp_path / "archive")
     assert (await sandbox.exec(["rm", "-r", name], seconds=10)).exit_code == 0
     await sandbox.restore(tmp_path / "archive", [name])

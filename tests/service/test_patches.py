@@ -81,6 +81,7 @@ CHANGES = {  # the agent's commands in the repository, and commands that make th
         "echo x > ':(top)z'; echo x > '-rf'; mkdir .GIT; echo x > .GIT/config",
         "echo x > ':(top)z'; echo x > '-rf'",
     ),
+    "a name that is not UTF-8": ("echo x > $'caf\\xe9'", "echo x > $'caf\\xe9'"),
 }
 
 

@@ -246,8 +246,8 @@ class Runtime(Protocol):
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
         """Return the paths that match a pattern, sorted. The rules are those of Python's `glob.glob(pattern,
         recursive=True)`, but `**` does not follow symbolic links. A relative pattern gives relative paths. A name that
-        begins with a dot only matches a part of the pattern that also begins with a dot. Raises RuntimeFailure for more
-        than `limit` paths."""
+        begins with a dot only matches a part of the pattern that also begins with a dot. Bytes that are not UTF-8 are
+        surrogate escapes. Raises RuntimeFailure for more than `limit` paths."""
         ...
 
     async def patch(self, text: str | bytes, *, cwd: str | None = None) -> None:

@@ -327,7 +327,7 @@ class ToolServerSandbox:
             raise RuntimeFailure(f"cannot glob in the sandbox: {error}", inside=True) from error
         if data.count(b"\0") > limit:
             raise RuntimeFailure(f"more than {limit} paths match {pattern!r}")
-        return [fixed + path for path in data.decode("utf-8", "replace").split("\0")[:-1]]
+        return [fixed + path for path in data.decode("utf-8", "surrogateescape").split("\0")[:-1]]
 
     async def patch(self, text: str | bytes, *, cwd: str | None = None) -> None:
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
