@@ -143,6 +143,17 @@ async def test_without_a_python_there_is_no_live_one(world: World) -> None:
 
 
 @pytest.mark.deep
+async def test_an_interpreter_that_is_started_anew_keeps_the_output(sandbox: Runtime) -> None:
+    shell = await sandbox.open_shell("python")
+    stubborn = "import time\nwhile True:\n  try: time.sleep(9)\n  except BaseException: pass"
+    late = await shell.run(f"print('first')\n{stubborn}", seconds=0.5)
+    assert late.timed_out
+    assert late.output.startswith("first\n")
+    assert "state is lost" in late.output
+    assert (await shell.run("print('x' * 5000); 1 + 1", seconds=30)).output == "x" * 5000 + "\n2\n"
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("when", ["at once", "when it is ready"])
 async def test_an_interpreter_that_sends_nonsense_is_not_started_for_ever(
     world: World, tmp_path: Path, when: str

@@ -456,7 +456,8 @@ class Interpreter:
         """Start the program. It sends a frame with the number 0 when it is ready."""
         shell = self.shell
         self.frames = bytearray()
-        shell.capture = Capture(WHY_MAX)
+        if shell.opening:  # if the program is started anew, the running input ends with its output so far
+            shell.capture = Capture(WHY_MAX)
         (inputs, writer), (shell.output, output), (self.results, results) = pipes(3)
         shell.writer = PipeWriter(shell.calls.loop, writer)
         shell.descriptors = {shell.output, self.results}
