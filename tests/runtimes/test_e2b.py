@@ -26,6 +26,7 @@ from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.e2b_server.app import FakeE2B, Fault
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.e2b.api import E2BApi, E2BError, E2BSettings
+from outrider.sandbox.runtimes.e2b.envd import Envd
 from outrider.sandbox.runtimes.e2b.runtime import E2BRuntime
 from outrider.sandbox.runtimes.e2b.service import E2BService, Start
 from outrider.sandbox.runtimes.guest.tunnel import OPENED
@@ -474,6 +475,33 @@ async def test_programs_of_the_harness_are_copied_unless_they_are_there(
     assert (await sandbox.exec([str(tmp_path / "link")], seconds=10)).stdout == b"copied\n"
     assert (await sandbox.exec("ls -A /tmp | grep outrider", seconds=10)).stdout == b""
     assert [path.name for path in world.host.folder.glob("programs-*")] == ["programs-0.tgz"]
+
+
+async def test_an_envd_that_takes_no_program_fails_the_start(
+    server: FakeE2B, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.sandbox.runtimes.e2b.envd.CALL_SECONDS", 1.0)
+    (tmp_path / "tool").write_bytes(os.urandom(16 << 20))  # more than the buffers of a connection hold
+    server.faults["POST /files"].append(hanging)
+    async with asyncio.timeout(60):
+        with pytest.raises(RuntimeFailure, match="into a sandbox: no reply in time") as raised:
+            await begun(world, mounts=(tmp_path,))
+    assert raised.value.retryable
+    assert server.sandboxes == {}
+
+
+async def test_a_slow_copy_may_take_long(server: FakeE2B, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.sandbox.runtimes.e2b.envd.CALL_SECONDS", 2.0)
+    api = E2BApi(E2BSettings.read())
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            await asyncio.sleep(0.6)
+            yield b"x"
+
+    made = await api.create("base", {}, seconds=60, key="slow")
+    await Envd(api, made).upload("/tmp/slow", pieces())
+    await api.close()
 
 
 ON_UVLOOP = """

@@ -117,13 +117,23 @@ class Envd:
         return self._http.get(self._url + path, headers=self._headers, allow_redirects=False)
 
     async def upload(self, path: str, data: AsyncIterator[bytes]) -> None:
-        """Create or replace a file, with its parent folders. Raises E2BError."""
+        """Create or replace a file, with its parent folders. Raises E2BError, also if `envd` takes no further piece for
+        CALL_SECONDS."""
+        clock = asyncio.get_running_loop().time
+        patience = asyncio.timeout(CALL_SECONDS)  # aiohttp itself limits only the wait for the reply
+
+        async def taken() -> AsyncIterator[bytes]:
+            async for piece in data:
+                patience.reschedule(clock() + CALL_SECONDS)
+                yield piece
+
         form = aiohttp.FormData()
-        form.add_field("file", data, filename=path, content_type="application/octet-stream")
+        form.add_field("file", taken(), filename=path, content_type="application/octet-stream")
         query = {"path": path, "username": USER}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=CALL_SECONDS)
         async with (
             translated(),
+            patience,
             self._http.post(
                 f"{self._url}/files",
                 params=query,
