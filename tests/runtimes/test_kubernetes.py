@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,8 +18,10 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 
 from outrider.cli.image import pod_images
+from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import PodsConfig
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
@@ -26,6 +29,7 @@ from outrider.lab.fakes.kubernetes.api_server import ApiFailure, FakeApiServer, 
 from outrider.sandbox.runtimes.base import Runtime, RuntimeKind
 from outrider.sandbox.runtimes.kubernetes.api import WAITS, ClusterWaits
 from outrider.sandbox.runtimes.kubernetes.cluster import PodCluster
+from outrider.sandbox.runtimes.kubernetes.exec_stream import ExecStream
 from outrider.sandbox.runtimes.kubernetes.pod_request import label_value
 from outrider.sandbox.runtimes.kubernetes.pod_state import (
     ContainerStates,
@@ -438,6 +442,32 @@ async def test_a_silent_connection_is_broken_and_a_quiet_one_is_not(world: World
     assert "silent for 1 s" in (failed.value.log_tail or "")
     assert not await sandbox.broken_inside()
     request.transport.resume_reading()
+
+
+async def test_a_server_that_only_talks_holds_up_no_end() -> None:
+    """The server, or a proxy before it, does not react to the end of the WebSocket, and goes on to send."""
+
+    async def talk(request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await connection.send_bytes(b"\1x")
+                await asyncio.sleep(0.1)
+        return connection
+
+    app = web.Application()
+    app.router.add_get("/", talk)
+    ours, theirs = socket.socketpair()
+    with ours:
+        async with (
+            TestServer(app) as server,
+            ClientSession() as session,
+            Chores(Failures()) as chores,
+            asyncio.timeout(30),
+            ExecStream(await session.ws_connect(server.make_url("/")), theirs, chores),
+        ):
+            pass
 
 
 def pod_with(reason: str = "", message: str = "", *, ended: str = "", condition: str = "", gone: bool = False) -> Pod:

@@ -19,7 +19,7 @@ import msgspec
 
 from outrider.concurrency.chores import Chores
 from outrider.errors import LOG_TAIL
-from outrider.sandbox.runtimes.kubernetes.api import WAITS, ClusterWaits, StatusReply
+from outrider.sandbox.runtimes.kubernetes.api import CLOSE_SECONDS, WAITS, ClusterWaits, StatusReply
 
 STDIN, STDOUT, STDERR, ERROR = range(4)
 """The numbers of the channels. At the end of the command, the channel ERROR carries one `Status` object."""
@@ -77,7 +77,10 @@ class ExecStream:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._end()
-        await self._socket.close()
+        # aiohttp waits for the reply to its close frame, and begins this wait anew with each message of the server.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._socket.close()
 
     async def _send(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(aiohttp.ClientError, OSError):
