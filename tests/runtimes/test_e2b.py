@@ -290,6 +290,18 @@ async def test_a_sandbox_that_cannot_be_removed_keeps_no_other(server: FakeE2B, 
     assert await service.sweep() == 1
 
 
+async def test_removals_without_a_reply_wait_side_by_side(server: FakeE2B, world: World) -> None:
+    async with E2BService(world.host, call_seconds=2.0) as service:
+        for key in "abcdefgh":
+            await service.api.create("base", {NODE_LABEL: service.node}, seconds=60, key=key)
+        server.faults["DELETE /sandboxes/ID"].extend([hanging] * 8)
+        began = time.monotonic()
+        with pytest.raises(RuntimeFailure, match="remove a sandbox: no reply in time"):
+            await service.sweep()
+        assert time.monotonic() - began < 10
+    assert server.sandboxes == {}
+
+
 @pytest.mark.parametrize("path", ["POST /process.Process/Start", "POST /process.Process/SendInput"])
 async def test_a_busy_envd_is_asked_again(server: FakeE2B, world: World, path: str) -> None:
     """The status 429 means that the call was not carried out, so no byte is missing or written twice."""

@@ -109,6 +109,14 @@ async def swept(
     return dict(+ended)  # `+` removes counts of zero
 
 
+async def remove_all(remove: Callable[[str], Awaitable[object]], names: Iterable[str]) -> None:
+    """Call `remove` with the name of each thing that dead nodes have left. All calls run at the same time, because one
+    that fails or gets no reply must not hold up the others. Then the first failure is raised."""
+    ended = await asyncio.gather(*map(remove, names), return_exceptions=True)
+    if failures := [each for each in ended if isinstance(each, BaseException)]:
+        raise failures[0]
+
+
 def lives(name: str) -> bool:
     """Return whether the process of the node with this name still runs.
 

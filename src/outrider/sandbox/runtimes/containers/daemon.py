@@ -27,7 +27,7 @@ from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.base import Availability
 from outrider.sandbox.runtimes.containers.create_request import ContainerRequest
 from outrider.sandbox.runtimes.containers.libpod_request import libpod_body
-from outrider.sandbox.runtimes.node_host import Host, lives
+from outrider.sandbox.runtimes.node_host import Host, lives, remove_all
 
 if TYPE_CHECKING:  # imported only for types, because the module needs aiodocker, which is optional
     from outrider.sandbox.runtimes.containers.docker_api import LocalImage
@@ -171,7 +171,7 @@ class ContainerDaemon:
         try:
             left = await self._left()
             try:
-                await self._remove_all(left)
+                await remove_all(self.remove, left)
             except RuntimeFailure as failure:  # a container that cannot be removed must not keep new ones from starting
                 log.warning("a container of a dead node is left: %s", failure)
         except BaseException:  # BaseException includes CancelledError
@@ -281,7 +281,7 @@ class ContainerDaemon:
         """Remove the containers of dead nodes, and those of this node that no sandbox uses any more. Returns the number
         of removed containers. Raises RuntimeFailure if the daemon does not respond, or does not remove a container."""
         left = await self._left()
-        await self._remove_all(left)
+        await remove_all(self.remove, left)
         return len(left)
 
     async def _left(self) -> list[str]:
@@ -292,12 +292,6 @@ class ContainerDaemon:
             raise self._failure("list its containers", error) from error
         nodes = {one.name: one.labels[NODE_LABEL] for one in listed if one.name not in self._ours}
         return [name for name, node in nodes.items() if node == self.node or not lives(node)]
-
-    async def _remove_all(self, names: Sequence[str]) -> None:
-        """Remove containers. If one removal fails, the others are still removed, and the first failure is raised."""
-        ended = await asyncio.gather(*map(self.remove, names), return_exceptions=True)
-        if failures := [each for each in ended if isinstance(each, BaseException)]:
-            raise failures[0]
 
     def _failure(self, what: str, error: Exception) -> RuntimeFailure:
         return RuntimeFailure(f"{self.engine.name} cannot {what}: {error}")

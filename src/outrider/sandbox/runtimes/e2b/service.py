@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 from outrider.concurrency.cancellation import shielded
@@ -22,7 +22,7 @@ from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.e2b.api import CALL_SECONDS, E2BApi, E2BError, E2BSettings, MadeSandbox
 from outrider.sandbox.runtimes.e2b.envd import failure
 from outrider.sandbox.runtimes.e2b.programs import ProgramArchives
-from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host, remove_all
 from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue, is_orphan, node_label
 
 START_LABEL = "outrider.start"
@@ -61,7 +61,7 @@ class E2BService:
         try:
             left = await self._left()
             try:
-                await self._remove_all(left)
+                await remove_all(self._remove_left, left)
             except RuntimeFailure as problem:  # a sandbox that cannot be removed must not keep new ones from starting
                 log.warning("an E2B sandbox of a dead node is left: %s", problem)
         except BaseException:  # BaseException includes CancelledError
@@ -199,7 +199,7 @@ class E2BService:
         """Remove the sandboxes of dead nodes, and those of this node that nothing uses any more. Returns the number of
         removed sandboxes. Raises RuntimeFailure if the service does not respond, or does not remove a sandbox."""
         left = await self._left()
-        await self._remove_all(left)
+        await remove_all(self._remove_left, left)
         return len(left)
 
     async def _left(self) -> list[str]:
@@ -210,16 +210,11 @@ class E2BService:
             raise failure("list its sandboxes", error) from error
         return [one.id for one in listed if self._is_left(one.metadata or {})]
 
-    async def _remove_all(self, sandboxes: Sequence[str]) -> None:
-        """Remove sandboxes. If one removal fails, the others are still removed, and the last failure is raised."""
-        refused: E2BError | None = None
-        for sandbox in sandboxes:
-            try:
-                await self.api.delete(sandbox)
-            except E2BError as error:
-                refused = error
-        if refused is not None:
-            raise failure("remove a sandbox", refused) from refused
+    async def _remove_left(self, sandbox: str) -> None:
+        try:
+            await self.api.delete(sandbox)
+        except E2BError as error:
+            raise failure("remove a sandbox", error) from error
 
     def _is_left(self, labels: Mapping[str, str]) -> bool:
         if labels[NODE_LABEL] == self.node:

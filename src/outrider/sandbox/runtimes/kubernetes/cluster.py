@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from datetime import datetime
 from typing import Any, Self
@@ -24,7 +24,7 @@ from outrider.sandbox.runtimes.kubernetes.api import WAITS, ClusterWaits, KubeAp
 from outrider.sandbox.runtimes.kubernetes.credentials import find_access
 from outrider.sandbox.runtimes.kubernetes.pod_request import APP, APP_LABEL
 from outrider.sandbox.runtimes.kubernetes.pod_state import Pod, Remedy, trouble_of
-from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host, remove_all
 from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue, is_orphan, node_label
 
 REMOVE_SECONDS = 60.0
@@ -76,7 +76,7 @@ class PodCluster:
             undo.push_async_callback(shielded, self.api.close)
             left = await self._left()
             try:
-                await self._remove_all(left)
+                await remove_all(self.remove, left)
             except RuntimeFailure as failure:  # a pod that cannot be removed must not keep new ones from starting
                 log.warning("a pod of a dead node is left: %s", failure)
             await undo.enter_async_context(self.chores)
@@ -237,7 +237,7 @@ class PodCluster:
         long ago. Returns the number of removed pods. Raises RuntimeFailure if the server does not respond, or does not
         remove a pod."""
         left = await self._left()
-        await self._remove_all(left)
+        await remove_all(self.remove, left)
         return len(left)
 
     async def _left(self) -> list[str]:
@@ -247,13 +247,6 @@ class PodCluster:
         except KubeApiError as error:
             raise self.failure("list its pods", error) from error
         return [pod.metadata.name for pod in found if pod.metadata.name not in self._ours and self._is_left(pod)]
-
-    async def _remove_all(self, names: Sequence[str]) -> None:
-        """Remove pods, in parallel, so that a pod on a lost machine does not delay the other pods. Then the first
-        failure is raised."""
-        ended = await asyncio.gather(*map(self.remove, names), return_exceptions=True)
-        if failures := [each for each in ended if isinstance(each, BaseException)]:
-            raise failures[0]
 
     def _is_left(self, pod: Pod) -> bool:
         label = (pod.metadata.labels or {}).get(NODE_LABEL, "")
