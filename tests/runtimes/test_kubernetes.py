@@ -703,6 +703,29 @@ async def test_images_are_pulled_ahead_on_all_machines(world: World, cluster: Fa
     assert cluster.daemon_sets == {}
 
 
+@pytest.mark.parametrize("how", ["lost", "cancelled"])
+async def test_images_whose_daemon_set_was_made_without_a_reply(world: World, cluster: FakeApiServer, how: str) -> None:
+    cluster.rules.role = (*RULES, *PULL_RULES)
+
+    async def make(request: web.Request) -> web.StreamResponse | None:
+        if request.method != "POST":
+            return None
+        made = await cluster._create_daemon_set(request)
+        if how == "lost":
+            assert request.transport is not None
+            request.transport.abort()
+        else:
+            pulling.cancel()
+            await asyncio.sleep(0.2)
+        return made
+
+    cluster.rules.faults = [make]
+    pulling = asyncio.create_task(pull_ahead([IMAGE], PodsConfig(tools_image=IMAGE), seconds=10))
+    with pytest.raises(RuntimeFailure if how == "lost" else asyncio.CancelledError):
+        await pulling
+    assert cluster.daemon_sets == {}
+
+
 def test_images_of_tasks() -> None:
     pod = {"kind": "kubernetes", "image": "a:1"}
     task = {

@@ -6,6 +6,7 @@ Invariant: `pull_ahead` always removes its DaemonSet, unless the cluster does no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,19 +61,21 @@ async def pull_ahead(
     namespace = pods.namespace or access.namespace
     name = f"outrider-images-{hashlib.sha256(chr(10).join(images).encode()).hexdigest()[:12]}"
     path = f"/apis/apps/v1/namespaces/{namespace}/daemonsets"
-    api = KubeApi(access)
-    try:
+    api, refused = KubeApi(access), False
+    async with contextlib.AsyncExitStack() as undo:
+        undo.push_async_callback(shielded, api.close)
         try:
-            await api.call("POST", path, msgspec.Raw, body=daemon_set(name, images, pods))
-        except KubeApiError as error:
-            if error.reason != "AlreadyExists":  # AlreadyExists: an interrupted call has left the DaemonSet
-                raise failure(error) from error
-        try:
+            try:
+                # Even a cancelled call waits for the response, which shows whether there is a DaemonSet to remove.
+                await shielded(lambda: api.call("POST", path, msgspec.Raw, body=daemon_set(name, images, pods)))
+            except KubeApiError as error:
+                if error.reason != "AlreadyExists":  # AlreadyExists: an interrupted call has left the DaemonSet
+                    refused = not error.passing  # without a response, there may be a DaemonSet
+                    raise failure(error) from error
             return await ready(api, f"{path}/{name}", images, seconds, progress)
         finally:
-            await shielded(lambda: remove(api, f"{path}/{name}"))
-    finally:
-        await shielded(api.close)
+            if not refused:
+                await shielded(lambda: remove(api, f"{path}/{name}"))
 
 
 async def ready(
