@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from aiohttp import web
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.base import Availability
 from outrider.sandbox.runtimes.containers import daemon as containers
+from outrider.sandbox.runtimes.containers import docker_api
 from outrider.sandbox.runtimes.containers.create_request import ContainerRequest, HostMount
 from outrider.sandbox.runtimes.containers.daemon import DOCKER_ENGINE, NODE_LABEL, PODMAN_ENGINE, ContainerDaemon
 from outrider.sandbox.runtimes.containers.runtime import DOCKER, GVISOR
@@ -263,6 +265,44 @@ async def test_a_daemon_that_goes_away(world: World, fake: FakeDaemon) -> None:
     with pytest.raises(RuntimeFailure, match="docker cannot"):
         await sandbox.start()
     await sandbox.stop()
+
+
+@pytest.mark.parametrize("drips", [False, True])
+async def test_a_daemon_that_never_answers_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, drips: bool
+) -> None:
+    """A daemon that a signal has stopped, or that waits for a disk, accepts connections all the same."""
+    monkeypatch.setattr(docker_api, "CALL_SECONDS", 0.3)
+
+    async def never(request: web.Request) -> web.StreamResponse:
+        if request.path == "/_ping":
+            return web.Response(headers={"Api-Version": "1.41"})
+        answer = web.StreamResponse(headers={"Content-Type": "application/json"})
+        if drips:
+            await answer.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await asyncio.sleep(0.05)
+                if drips:
+                    await answer.write(b" ")
+        return answer
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", never)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "silent.sock")).start()
+    api = docker_api.DockerApi(folder / "silent.sock")
+    calls = [api.image("i"), api.state("n"), api.labelled("x")]
+    if not drips:  # the rest of these replies is not read
+        calls += [api.create("n", {}), api.start("n"), api.remove("n")]
+    for call in calls:
+        async with asyncio.timeout(20):
+            with pytest.raises(docker_api.DockerApiError, match="no answer within") as failed:
+                await call
+        assert failed.value.status == 0
+    await api.close()
+    await runner.cleanup()
 
 
 async def test_a_daemon_that_is_not_there(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ and status. The status is 0 if it is unknown whether the daemon carried out the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -122,8 +123,11 @@ class DockerApi:
 
 @asynccontextmanager
 async def translated() -> AsyncIterator[None]:
+    """Limit the time of a call, and raise each of its failures as a DockerApiError."""
     try:
-        yield
+        # aiodocker's requests have no time limit, whatever the limit of their session is.
+        async with asyncio.timeout(CALL_SECONDS):
+            yield
     except aiodocker.DockerError as error:
         status = 0 if error.status == NO_CONNECTION else error.status
         raise DockerApiError(status, str(error.message).strip()) from error
