@@ -78,7 +78,8 @@ class FakeDaemon:
 
     async def listed(self, request: web.Request) -> web.Response:
         found = [
-            {"Id": name, "Names": [f"/{name}"], "Labels": body["Labels"]} for name, body in self.containers.items()
+            {"Id": name, "Names": body.get("Names", [f"/{name}"]), "Labels": body["Labels"]}
+            for name, body in self.containers.items()
         ]
         return web.json_response(found)
 
@@ -228,6 +229,16 @@ async def test_what_was_lost_sight_of_is_swept(fake: FakeDaemon, folder: Path) -
         fake.containers["late"] = {"Labels": {NODE_LABEL: host.name}}
         await daemon.remove("ours")
     assert set(fake.containers) == {f"x-{living.name}", "x-not-a-node"}
+
+
+async def test_a_container_without_a_name_is_swept(fake: FakeDaemon, folder: Path) -> None:
+    """Docker lists a container whose removal has failed halfway ("dead") without a name."""
+    async with Host(folder) as host:
+        dead = host.name.split("-")
+        dead[3] = "1"
+        fake.containers["1a2b"] = {"Labels": {NODE_LABEL: "-".join(dead)}, "Names": None}
+        await host.part(DOCKER_ENGINE.daemon)
+        assert fake.containers == {}
 
 
 async def test_a_container_that_cannot_be_removed_keeps_no_other_from_starting(

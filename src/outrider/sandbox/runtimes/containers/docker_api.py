@@ -114,11 +114,12 @@ class DockerApi:
             await (await self._api()).containers.container(name).delete(force=True, v=True)
 
     async def labelled(self, label: str) -> list[ListedContainer]:
-        """Return all containers with the label, running or not."""
+        """Return all containers with the label, running or not. If a container has no name, because its removal has
+        failed halfway, its id takes the place of the name. The other calls accept the id, too."""
         filters = msgspec.json.encode({"label": [label]}).decode()
         async with translated():
             found = await (await self._api()).containers.list(all=True, filters=filters)
-        return [ListedContainer(one["Names"][0].lstrip("/"), one["Labels"]) for one in found]
+        return [ListedContainer((one["Names"] or [one.id])[0].lstrip("/"), one["Labels"]) for one in found]
 
 
 @asynccontextmanager
