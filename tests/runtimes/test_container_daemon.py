@@ -316,6 +316,30 @@ async def test_a_daemon_that_never_answers_is_given_up(
     await runner.cleanup()
 
 
+@pytest.mark.parametrize("reply", ["<html>", "null", "[]", "{}", '{"State": null}', '[{"Id": "1", "Labels": {}}]'])
+async def test_replies_of_something_else_are_failures_of_the_daemon(folder: Path, reply: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/_ping":
+            return web.Response(headers={"Api-Version": "1.41"})
+        return web.Response(text=reply, content_type="text/html" if reply == "<html>" else "application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "odd.sock")).start()
+    api = docker_api.DockerApi(folder / "odd.sock")
+    for call in (api.image("i"), api.create("n", {}), api.state("n")):
+        with pytest.raises(docker_api.DockerApiError) as failed:
+            await call
+        assert failed.value.status == 0
+    if reply not in ("[]", "{}"):
+        with pytest.raises(docker_api.DockerApiError):
+            await api.labelled("label")
+    await api.close()
+    await runner.cleanup()
+
+
 async def test_a_daemon_that_is_not_there(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket was named, and went away after the task had been checked. This is a failure of the sandbox, and worth
     another attempt."""

@@ -21,6 +21,8 @@ CALL_SECONDS = 120.0
 CONNECT_SECONDS = 5.0
 LIBPOD = "v4.0.0"
 """The version of Podman's own API that we use. Newer versions of Podman still support it."""
+ODD = (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError)
+"""The errors of a broken connection, and of a reply that does not have the form of a daemon's."""
 NO_CONNECTION = 900
 """The status that aiodocker gives to a call that did not reach the daemon."""
 
@@ -80,9 +82,9 @@ class DockerApi:
     async def image(self, name: str) -> LocalImage:
         async with translated():
             found = await (await self._api()).images.inspect(name)
-        entries = (found.get("Config") or {}).get("Env") or []
-        pairs = (entry.partition("=") for entry in entries)
-        return LocalImage(found["Id"], {name: value for name, _, value in pairs})
+            entries = (found.get("Config") or {}).get("Env") or []
+            pairs = (entry.partition("=") for entry in entries)
+            return LocalImage(found["Id"], {name: value for name, _, value in pairs})
 
     async def create(self, name: str, body: Mapping[str, Any]) -> None:
         async with translated():
@@ -119,7 +121,7 @@ class DockerApi:
         filters = msgspec.json.encode({"label": [label]}).decode()
         async with translated():
             found = await (await self._api()).containers.list(all=True, filters=filters)
-        return [ListedContainer((one["Names"] or [one.id])[0].lstrip("/"), one["Labels"]) for one in found]
+            return [ListedContainer((one["Names"] or [one.id])[0].lstrip("/"), one["Labels"]) for one in found]
 
 
 @asynccontextmanager
@@ -134,5 +136,5 @@ async def translated() -> AsyncIterator[None]:
         raise DockerApiError(status, str(error.message).strip()) from error
     except TimeoutError as error:
         raise DockerApiError(0, f"no answer within {CALL_SECONDS:.0f} s") from error
-    except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:
+    except ODD as error:
         raise DockerApiError(0, f"{type(error).__name__}: {error}") from error
