@@ -85,6 +85,36 @@ async def test_a_tool_server_that_is_stopped_inside(world: World, kind: str) -> 
     os.kill(server, signal.SIGCONT)
 
 
+STOPS_FORKS = """
+import os, signal, sys, time
+time.sleep(1)
+while True:
+    for pid in set(filter(str.isdigit, os.listdir('/proc'))) - {str(os.getpid())}:
+        try:
+            state, parent = open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[:2]
+            if parent == sys.argv[1] and state != 'T':
+                os.kill(int(pid), signal.SIGSTOP)
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", ["process", "namespace"])
+async def test_a_fork_of_the_tool_server_that_is_stopped_inside(
+    world: World, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of an agent stops every child of the server, so that no file can be taken out between two steps."""
+    monkeypatch.setattr("outrider.sandbox.runtimes.tool_server.archive_download.SAVE_SECONDS", 15 - GRACE_SECONDS)
+    sandbox = await world.start(kind)
+    await sandbox.write("stops", STOPS_FORKS.encode())
+    await sandbox.exec("head -c 50000000 /dev/zero > big; setsid python3 stops $PPID > /dev/null 2>&1 &", seconds=30)
+    await asyncio.sleep(1.5)
+    with pytest.raises(RuntimeFailure, match="snapshot failed") as failed:
+        await sandbox.snapshot(["big"], tmp_path / "archive")
+    assert failed.value.inside
+
+
 @pytest.mark.parametrize("pids", [64, 16])
 async def test_a_tool_server_that_a_fork_bomb_leaves_no_time(world: World, pids: int) -> None:
     """A tool server that does not respond is the fault of the sandbox's programs if they have reached the limit of

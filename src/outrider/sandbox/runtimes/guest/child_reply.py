@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from outrider.sandbox.runtimes.guest.connection import Calls
 from outrider.sandbox.runtimes.guest.poll_loop import POLL_READ, read_ready
-from outrider.sandbox.runtimes.guest.processes import SIGKILL, fork_with_pipe, send_signal
+from outrider.sandbox.runtimes.guest.processes import SIGKILL, fork_with_pipe, is_stopped, send_signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,13 +21,16 @@ OUTGOING_MAX = 4 << 20
 """While more than this many bytes wait to be sent to the host, the child's pipe is not read. Otherwise the server would
 hold a whole archive in memory if the host is slow."""
 PAUSE_SECONDS = 0.005
+CHECK_SECONDS = 1.0
+"""Seconds between two checks whether the child is stopped."""
 
 
 class ChildReply:
     """Runs `write(descriptor)` in a forked child, and sends the written data to the host.
 
     `limit` is the maximum number of bytes. `failed` is the error message for a child that fails. After `seconds`, the
-    child is killed.
+    child is killed. It is also killed if two checks in a row find it stopped by a signal, because a program of an agent
+    could otherwise make the host wait for it.
     """
 
     def __init__(
@@ -45,16 +48,24 @@ class ChildReply:
         self.limit = self.left = limit
         self.failed = failed
         self.code: int | None = None
+        self.stopped = False
         self.pid, self.fd = fork_with_pipe(write)
         calls.running[call] = self.cancel
         calls.loop.exits[self.pid] = self._exited
         calls.loop.watch(self.fd, POLL_READ, self._ready)
+        calls.loop.at((self, "check"), CHECK_SECONDS, self._check)
         if seconds is not None:
             calls.loop.at((self, "limit"), seconds, self.cancel)
 
     def cancel(self) -> None:
         if self.code is None:  # after its exit, the child's pid may belong to another process
             send_signal(self.pid, SIGKILL)
+
+    def _check(self) -> None:
+        before, self.stopped = self.stopped, is_stopped(self.pid)
+        if before and self.stopped:
+            self.cancel()
+        self.calls.loop.at((self, "check"), CHECK_SECONDS, self._check)
 
     def _ready(self, events: int) -> None:
         if len(self.calls.connection.outgoing) > OUTGOING_MAX:
@@ -79,6 +90,7 @@ class ChildReply:
 
     def _exited(self, code: int) -> None:
         self.code = code
+        self.calls.loop.timers.pop((self, "check"), None)
         self._finish()
 
     def _finish(self) -> None:
