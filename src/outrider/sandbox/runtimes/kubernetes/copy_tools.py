@@ -22,8 +22,10 @@ def main(volume: Path, folders: list[Path]) -> None:
     for number, folder in enumerate((portable_python(), *folders)):
         if not folder.is_dir():
             sys.exit(f"the tools image has no folder {folder}")
+        shutil.rmtree(volume / str(number), ignore_errors=True)  # an earlier run of this container may have been ended
         shutil.copytree(folder, volume / str(number), symlinks=True, dirs_exist_ok=True)
     program, *_ = portable_command(".")
+    (volume / PROGRAM).unlink(missing_ok=True)
     (volume / PROGRAM).symlink_to(f"0/{program}")
 
 
