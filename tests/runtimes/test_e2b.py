@@ -26,7 +26,7 @@ from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.e2b_server.app import FakeE2B, Fault
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.e2b.api import E2BApi, E2BError, E2BSettings
-from outrider.sandbox.runtimes.e2b.envd import Envd
+from outrider.sandbox.runtimes.e2b.envd import Envd, ProcessSocket
 from outrider.sandbox.runtimes.e2b.runtime import E2BRuntime
 from outrider.sandbox.runtimes.e2b.service import E2BService, Start
 from outrider.sandbox.runtimes.guest.tunnel import OPENED
@@ -369,6 +369,34 @@ async def test_an_envd_that_fails_is_no_sandbox(server: FakeE2B, world: World, p
         await begun(world)
     assert raised.value.retryable
     assert server.sandboxes == {}
+
+
+DEEP = b'{"x":' + b"[" * 100_000
+
+
+async def test_lists_within_each_other_are_an_unreadable_reply(server: FakeE2B, world: World) -> None:
+    """An agent is root in its sandbox, and may have put another program in the place of `envd`."""
+
+    async def deep(request: web.Request, reply: Reply) -> web.StreamResponse:
+        if request.path == "/health":
+            return web.Response(status=502, body=DEEP)
+        if request.method == "GET":
+            return web.Response(body=DEEP)
+        return web.Response(body=b"\0" + len(DEEP).to_bytes(4, "big") + DEEP)
+
+    api = E2BApi(E2BSettings.read())
+    envd = Envd(api, await api.create("base", {}, seconds=60, key="deep"))
+    server.faults["GET /health"].append(deep)
+    assert not await envd.is_closed()
+    server.faults["POST /process.Process/Start"].append(deep)
+    process = ProcessSocket(envd)
+    await process.run(["true"], {})
+    assert "recursion" in process.log_tail()
+    process.end.close()
+    server.faults["GET /v2/sandboxes"].append(deep)
+    with pytest.raises(E2BError):
+        await api.labelled(NODE_LABEL)
+    await api.close()
 
 
 ECHO = (

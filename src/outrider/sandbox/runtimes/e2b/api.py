@@ -37,6 +37,8 @@ NEXT_TOKEN = "x-next-token"
 PORT_CLOSED = "port is not open"
 """Text in the error message of the service's proxy if a sandbox runs, but no program in it listens on the requested
 port."""
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""The errors of decoding a reply. RecursionError: the reply has thousands of lists within each other."""
 TEXT_MAX = 500
 ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
@@ -221,7 +223,7 @@ def refusal(answer: aiohttp.ClientResponse, data: bytes) -> E2BError:
     """Return the error for an unsuccessful reply."""
     try:
         text = msgspec.json.decode(data, type=Problem).message
-    except (msgspec.MsgspecError, ValueError):
+    except UNREADABLE:
         text = data.decode("utf-8", "replace")
     wait = answer.headers.get("Retry-After", "")
     seconds = float(wait) if wait.isascii() and wait.isdigit() else None
@@ -234,5 +236,5 @@ async def translated() -> AsyncIterator[None]:
         yield
     except TimeoutError as error:
         raise E2BError(0, "no reply in time") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: the reply cannot be decoded
+    except (aiohttp.ClientError, OSError, *UNREADABLE) as error:
         raise E2BError(0, f"{type(error).__name__}: {error}") from error

@@ -28,6 +28,7 @@ from outrider.sandbox.runtimes.e2b.api import (
     CONNECT_SECONDS,
     ENVD_PORT,
     PORT_CLOSED,
+    UNREADABLE,
     E2BApi,
     E2BError,
     MadeSandbox,
@@ -262,7 +263,7 @@ class ProcessSocket:
                         break
                 if feeding is not None:
                     feeding.cancel()
-        except* (E2BError, OSError, ValueError) as errors:  # the errors of msgspec are also ValueErrors
+        except* (E2BError, OSError, *UNREADABLE) as errors:
             self._reason = self._reason or f"{errors.exceptions[0]}"[:LOG_TAIL]
         finally:
             self._far.close()
