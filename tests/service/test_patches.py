@@ -150,6 +150,26 @@ async def test_changes_that_are_too_large_are_the_agents_doing(world: MakeWorld,
         w.assert_quiet()
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("whose", ["the agent's", "the task's"])
+async def test_too_many_files_at_the_top_are_the_agents_doing_if_it_made_them(
+    world: MakeWorld, temporary: Path, whose: str
+) -> None:
+    many = "seq 10001 | xargs touch"
+    agent, prepare = (many, "true") if whose == "the agent's" else ("true", many)
+    runtime = {"kind": "namespace", "prepare": [{"run": f"{REPOSITORY}; {prepare}"}]}
+    async with world(http=True) as w:
+        session = await run(w, f"cd repo; {agent}", {"run": "true"}, runtime=runtime, max_attempts=1)
+        if whose == "the agent's":
+            result = result_of(session)
+            assert (result.stop_reason, result.error) == (StopReason.AGENT_EXCESS, None)
+            assert result.verdict is not None
+            assert result.verdict.reward == 0.0
+        else:
+            failed(session, Boundary.EVALUATOR, "evaluator_error")
+        w.assert_quiet()
+
+
 async def test_a_folder_that_is_no_repository_is_an_error(world: MakeWorld, temporary: Path) -> None:
     async with world(http=True) as w:
         runtime = {"kind": "namespace", "prepare": [{"run": "mkdir repo"}]}

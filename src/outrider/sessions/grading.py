@@ -434,6 +434,8 @@ class Grading:
                     await runtime.restore(untouched, self._paths)
                 else:
                     await collect(runtime, self._task.collect)
+                if isinstance(self._carry, DiffSpec):
+                    await carried_paths(runtime, self._repository)
                 nothing = await self._evaluate(msgspec.structs.replace(outcome, runtime=runtime))
                 reward = min(reward, nothing.reward)
         except Exception as error:  # a plugin may raise anything

@@ -106,9 +106,13 @@ def place_of(spec: DiffSpec, workdir: str) -> str:
 
 async def carried_paths(runtime: Runtime, repository: str) -> list[str]:
     """Return the paths to copy from the agent's sandbox: those at the top of the repository's folder, except `.git`.
-    Raises RuntimeFailure."""
+    Raises RuntimeFailure, or EvaluatorError if they cannot be listed, for example because there are too many."""
     folder = glob.escape(repository)
-    found = [path for pattern in ("*", ".*") for path in await runtime.glob(f"{folder}/{pattern}")]
+    try:
+        found = [path for pattern in ("*", ".*") for path in await runtime.glob(f"{folder}/{pattern}")]
+    except RuntimeFailure as error:
+        await runtime.exec(["true"], seconds=SECONDS)  # raises if the sandbox as a whole is broken
+        raise EvaluatorError(f"the repository cannot be listed: {error.message}", inside=True) from error
     return [path for path in found if posixpath.basename(path) not in (".", "..", ".git")]
 
 
