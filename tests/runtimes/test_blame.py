@@ -19,6 +19,7 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.tool_server.client import GRACE_SECONDS, LAST_LOOK_SECONDS, ToolPart
 from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import Resources
+from support.waiting import until
 
 from .test_leaks import children
 from .world import World
@@ -87,7 +88,9 @@ async def test_a_tool_server_that_is_stopped_inside(world: World, kind: str) -> 
 
 STOPS_FORKS = """
 import os, signal, sys, time
-time.sleep(1)
+while str(os.getppid()) != sys.argv[1]:
+    time.sleep(0.01)
+open('ready', 'w').close()
 while True:
     for pid in set(filter(str.isdigit, os.listdir('/proc'))) - {str(os.getpid())}:
         try:
@@ -108,8 +111,14 @@ async def test_a_fork_of_the_tool_server_that_is_stopped_inside(
     monkeypatch.setattr("outrider.sandbox.runtimes.tool_server.archive_download.SAVE_SECONDS", 15 - GRACE_SECONDS)
     sandbox = await world.start(kind)
     await sandbox.write("stops", STOPS_FORKS.encode())
-    await sandbox.exec("head -c 50000000 /dev/zero > big; setsid python3 stops $PPID > /dev/null 2>&1 &", seconds=30)
-    await asyncio.sleep(1.5)
+    await sandbox.exec("truncate -s 500M big; setsid python3 stops $PPID > /dev/null 2>&1 &", seconds=30)
+
+    async def ready() -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return await sandbox.read("ready") == b""
+        return False
+
+    await until(ready)
     with pytest.raises(RuntimeFailure, match="snapshot failed") as failed:
         await sandbox.snapshot(["big"], tmp_path / "archive")
     assert failed.value.inside

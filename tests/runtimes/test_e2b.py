@@ -531,12 +531,12 @@ async def test_an_envd_that_takes_no_program_fails_the_start(
 
 
 async def test_a_slow_copy_may_take_long(server: FakeE2B, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.sandbox.runtimes.e2b.envd.CALL_SECONDS", 2.0)
+    monkeypatch.setattr("outrider.sandbox.runtimes.e2b.envd.CALL_SECONDS", 4.0)
     api = E2BApi(E2BSettings.read())
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(5):
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.0)
             yield b"x"
 
     made = await api.create("base", {}, seconds=60, key="slow")
