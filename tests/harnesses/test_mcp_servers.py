@@ -340,6 +340,14 @@ async def test_a_skill_whose_file_is_none_is_named(sandbox: Runtime, make: str) 
     assert caught.value.field == "task.harness.skills.0"
 
 
+async def test_a_skill_whose_folder_is_not_utf_8_is_named(sandbox: Runtime) -> None:
+    await sandbox.write("SKILL.md", SKILL.encode())
+    await sandbox.exec("mkdir -p $'all/caf\\xe9' && cp SKILL.md all/*/", seconds=10)
+    with pytest.raises(InvalidField, match=r"all/caf\\udce9/SKILL.md is not UTF-8") as caught:
+        await program(skills=["all"]).install(context(sandbox, HarnessSpec(command=["x"])))
+    assert caught.value.field == "task.harness.skills.0"
+
+
 async def test_two_skills_of_one_name_are_refused(sandbox: Runtime) -> None:
     await sandbox.write("one/a/SKILL.md", SKILL.encode())
     await sandbox.write("two/a/SKILL.md", SKILL.encode())

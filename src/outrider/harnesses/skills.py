@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from outrider.errors import HarnessError, InvalidField
+from outrider.errors import HarnessError, InvalidField, storable
 from outrider.sandbox.runtimes.base import Runtime
 
 FIELD = "task.harness.skills"
@@ -63,6 +63,8 @@ async def find_skills(runtime: Runtime, paths: Sequence[str]) -> list[Skill]:
                 field=field,
                 hint="bring the skill into the sandbox: in a prepare step, or with the image",
             )
+        if odd := next((file for file in files if storable(file) != file), None):
+            raise InvalidField(f"the path {storable(odd)} is not UTF-8, so no model could name it", field=field)
         found += [_parsed(await _read(runtime, file, field), file, field) for file in files]
         if len(found) > MAX_SKILLS:
             raise InvalidField(f"has more than {MAX_SKILLS} skills", field=field)
