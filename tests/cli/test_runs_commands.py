@@ -79,6 +79,11 @@ async def test_a_query_is_shown_as_table_json_and_csv(
         assert (await cli("query", sql, "--json")).document["rows"] == [["a", 2, 1.0], ["b", 1, 0.0]]
         rows = list(csv.reader(io.StringIO((await cli("query", "--csv", sql)).out)))
         assert rows == [["run", "n", "reward"], ["a", "2", "1.0"], ["b", "1", "0.0"]]
+        escape = "SELECT char(27) || '[31m' AS text"
+        assert "\x1b[31m" in (await cli("query", "--csv", escape)).out  # a file gets the text itself
+        with monkeypatch.context() as terminal:
+            terminal.setattr(Console, "is_terminal", True)
+            assert (await cli("query", "--csv", escape)).out == "text\n\\x1b[31m\n"
         ran = await cli("query", "DELETE FROM sessions")
         assert ran.code == 2
         assert "error: sql: a query only reads: no view can be changed" in ran.err
