@@ -168,6 +168,14 @@ def test_a_large_comparison_fits_80_columns_and_has_every_figure() -> None:
     assert "pass@8" in out.getvalue()
 
 
+def test_flips_that_are_not_shown_are_announced() -> None:
+    a = [a_run(n, f"task {n}", 1.0) for n in range(8)]
+    b = [a_run(10 + n, f"task {n}", 0.0) for n in range(8)]
+    lines = [each for each in diff._shown(compare(a, b, names=("a", "b"))) if isinstance(each, str)]
+    assert "0 solved in B only, 8 in A only (a reward of 1 or more):" in lines
+    assert lines[-1] == "more with --json"  # only five of the eight are in the table
+
+
 def test_runs_without_a_common_task_are_independent_sets() -> None:
     a = [a_run(n, f"a{n}", 1.0) for n in range(4)]
     b = [a_run(n, f"b{n}", 0.0) for n in range(4)]

@@ -72,11 +72,9 @@ def _shown(found: RunDiff) -> Iterator[RenderableType]:
     if found.flips:
         yield ""
         yield f"{found.gained} solved in B only, {found.lost} in A only (a reward of {found.passed:g} or more):"
-        yield table(
-            ("A", "B", "A>", "B>"),
-            [(flip.a, flip.b, flip.a_reward, flip.b_reward) for flip in _some(found)],
-        )
-        if len(found.flips) > FLIPS_SHOWN:
+        shown = _some(found)
+        yield table(("A", "B", "A>", "B>"), [(flip.a, flip.b, flip.a_reward, flip.b_reward) for flip in shown])
+        if len(shown) < len(found.flips):
             yield "more with --json"
 
 
