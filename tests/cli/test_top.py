@@ -22,6 +22,8 @@ from cli.world import PROGRAM, Cli
 from outrider.cli import top
 from outrider.cli.top import TopReadings, TopView, frame
 from outrider.client.client import AsyncClient, Client
+from outrider.errors import Forbidden
+from outrider.schemas import QueryReply, RateList, ServiceStatus
 from support.service import running_service, say
 
 TASK: dict[str, Any] = {
@@ -99,6 +101,34 @@ async def test_a_tenant_gets_rates_from_two_readings(tmp_path: Path) -> None:
     assert abs(second.rates.sessions * second.rates.seconds - 5) < 1e-6
     assert second.rates.tokens is None
     assert second.errors == ()  # errors are read every ten seconds, so these are of the first reading
+
+
+def test_a_removal_of_groups_makes_no_negative_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sessions of a removed group count as done no longer."""
+    seconds = iter((0.0, 10.0, 20.0))
+    monkeypatch.setattr(top, "time", SimpleNamespace(time=time.time, monotonic=lambda: next(seconds)))
+    done = iter((100, 40, 45))
+
+    class Tenant(Client):
+        """The client of a tenant, whose token may not read the service's rates."""
+
+        def __init__(self) -> None:
+            pass
+
+        def status(self) -> ServiceStatus:
+            return ServiceStatus(version="1", model="m", sessions={"done": next(done)}, cursor=0, nodes=(), engines=())
+
+        def rates(self) -> RateList:
+            raise Forbidden("only for admins")
+
+        def query(self, sql: str) -> QueryReply:
+            return QueryReply(columns=(), rows=(), truncated=False, seconds=0.0)
+
+    readings = TopReadings(Tenant())
+    rates = [readings.read().rates for _ in range(3)]
+    assert rates[:2] == [None, None]
+    assert rates[2] is not None
+    assert (rates[2].sessions, rates[2].seconds) == (0.5, 10.0)
 
 
 async def test_a_clock_that_is_set_back_stops_neither_rates_nor_errors(

@@ -172,6 +172,8 @@ class TopReadings:
                     tokens=sum(point.tokens_sampled for point in points) / seconds,
                 )
         done = status.sessions.get("done", 0)
+        if self._before is not None and done < self._before[1]:
+            self._before = None  # groups were removed, and their sessions count no longer
         before, seconds = self._before, 0.0
         if before is not None:
             seconds = now - before[0]
