@@ -195,7 +195,7 @@ export interface Status {
     }[]
     engines: Engine[]
     policy: { version: number; paused: string | null }
-    failing: { name: string; node: string | null; count: number; error: ErrorRecord }[]
+    failing: { name: string; node: string | null; count: number; error: string }[]
 }
 export interface Rates {
     now: number

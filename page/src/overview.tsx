@@ -39,7 +39,7 @@ export function Overview({ place, theme }: { place: Place; theme: string }) {
                 <div><dt>Policy</dt><dd>{it.policy.version} <small>{it.policy.paused ? `paused: ${it.policy.paused}` : line(it.model, 24)}</small></dd></div>
             </dl>
             {it.failing.length > 0 && (
-                <div class="failed" role="alert">{it.failing.map((each) => <span key={`${each.name} ${each.node}`}><b>{each.name}{each.node ? ` on ${visible(each.node)}` : ""}</b> fails since {plural(each.count, "try")}: {line(each.error.message, 200)}</span>)}</div>
+                <div class="failed" role="alert">{it.failing.map((each) => <span key={`${each.name} ${each.node}`}><b>{each.name}{each.node ? ` on ${visible(each.node)}` : ""}</b> fails since {plural(each.count, "try")}: {line(each.error, 200)}</span>)}</div>
             )}
             <Panel title="The last hour">{rates.data ? <Curves rates={rates.data} theme={theme} /> : rates.error ? <Failed error={rates.error} what="Curves" /> : <Loading what="the curves" />}</Panel>
             <div class="columns">
