@@ -197,6 +197,7 @@ export interface Status {
     policy: { version: number; paused: string | null }
     failing: { name: string; node: string | null; count: number; error: string }[]
 }
+/** Failed sessions of a point are also counted as done. */
 export interface Rates {
     now: number
     step_seconds: number

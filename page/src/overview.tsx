@@ -33,7 +33,7 @@ export function Overview({ place, theme }: { place: Place; theme: string }) {
                 <div><dt>Under way</dt><dd>{count(busy)} <small>{count(states.running ?? 0)} running, {count(states.evaluating ?? 0)} graded</small></dd></div>
                 <div><dt>Queue</dt><dd>{count(states.queued ?? 0)} <small>sessions</small></dd></div>
                 <div><dt>Done</dt><dd>{count(states.done ?? 0)} <small>sessions</small></dd></div>
-                {last && <div><dt>Sessions per minute</dt><dd>{count((((last.sessions_done ?? 0) + (last.sessions_failed ?? 0)) / step) * 60)}</dd></div>}
+                {last && <div><dt>Sessions per minute</dt><dd>{count(((last.sessions_done ?? 0) / step) * 60)}</dd></div>}
                 {last && <div><dt>Tokens per second</dt><dd>{count((last.tokens_sampled ?? 0) / step)}</dd></div>}
                 <div><dt>Engines</dt><dd>{engines.filter((engine) => engine.ok).length}/{engines.length} <small>answer</small></dd></div>
                 <div><dt>Policy</dt><dd>{it.policy.version} <small>{it.policy.paused ? `paused: ${it.policy.paused}` : line(it.model, 24)}</small></dd></div>

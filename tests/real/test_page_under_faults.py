@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from support.browsing import Tab, browser_tab
-from support.page_stand_in import NOW, stand_in, status
+from support.page_stand_in import NOW, rates, stand_in, status
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -42,3 +42,12 @@ async def test_the_overview_shows_background_work_that_fails() -> None:
         await tab.open()
         await shown(tab, "the disk is full\u27e8U+202E\u27e9")
         assert tab.faults == []
+
+
+async def test_failed_sessions_are_counted_once_in_the_rate() -> None:
+    point = {"at": NOW, "sessions_done": 5, "sessions_failed": 5, "tokens_sampled": 0}
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/rates"] = rates(point)
+        await tab.open()
+        await shown(tab, "Sessions per minute")
+        assert await tab.text("dl.tiles div:has-text('Sessions per minute') dd") == "60"
