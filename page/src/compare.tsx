@@ -85,7 +85,7 @@ export function Compare({ ids }: { ids: [string, string]; place: Place }) {
         ["Verdict", (session) => line(session.result?.verdict?.reason ?? "–", 160)],
         ["Metrics", (session) => Object.entries(session.result?.verdict?.metrics ?? {}).map(([name, value]) => `${visible(name)} ${number(value)}`).join(", ") || "–"],
         ["Failed model calls", (session) => count(failedCalls(session.result) || null)],
-        ["Error", (session) => (session.result?.error ? `${session.result.error.code}: ${line(session.result.error.message, 120)}` : "–")],
+        ["Error", (session) => (session.result?.error ? `${line(session.result.error.code, 60)}: ${line(session.result.error.message, 120)}` : "–")],
     ]
     return (
         <main id="main" tabIndex={-1}>

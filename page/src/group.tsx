@@ -86,7 +86,7 @@ export function Group({ id, place }: { id: string; place: Place }) {
             <dl class="tiles">
                 <div><dt>Sessions</dt><dd><Progress done={done} of={it.n} bad={errors} /></dd></div>
                 <div><dt>Mean reward</dt><dd><Reward value={mean} /></dd></div>
-                <div><dt>Spread</dt><dd>{number(spread)} {rewards.length > 1 && spread === 0 && <small>all alike: nothing to learn</small>}</dd></div>
+                <div><dt>Spread</dt><dd>{number(spread)} {rewards.length > 1 && new Set(rewards).size === 1 && <small>all alike: nothing to learn</small>}</dd></div>
                 <div><dt>Took</dt><dd>{seconds((it.finished ?? Date.now() / 1000) - it.created)} <small title={clock(it.created)}>{ago(it.created)}</small></dd></div>
                 <div class="wide"><dt>Ended by</dt><dd class="badges">{[...reasons].map(([name, n]) => <span key={name}><Badge name={name} /> {n}</span>)}</dd></div>
                 {it.submitted_by && <div><dt>Submitted by</dt><dd>{line(it.submitted_by, 40)}</dd></div>}

@@ -7,7 +7,7 @@ import { Findings } from "./findings"
 import { link, setQuery, useEvents, useGet, type Place } from "./hooks"
 import type { GroupSummary, Rates, Session, Status } from "./model"
 import { ago, count, line, plural, seconds, visible } from "./text"
-import { Badge, Empty, Failed, Loading, Panel, Progress, Reward, Scroll, StateBadge } from "./ui"
+import { Badge, Empty, Failed, Loading, Missing, Panel, Progress, Reward, Scroll, StateBadge } from "./ui"
 
 const NEWEST = 300
 const sum = (values: number[]) => values.reduce((all, each) => all + each, 0)
@@ -20,7 +20,7 @@ export function Overview({ place, theme }: { place: Place; theme: string }) {
     const groups = useGet<{ groups: GroupSummary[] }>(withQuery("/v1/groups", { limit: 200 }), 20000)
     useEvents((event) => event.kind.startsWith("session."), () => { status.again(); running.again() }, 1000)
     useEvents((event) => event.kind === "group.done" || event.kind === "session.done", () => { newest.again(); groups.again() }, 5000)
-    if (!status.data) return <main id="main" tabIndex={-1}><h1 class="hidden">Overview</h1>{status.error ? status.error.notServed ? <Finished newest={newest.data?.sessions ?? []} /> : <Failed error={status.error} what="The status" /> : <Loading what="the status" />}</main>
+    if (!status.data) return <main id="main" tabIndex={-1}><h1 class="hidden">Overview</h1>{status.error ? status.error.notServed ? newest.data ? <Finished newest={newest.data.sessions} /> : <Missing reply={newest} what="the sessions" /> : <Failed error={status.error} what="The status" /> : <Loading what="the status" />}</main>
     const it = status.data, states = it.sessions
     const busy = (states.running ?? 0) + (states.initializing ?? 0) + (states.ready ?? 0) + (states.evaluating ?? 0)
     const engines = it.engines.filter((engine) => !engine.serves)
@@ -41,20 +41,20 @@ export function Overview({ place, theme }: { place: Place; theme: string }) {
             {it.failing.length > 0 && (
                 <div class="failed" role="alert">{it.failing.map((each) => <span key={`${each.name} ${each.node}`}><b>{each.name}{each.node ? ` on ${visible(each.node)}` : ""}</b> fails since {plural(each.count, "try")}: {line(each.error, 200)}</span>)}</div>
             )}
-            <Panel title="The last hour">{rates.data ? <Curves rates={rates.data} theme={theme} /> : rates.error ? <Failed error={rates.error} what="Curves" /> : <Loading what="the curves" />}</Panel>
+            <Panel title="The last hour">{rates.data ? <Curves rates={rates.data} theme={theme} /> : <Missing reply={rates} what="the curves" />}</Panel>
             <div class="columns">
                 <Panel title="Running now" flush aside={<a href={link(["sessions"], { state: "running" })}>all {count(states.running ?? 0)}</a>}>
-                    {running.data?.sessions.length ? (
+                    {!running.data ? <Missing reply={running} what="the running sessions" /> : running.data.sessions.length ? (
                         <ul class="rows">{running.data.sessions.slice(0, 10).map((session) => (
                             <li key={session.id}><a class="id" href={link(["sessions", session.id])}>{session.id}</a><StateBadge session={session} /><span class="dim">{seconds(Date.now() / 1000 - session.updated)}</span></li>
                         ))}</ul>
                     ) : <Empty>{busy ? "Sessions are being prepared or graded." : "Nothing runs."}</Empty>}
                 </Panel>
-                <Panel title="Errors by cause" flush aside={<span class="dim">of the newest {count(newest.data?.sessions.length ?? 0)} sessions</span>}>
-                    <Errors sessions={newest.data?.sessions ?? []} />
+                <Panel title="Errors by cause" flush aside={newest.data && <span class="dim">of the newest {count(newest.data.sessions.length)} sessions</span>}>
+                    {newest.data ? <Errors sessions={newest.data.sessions} /> : <Missing reply={newest} what="the newest sessions" />}
                 </Panel>
                 <Panel title="Newest groups" flush aside={<a href="#/groups">all</a>}>
-                    {groups.data?.groups.length ? (
+                    {!groups.data ? <Missing reply={groups} what="the newest groups" /> : groups.data.groups.length ? (
                         <ul class="rows">{groups.data.groups.slice(0, 8).map((group) => (
                             <li key={group.id}><a class="id" href={link(["groups", group.id])}>{group.id}</a><Progress done={group.done} of={group.n} bad={group.errors} /><Reward value={group.mean_reward} /><span class="dim">{ago(group.created)}</span></li>
                         ))}</ul>
@@ -62,7 +62,8 @@ export function Overview({ place, theme }: { place: Place; theme: string }) {
                 </Panel>
                 <Lanes status={it} />
             </div>
-            <Rewards place={place} theme={theme} groups={groups.data?.groups ?? []} sessions={newest.data?.sessions ?? []} />
+            {groups.data ? <Rewards place={place} theme={theme} groups={groups.data.groups} sessions={newest.data?.sessions ?? []} />
+                : <Panel title="Rewards"><Missing reply={groups} what="the rewards" /></Panel>}
             <Findings params={{}} what="all groups" />
             <Engines status={it} />
         </main>
@@ -76,7 +77,7 @@ function Finished({ newest }: { newest: Session[] }) {
         <>
             <dl class="tiles">
                 <div><dt>Sessions</dt><dd>{count(newest.length)}{newest.length >= NEWEST ? "+" : ""}</dd></div>
-                <div><dt>Mean reward</dt><dd><Reward value={rewards.length ? sum(rewards) / rewards.length : null} /></dd></div>
+                <div><dt>Mean reward</dt><dd><Reward value={rewards.length ? sum(rewards) / rewards.length : null} />{newest.length >= NEWEST && <small> of the newest {newest.length}</small>}</dd></div>
                 <div class="wide"><dt>Service</dt><dd><small>none: this is a finished run</small></dd></div>
             </dl>
             {!recorded && <div class="columns">
@@ -176,8 +177,9 @@ function Rewards({ place, theme, groups, sessions }: { place: Place; theme: stri
     const asked = place.query.get("by") ?? ""
     const by = names.includes(asked) ? asked : names[0] ?? ""
     const { at, curves, rows } = useMemo(() => {
-        const spreads = new Map<string, number[]>()
+        const spreads = new Map<string, number[]>(), seen = new Map<string, number>()
         for (const session of sessions) {
+            seen.set(session.group_id, (seen.get(session.group_id) ?? 0) + 1)
             if (!session.result?.verdict) continue
             const known = spreads.get(session.group_id) ?? []
             known.push(session.result.verdict.reward)
@@ -191,7 +193,7 @@ function Rewards({ place, theme, groups, sessions }: { place: Place; theme: stri
         }
         const order = [...values].sort((a, b) => b[1].length - a[1].length).slice(0, 24)
         const rows = order.map(([value, own]) => {
-            const known = own.map((group) => spreads.get(group.id)).filter((each): each is number[] => each !== undefined && each.length > 1)
+            const known = own.filter((group) => seen.get(group.id) === group.n).map((group) => spreads.get(group.id)).filter((each): each is number[] => each !== undefined && each.length > 1)
             return { value, n: own.length, mean: sum(own.map((group) => group.mean_reward!)) / own.length, flat: known.length ? known.filter((each) => new Set(each).size === 1).length / known.length : null }
         })
         const ended = groups.filter((group) => group.mean_reward !== null).map((group) => ({ group, at: group.finished ?? group.created })).sort((a, b) => a.at - b.at)

@@ -45,7 +45,8 @@ export function seconds(value: number | null | undefined): string {
     if (value < 0.0995) return `${Math.round(value * 1000)} ms`
     if (value < 10) return `${value.toFixed(value < 1 ? 2 : 1)} s`
     if (value < 90) return `${Math.round(value)} s`
-    if (value < 5400) return `${Math.floor(value / 60)} min ${String(Math.round(value % 60)).padStart(2, "0")}`
+    const whole = Math.round(value)
+    if (value < 5400) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")}`
     if (value < 172800) return `${(value / 3600).toFixed(1)} h`
     return `${(value / 86400).toFixed(1)} d`
 }

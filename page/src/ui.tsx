@@ -1,7 +1,7 @@
 import type { ComponentChildren } from "preact"
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks"
 import { recorded, type ApiError } from "./api"
-import { useKeys } from "./hooks"
+import { useKeys, type Loaded } from "./hooks"
 import { failedCalls, type ErrorRecord, type Session } from "./model"
 import { count, line, number, plural, visible } from "./text"
 
@@ -23,7 +23,7 @@ export const StateBadge = ({ session }: { session: Session }) => (
 /** The text about a session in a row: its error, or its failed model calls and the verdict's reason or the answer. */
 export function What({ session, most }: { session: Session; most: number }) {
     const error = session.result?.error ?? session.last_error
-    if (error) return <span class="bad-text" title={line(error.message, 400)}>{error.code}: {line(error.message, most)}</span>
+    if (error) return <span class="bad-text" title={line(error.message, 400)}>{line(error.code, 60)}: {line(error.message, most)}</span>
     const failed = failedCalls(session.result)
     return <span class="dim">{failed > 0 && <Badge tone="warn" name={plural(failed, "failed call")} />} {line(session.result?.verdict?.reason ?? session.result?.answer ?? "", most)}</span>
 }
@@ -108,6 +108,10 @@ export function Failed({ error, what }: { error: ApiError; what: string }) {
     )
 }
 export const Loading = ({ what }: { what: string }) => <p class="note" role="status">Loading {what} …</p>
+/** What stands in place of data that are not there: why the request failed, or that it is under way. */
+export const Missing = ({ reply, what }: { reply: Loaded<unknown>; what: string }) => (
+    reply.error ? <Failed error={reply.error} what={what[0].toUpperCase() + what.slice(1)} /> : <Loading what={what} />
+)
 export const Empty = ({ children }: { children: ComponentChildren }) => <p class="note empty">{children}</p>
 
 export function ErrorBox({ error, retried }: { error: ErrorRecord; retried?: boolean }) {

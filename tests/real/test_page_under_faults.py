@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from support.browsing import Tab, browser_tab
-from support.page_stand_in import NOW, rates, stand_in, status
+from support.page_stand_in import NOW, group, rates, session, stand_in, status
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -51,3 +51,67 @@ async def test_failed_sessions_are_counted_once_in_the_rate() -> None:
         await tab.open()
         await shown(tab, "Sessions per minute")
         assert await tab.text("dl.tiles div:has-text('Sessions per minute') dd") == "60"
+
+
+async def test_the_share_without_spread_is_of_groups_that_are_known_whole() -> None:
+    """Of the oldest group, the newest sessions are only a part, which may be alike by chance."""
+    groups = [
+        group(id, n=n, state="done", finished=NOW, done=n, errors=0, mean_reward=0.5)
+        for id, n in (("g-2", 2), ("g-1", 4))
+    ]
+    rewards = {"g-2": (0.0, 1.0), "g-1": (1.0, 1.0)}
+    sessions = [
+        session(f"s-{id[2:]}-{n}", group=id, reward=each) for id in rewards for n, each in enumerate(rewards[id])
+    ]
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies |= {"/v1/groups": {"groups": groups}, "/v1/sessions": {"sessions": sessions}}
+        await tab.open()
+        await tab.page.locator(".rewards tbody tr").wait_for()
+        assert (await tab.text(".rewards tbody tr")).split()[-2:] == ["0", "%"]
+
+
+async def test_the_mean_of_a_long_finished_run_says_what_it_is_of() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        del service.replies["/v1/status"]
+        go = asyncio.Event()
+        sessions = [session(f"s-{n}-0", reward=0.5) for n in range(300)]
+
+        async def answer(_: web.Request) -> web.Response:
+            await go.wait()
+            return web.json_response({"sessions": sessions, "after": "s-299-0"})
+
+        service.replies["/v1/sessions"] = answer
+        await tab.open()
+        await shown(tab, "Loading the sessions")
+        assert await tab.page.get_by_text("No errors.").count() == 0
+        go.set()
+        await shown(tab, "of the newest 300")
+
+
+async def test_equal_rewards_are_all_alike() -> None:
+    """The mean of three times 0.1 is not exactly 0.1."""
+    sessions = [session(f"s-1-{n}", reward=0.1) for n in range(3)]
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/groups/g-1"] = group(n=3, state="done", finished=NOW, sessions=sessions)
+        await tab.open("groups/g-1")
+        await shown(tab, "Mean reward")
+        assert await tab.page.get_by_text("all alike").count() == 1
+
+
+async def test_minutes_have_at_most_59_seconds() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/groups/g-1"] = group(state="done", created=NOW, finished=NOW + 119.7, sessions=[])
+        await tab.open("groups/g-1")
+        assert (await tab.text("dl.tiles div:has-text('Took') dd")).startswith("2 min 00")
+
+
+async def test_the_code_of_an_error_is_shown_with_its_control_characters() -> None:
+    error = {"boundary": "runtime", "code": "a\u202eb", "message": "m"}
+    one = session(state="done", result={"stop_reason": "error", "error": error})
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/groups/g-1"] = group(sessions=[one])
+        service.replies["/v1/sessions/s-1-0"] = one
+        service.replies["/v1/sessions/s-1-0/turns"] = {"turns": []}
+        for place in ("groups/g-1", "compare/s-1-0/s-1-0"):
+            await tab.open(place)
+            await shown(tab, "a\u27e8U+202E\u27e9b: m")
