@@ -75,7 +75,7 @@ export function Branches({ turns, chosen, choose }: { turns: Turn[]; chosen: str
                         <li key={key} style={{ height: `${ROW}px` }}>
                             <button type="button" class={chosen === key ? "chosen" : ""} aria-current={chosen === key ? "true" : undefined} onClick={() => choose(key)}>
                                 <b>{turn.index}</b>
-                                <span class={`name ${KINDS[turn.kind] ?? ""}`}>{turn.kind === "main" ? what ? line(what, 30) : turn.tool_calls ? "tool call" : line(turn.sampled.replace(/<[^>]*>/g, ""), 40) || "reply"
+                                <span class={`name ${KINDS[turn.kind] ?? ""}`}>{turn.kind === "main" ? what ? line(what, 30) : turn.tool_calls ? "tool call" : line(turn.sampled.slice(0, 1000).replace(/<[^>]*>/g, ""), 40) || "reply"
                                     : `${turn.kind}${turn.label ? ` ${line(turn.label, 20)}` : ""}`}</span>
                                 <span class="dim">{count(turn.output_tokens)}</span>
                             </button>

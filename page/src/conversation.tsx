@@ -1,6 +1,6 @@
 // The conversation of a session: messages or tokens, turn by turn.
 
-import { useEffect, useState } from "preact/hooks"
+import { useEffect, useMemo, useState } from "preact/hooks"
 import { getBlob, path } from "./api"
 import type { Message, Part, Turn } from "./model"
 import { turnKey } from "./model"
@@ -42,12 +42,31 @@ function Picture({ part }: { part: Part }) {
     )
 }
 
+const PIECE = /"[^"\\]*(?:\\.[^"\\]*)*"|[{[]\s*[}\]]|[{}[\],:]|\s+/g
+const MOST_INDENTS = 20
+const MOST_PRETTY = 1 << 20
+/** JSON with a line for each value, and with the line breaks and quotes of its strings. Everything else stays as it is
+ * written: JSON.stringify would round large numbers, and drop repeated names. */
 function pretty(text: string): string {
     try {
-        return JSON.stringify(JSON.parse(text), null, 2).replace(/\\n/g, "\n").replace(/\\"/g, '"')
+        if (text.length > MOST_PRETTY) return text
+        JSON.parse(text)
     } catch {
         return text
     }
+    let depth = 0
+    const newLine = () => `\n${"  ".repeat(Math.min(depth, MOST_INDENTS))}`
+    return text.replace(PIECE, (piece) => {
+        if (piece[0] === '"') return piece.replace(/\\(.)/g, (all, char) => (char === "n" ? "\n" : char === '"' ? char : all))
+        if (piece.length > 1 && /[{[]/.test(piece)) return piece[0] + piece[piece.length - 1]
+        if (piece === "{" || piece === "[") return depth++, piece + newLine()
+        if (piece === "}" || piece === "]") return depth--, newLine() + piece
+        return piece === "," ? piece + newLine() : piece === ":" ? ": " : ""
+    })
+}
+
+function Arguments({ text }: { text: string }) {
+    return <LongText text={useMemo(() => pretty(text), [text])} mono />
 }
 
 function Parts({ message }: { message: Message }) {
@@ -82,7 +101,7 @@ export function MessageView({ message, sampled }: { message: Message; sampled?: 
             {message.tool_calls?.map((call, at) => (
                 <details class="toolcall" key={at}>
                     <summary><span class="call"><b>{line(call.name, 80)}</b></span><span class="preview">{line(call.arguments, 110)}</span></summary>
-                    <LongText text={pretty(call.arguments)} mono />
+                    <Arguments text={call.arguments} />
                 </details>
             ))}
             {!message.content && !message.tool_calls?.length && !message.parts?.length && !message.reasoning && <p class="dim">(empty)</p>}

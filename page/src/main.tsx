@@ -76,6 +76,11 @@ function AskToken({ why, given }: { why: string | null; given: () => void }) {
         event.preventDefault()
         const reply = field.current!.value.trim()
         if (!reply) return
+        try {
+            new Headers({ Authorization: reply })
+        } catch {
+            return setFault("A token has no such characters: copy it as it was printed.")
+        }
         setToken(reply)
         try {
             await get("/v1/sessions?limit=1")

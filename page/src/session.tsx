@@ -173,6 +173,7 @@ function Outcome({ session }: { session: SessionRecord }) {
 }
 
 const GRADING_LOG = "outrider:grading.log"
+const VIEWED = 1 << 20 // bytes of a file that are shown
 const artifactUrl = (id: string, name: string) => `${path("sessions", id, "artifacts")}/${name.replace(/^\//, "").split("/").map(encodeURIComponent).join("/")}`
 
 function useLog(session: SessionRecord): string {
@@ -180,7 +181,7 @@ function useLog(session: SessionRecord): string {
     useEffect(() => {
         if (!session.result?.artifact_bytes) return
         const control = new AbortController()
-        getBlob(artifactUrl(session.id, GRADING_LOG), control.signal).then((blob) => blob.slice(0, 1 << 20).text()).then(set, () => set(""))
+        getBlob(artifactUrl(session.id, GRADING_LOG), control.signal).then((blob) => blob.slice(0, VIEWED).text()).then(set, () => set(""))
         return () => control.abort()
     }, [session.id, session.state])
     return log
@@ -201,6 +202,15 @@ function Files({ session }: { session: SessionRecord }) {
     const [fault, setFault] = useState("")
     if (files.error) return files.error.status === 404 ? null : <Panel title="Files"><Failed error={files.error} what="The files" /></Panel>
     if (!files.data || (!files.data.artifacts.length && !files.data.left_out.length)) return null
+    const asked = useRef("") // the file whose view was asked for last
+    const view = (name: string) => {
+        asked.current = name
+        fetch_(name, async (blob) => {
+            const text = await blob.slice(0, VIEWED).text()
+            const cut = blob.size > VIEWED ? `: the first ${bytes(VIEWED)} of ${bytes(blob.size)}` : ""
+            if (asked.current === name) setOpen({ name: `${visible(name)}${cut}`, text })
+        })
+    }
     const fetch_ = (name: string, then: (blob: Blob) => void) => {
         setFault("")
         getBlob(artifactUrl(session.id, name)).then(then, (error: Error) => setFault(error.message))
@@ -215,7 +225,7 @@ function Files({ session }: { session: SessionRecord }) {
                         <tr key={file.path}>
                             <td class="mono">{visible(file.path)}</td><td class="num">{bytes(file.size)}</td><td class="mono dim">{file.sha256.slice(0, 12)}</td>
                             <td class="num">
-                                <button type="button" class="quiet" onClick={() => fetch_(file.path, async (blob) => setOpen({ name: file.path, text: await blob.slice(0, 1 << 20).text() }))}>view</button>
+                                <button type="button" class="quiet" onClick={() => view(file.path)}>view</button>
                                 <button type="button" class="quiet" onClick={() => fetch_(file.path, (blob) => save(blob, file.path))}>save</button>
                             </td>
                         </tr>
@@ -223,7 +233,7 @@ function Files({ session }: { session: SessionRecord }) {
                     {files.data.left_out.map((each) => <tr key={`left ${each.path}`}><td class="mono dim">{visible(each.path) || "(others)"}</td><td colSpan={3} class="dim">left out: {line(each.reason, 200)}</td></tr>)}
                 </tbody>
             </table></Scroll>
-            {open && <div class="opened"><LongText label={visible(open.name)} text={open.text} mono /></div>}
+            {open && <div class="opened"><LongText label={open.name} text={open.text} mono /></div>}
         </Panel>
     )
 }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from support.browsing import Tab, browser_tab
-from support.page_stand_in import NOW, group, rates, session, stand_in, status
+from support.page_stand_in import NOW, failure, group, rates, session, stand_in, status, turn
+from support.waiting import until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -103,6 +105,97 @@ async def test_minutes_have_at_most_59_seconds() -> None:
         service.replies["/v1/groups/g-1"] = group(state="done", created=NOW, finished=NOW + 119.7, sessions=[])
         await tab.open("groups/g-1")
         assert (await tab.text("dl.tiles div:has-text('Took') dd")).startswith("2 min 00")
+
+
+async def test_a_token_that_no_header_can_hold_is_refused() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/status"] = service.replies["/v1/events"] = in_turn(partial(failure, 401, "no token"))
+        await tab.open()
+        ask = tab.page.get_by_label("Token", exact=True)
+        await ask.fill("\u201ctoken\u201d")
+        await ask.press("Enter")
+        await shown(tab, "A token has no such characters", "dialog[open]")
+        assert await tab.page.evaluate("sessionStorage.length") == 0
+        assert tab.faults == []
+
+
+async def test_the_file_that_was_asked_for_last_is_shown() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        slow = asyncio.Event()
+        files = [{"path": f"/{name}", "size": 5, "sha256": "0" * 64} for name in ("first", "second")]
+        base = "/v1/sessions/s-1-0"
+        service.replies[base] = session(reward=1.0)
+        service.replies[f"{base}/artifacts"] = {"attempt": 1, "artifacts": files, "left_out": []}
+        service.replies[f"{base}/artifacts/first"] = in_turn(slow, partial(web.Response, text="text of the first"))
+        service.replies[f"{base}/artifacts/second"] = in_turn(partial(web.Response, text="text of the second"))
+        await tab.open("sessions/s-1-0")
+        for number in (0, 1):
+            await tab.page.get_by_role("button", name="view").nth(number).click()
+            await until(lambda: service.count(f"{base}/artifacts/first"))
+        await shown(tab, "text of the second")
+        slow.set()
+        await asyncio.sleep(0.5)
+        assert await tab.page.get_by_text("text of the first").count() == 0
+
+
+async def test_a_file_that_is_cut_off_says_so() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        base = "/v1/sessions/s-1-0"
+        size = 3 << 19
+        service.replies[base] = session(reward=1.0)
+        files = [{"path": "/long", "size": size, "sha256": "0" * 64}]
+        service.replies[f"{base}/artifacts"] = {"attempt": 1, "artifacts": files, "left_out": []}
+        service.replies[f"{base}/artifacts/long"] = in_turn(partial(web.Response, text="x" * size))
+        await tab.open("sessions/s-1-0")
+        await tab.page.get_by_role("button", name="view").click()
+        await shown(tab, "/long: the first 1.0 MiB of 1.5 MiB")
+
+
+async def test_a_reply_of_angle_brackets_does_not_freeze_the_page() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        base = "/v1/sessions/s-1-0"
+        service.replies[base] = session(reward=1.0)
+        service.replies[f"{base}/turns"] = {"turns": [turn(sampled="<" * 1_500_000)]}
+        await tab.open("sessions/s-1-0")
+        await shown(tab, "turn 0")
+        assert tab.faults == []
+
+
+def calling(*arguments: str) -> dict[str, Any]:
+    """Return the turns of a session with calls of a tool."""
+    calls = [{"id": str(n), "name": "tool", "arguments": each} for n, each in enumerate(arguments)]
+    reply = {"role": "assistant", "content": "", "tool_calls": calls}
+    tokens = {"prompt_delta": [1], "output_ids": [2], "logprobs": [0.0], "messages": [], "reply": reply}
+    return {"turns": [turn(tokens=tokens)]}
+
+
+async def test_arguments_of_calls_are_shown_as_they_were_sampled() -> None:
+    arguments = r'{"id": 9007199254740993, "text": "a\\nb\nc \"d\" C:\\new", "list": [1.0, {}, []], "id": 1}'
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        base = "/v1/sessions/s-1-0"
+        service.replies[base] = session(reward=1.0)
+        service.replies[f"{base}/turns"] = calling(arguments)
+        await tab.open("sessions/s-1-0")
+        await tab.page.locator(".toolcall summary").click()
+        assert await tab.page.locator(".toolcall pre").text_content() == (
+            '{\n  "id": 9007199254740993,\n  "text": "a\\\\nb\nc "d" C:\\\\new",\n'
+            '  "list": [\n    1.0,\n    {},\n    []\n  ],\n  "id": 1\n}'
+        )
+
+
+async def test_arguments_that_are_nested_deeply_do_not_freeze_the_page() -> None:
+    deep = "[" * 4000 + "]" * 4000
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        base = "/v1/sessions/s-1-0"
+        service.replies[base] = session(reward=1.0)
+        service.replies[f"{base}/turns"] = calling(*[deep] * 200)
+        await tab.open("sessions/s-1-0")
+        await tab.page.locator(".toolcall").first.wait_for()
+        began = await tab.page.evaluate("performance.now()")
+        await tab.page.keyboard.press("j")
+        await tab.page.locator(".turn.chosen").wait_for()
+        assert await tab.page.evaluate("performance.now()") - began < 2000
+        assert tab.faults == []
 
 
 async def test_the_code_of_an_error_is_shown_with_its_control_characters() -> None:
