@@ -23,6 +23,10 @@ export class ApiError extends Error {
 }
 
 const KEY = "outrider.token"
+/** The service sends a comment every 15 seconds. A stream that is silent for longer counts as broken. */
+const SILENCE = 45_000
+const UNANSWERED = { message: "the service does not answer", hint: "is it running? The page tries again." }
+const NO_JSON = { message: "the reply is not JSON", hint: "does a proxy reply in place of the service? The page tries again." }
 let token = ""
 try {
     token = sessionStorage.getItem(KEY) ?? ""
@@ -64,7 +68,7 @@ async function request(url: string, init: RequestInit = {}): Promise<Response> {
         reply = await fetch(url, { ...init, headers, credentials: "omit", cache: "no-store", redirect: "error" })
     } catch (error) {
         if ((error as Error).name === "AbortError") throw error
-        throw new ApiError(0, { message: "the service does not answer", hint: "is it running? The page tries again." })
+        throw new ApiError(0, UNANSWERED)
     }
     if (reply.ok) return reply
     let record: Partial<ErrorRecord> & { message: string } = { message: `the service replied with status ${reply.status}` }
@@ -79,6 +83,16 @@ async function request(url: string, init: RequestInit = {}): Promise<Response> {
     throw new ApiError(reply.status, record)
 }
 
+/** Return what `reading` reads of a reply. A body that breaks off or is no JSON is an ApiError, as a missing reply is. */
+async function whole<T>(reading: Promise<T>): Promise<T> {
+    try {
+        return await reading
+    } catch (error) {
+        if ((error as Error).name === "AbortError") throw error
+        throw new ApiError(0, error instanceof SyntaxError ? NO_JSON : UNANSWERED)
+    }
+}
+
 function answered(url: string): Recorded {
     const found = recorded!.replies[url.split("?")[0]]
     if (!found) throw new ApiError(404, { message: `${url.split("?")[0]} is not in this file` })
@@ -91,7 +105,7 @@ export async function get<T>(url: string, signal?: AbortSignal): Promise<T> {
         if (!("json" in found)) throw new ApiError(404, { message: "not JSON" })
         return found.json as T
     }
-    return (await request(url, { signal })).json()
+    return whole((await request(url, { signal })).json())
 }
 
 export async function getBlob(url: string, signal?: AbortSignal): Promise<Blob> {
@@ -100,7 +114,7 @@ export async function getBlob(url: string, signal?: AbortSignal): Promise<Blob> 
         if (!("base64" in found)) throw new ApiError(404, { message: "no file" })
         return new Blob([Uint8Array.from(atob(found.base64), (char) => char.charCodeAt(0))], { type: found.type })
     }
-    return (await request(url, { signal })).blob()
+    return whole((await request(url, { signal })).blob())
 }
 
 export const cancel = (url: string) => request(url, { method: "DELETE" })
@@ -116,7 +130,8 @@ export interface LiveEvent {
     session_id: string | null
     data: Record<string, unknown>
 }
-type Listener = (events: LiveEvent[]) => void
+/** Gets new events, or null if events may have been missed, because the page had no cursor to read on from. */
+type Listener = (events: LiveEvent[] | null) => void
 const listeners = new Set<Listener>()
 const watchers = new Set<(live: boolean | null) => void>()
 let streaming: AbortController | null = null
@@ -146,13 +161,22 @@ export function restartEvents() {
 
 async function stream() {
     const control = (streaming = new AbortController())
-    for (let pause = 500; !control.signal.aborted; pause = Math.min(pause * 2, 15000)) {
+    for (let pause = 500, again = false; ; pause = Math.min(pause * 2, 15000), again = true) {
+        const call = new AbortController()
+        control.signal.addEventListener("abort", () => call.abort())
+        let timer = 0
+        const heard = () => {
+            clearTimeout(timer)
+            timer = window.setTimeout(() => call.abort(), SILENCE)
+        }
         try {
+            heard()
             const from = last === null ? { new: true } : { after: last }
-            const reply = await request(withQuery("/v1/events", from), { signal: control.signal })
+            const reply = await request(withQuery("/v1/events", from), { signal: call.signal })
             for (const watcher of watchers) watcher(true)
+            if (again && last === null) for (const listener of listeners) listener(null)
             pause = 500
-            await read(reply)
+            await read(reply, heard)
         } catch (error) {
             if (control.signal.aborted) return
             const status = error instanceof ApiError ? error.status : 0
@@ -163,19 +187,24 @@ async function stream() {
                 break
             }
             if (status === 409) last = null
+        } finally {
+            clearTimeout(timer)
         }
         for (const watcher of watchers) watcher(false)
         await new Promise((done) => setTimeout(done, pause))
+        if (control.signal.aborted) return
     }
     for (const watcher of watchers) watcher(false)
 }
 
-async function read(reply: Response) {
+/** Pass the events of a stream on until its end. `heard` is called for everything that arrives. */
+async function read(reply: Response, heard: () => void) {
     const reader = reply.body!.pipeThrough(new TextDecoderStream()).getReader()
     let rest = ""
     for (;;) {
         const { done, value } = await reader.read()
         if (done) return
+        heard()
         const blocks = (rest + value).split("\n\n")
         rest = blocks.pop()!
         const found: LiveEvent[] = []

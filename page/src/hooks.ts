@@ -9,35 +9,54 @@ export interface Loaded<T> {
     again: () => void
 }
 
-/** The reply of a GET. The request is repeated when `again` is called and, unless `every` is 0, at least `every`
- * milliseconds after each reply. Until the next reply arrives, the last one is returned. */
+/** Milliseconds after which a request is repeated that failed. */
+export const RETRY = 3000
+/** A request that takes longer than this is given up when it is to be repeated. */
+const PATIENCE = 30_000
+
+/** True if the same request may succeed later: the service does not answer, fails, or is busy. */
+export const passes = (error: unknown) => !(error instanceof ApiError && error.status >= 400 && error.status < 500 && error.status !== 429)
+
+/** The reply of a GET. The request is repeated when `again` is called, after an error that passes and, unless `every`
+ * is 0, at least `every` milliseconds after each reply. Until the next reply arrives, the last one is returned. A call of
+ * `again` during a request takes effect after the reply: else frequent calls would keep a slow reply away. */
 export function useGet<T>(url: string | null, every = 0): Loaded<T> {
     const [state, set] = useState<{ url: string | null; data: T | null; error: ApiError | null; took: number }>({
         url: null, data: null, error: null, took: 0,
     })
     const [round, next] = useState(0)
-    const again = useCallback(() => next((n) => n + 1), [])
+    const call = useRef({ began: -Infinity, again: false }) // the request under way
+    const again = useCallback(() => {
+        if (performance.now() - call.current.began < PATIENCE) call.current.again = true
+        else next((n) => n + 1)
+    }, [])
     useEffect(() => {
         if (url === null) return
         const control = new AbortController()
-        const began = performance.now()
+        const now = (call.current = { began: performance.now(), again: false })
         let timer = 0
+        const ended = (pause: number) => {
+            now.began = -Infinity
+            if (now.again) again()
+            else if (pause && !recorded) timer = window.setTimeout(pass, pause)
+        }
         get<T>(url, control.signal).then(
             (data) => {
-                const took = performance.now() - began
+                if (control.signal.aborted) return
+                const took = performance.now() - now.began
                 set({ url, data, error: null, took })
-                if (every && !recorded) timer = window.setTimeout(pass, Math.max(every, took * 10))
+                ended(every && Math.max(every, took * 10))
             },
             (error) => {
                 if (control.signal.aborted) return
                 set((old) => ({ url, data: old.url === url ? old.data : null, error, took: 0 }))
-                const gone = error instanceof ApiError && error.status >= 400 && error.status < 500
-                if (every && !gone) timer = window.setTimeout(pass, Math.max(every, 3000))
+                ended(passes(error) ? Math.max(every, RETRY) : 0)
             },
         )
         const pass = () => (document.hidden ? (timer = window.setTimeout(pass, 1000)) : again())
         return () => {
             control.abort()
+            now.began = -Infinity
             clearTimeout(timer)
         }
     }, [url, round, every])
@@ -45,14 +64,15 @@ export function useGet<T>(url: string | null, every = 0): Loaded<T> {
     return { data: mine ? state.data : null, error: mine ? state.error : null, took: state.took, again }
 }
 
-/** Call `act` after events that `wanted` accepts, at most once in `pause` milliseconds. */
+/** Call `act` after events that `wanted` accepts, and after events that may have been missed, at most once in `pause`
+ * milliseconds. */
 export function useEvents(wanted: (event: LiveEvent) => boolean, act: () => void, pause = 700) {
     const now = useRef({ wanted, act })
     now.current = { wanted, act }
     useEffect(() => {
         let timer = 0
         const stop = onEvents((events) => {
-            if (!timer && events.some((event) => now.current.wanted(event)))
+            if (!timer && (events === null || events.some((event) => now.current.wanted(event))))
                 timer = window.setTimeout(() => {
                     timer = 0
                     now.current.act()
@@ -72,7 +92,7 @@ export function useKeys(keys: Record<string, (event: KeyboardEvent) => void>) {
         const pressed = (event: KeyboardEvent) => {
             if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return
             const target = event.target as HTMLElement
-            const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName)
+            const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName) && (target as HTMLInputElement).type !== "checkbox"
             if (typing && event.key !== "Escape") return
             if (event.key === "Enter" && /^(A|BUTTON|SUMMARY)$/.test(target.tagName)) return
             const act = now.current[event.key]

@@ -2,7 +2,7 @@
 
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks"
 import { ApiError, get, recorded, withQuery } from "./api"
-import { link, setQuery, useEvents, useKeys, useNarrow, type Place } from "./hooks"
+import { link, passes, RETRY, setQuery, useEvents, useKeys, useNarrow, type Place } from "./hooks"
 import type { GroupSummary, Session } from "./model"
 import { ago, clock, count, seconds } from "./text"
 import { Badge, Failed, Labels, LongList, Progress, Reward, StateBadge, What, type Column } from "./ui"
@@ -64,7 +64,7 @@ const amount = (query: URLSearchParams, name: string) => {
     const value = query.get(name)
     return value === null || value === "" || isNaN(Number(value)) ? undefined : Number(value)
 }
-/** A label that the service can filter by: NAME=VALUE. */
+/** A label that the service can filter groups by: NAME=VALUE. */
 const whole = (query: URLSearchParams) => (/^[^=]+=/.test(query.get("label") ?? "") ? query.get("label") : undefined)
 const labelled = (labels: Record<string, string> | undefined, query: URLSearchParams) => {
     const [name, value] = (query.get("label") ?? "").split(/=(.*)/s)
@@ -75,47 +75,79 @@ interface Page<T> {
     rows: T[]
     after: string | null
 }
+/** What is known of a list: its rows, the cursor of its next page, and whether there is none. `late` is true if the first
+ * page is to be read again after the request under way. */
+interface State<T> {
+    rows: T[]
+    after: string | null
+    whole: boolean
+    busy: boolean
+    late: boolean
+    timer: number
+}
+const nothing = { after: null, whole: true, busy: false, late: false, timer: 0 }
+
 /** Rows of a list, page by page. `read` is a new function when the filters change. */
-function usePages<T>(read: (after: string | null, signal: AbortSignal) => Promise<Page<T>>, keyOf: (row: T) => string) {
+function usePages<T>(read: (after: string | null) => Promise<Page<T>>, keyOf: (row: T) => string) {
     const [rows, set] = useState<T[]>([])
     const [error, setError] = useState<ApiError | null>(null)
     const [busy, setBusy] = useState(true)
-    const state = useRef({ after: null as string | null, whole: true, busy: false, read }) // the effect below loads
-    const load = useCallback(async (fresh: boolean) => {
+    const state = useRef<State<T>>({ ...nothing, rows: [] }) // the effect below loads
+    const load = useCallback(async (fresh: boolean, of: typeof read) => {
         const now = state.current
-        if (now.busy || (!fresh && now.whole)) return
+        if (now.busy) {
+            now.late ||= fresh
+            return
+        }
+        if (!fresh && now.after === null) return
+        clearTimeout(now.timer)
         now.busy = true
         setBusy(true)
-        try {
-            const page = await now.read(fresh ? null : now.after, new AbortController().signal)
-            if (state.current !== now) return // the filters have changed meanwhile
-            setError(null)
-            if (fresh && now.after !== null) {
-                // the first page was read again: its rows replace the old ones, and the rows of later pages stay
-                set((old) => {
-                    const known = new Set(page.rows.map(keyOf))
-                    return [...page.rows, ...old.filter((row) => !known.has(keyOf(row)))]
-                })
-            } else {
-                set((old) => (fresh ? page.rows : [...old, ...page.rows]))
-                now.after = page.after
-                now.whole = page.after === null
-            }
-        } catch (fault) {
-            if (state.current !== now) return // the filters have changed meanwhile
-            setError(fault as ApiError)
-            now.whole = !fresh
-        } finally {
-            now.busy = false
-            setBusy(false)
+        let fault: unknown = null
+        const page = await of(fresh ? null : now.after).catch((error) => void (fault = error))
+        if (state.current !== now) return // the filters have changed meanwhile
+        now.busy = false
+        setBusy(false)
+        setError(fault as ApiError | null)
+        if (page) {
+            if (fresh) renew(now, page, keyOf)
+            else Object.assign(now, { rows: [...now.rows, ...page.rows], after: page.after, whole: page.after === null })
+            set(now.rows)
         }
+        if (now.late) {
+            now.late = false
+            void load(true, of)
+        } else if (page && !page.rows.length) void load(false, of) // no row of this page matches: those of the next may
+        else if (fault && passes(fault)) now.timer = window.setTimeout(() => void load(fresh, of), RETRY)
     }, [])
     useEffect(() => {
-        state.current = { after: null, whole: false, busy: false, read }
+        const now = (state.current = { ...nothing, whole: false, rows: [] as T[] })
         set([])
-        void load(true)
+        void load(true, read)
+        return () => {
+            clearTimeout(now.timer)
+            state.current = { ...nothing, rows: [] }
+        }
     }, [read])
-    return { rows, error, busy, whole: state.current.whole, more: useCallback(() => void load(false), []), again: () => void load(true) }
+    return {
+        rows, error, busy, whole: state.current.whole,
+        more: useCallback(() => void load(false, read), [read]), again: () => void load(true, read),
+    }
+}
+
+/** Put the first page, which was read again, in place of the rows that it replaces. The rows of later pages stay, if the
+ * page joins on to them. */
+function renew<T>(now: State<T>, page: Page<T>, keyOf: (row: T) => string) {
+    const end = page.rows.length ? keyOf(page.rows[page.rows.length - 1]) : null
+    const at = page.after === null ? -1 : now.rows.findIndex((row) => keyOf(row) === end)
+    if (at < 0) Object.assign(now, { rows: page.rows, after: page.after, whole: page.after === null })
+    else now.rows = [...page.rows, ...now.rows.slice(at + 1)]
+}
+
+function found(list: { rows: unknown[]; error: unknown; busy: boolean; whole: boolean }, word: string): string {
+    const n = list.rows.length
+    if (!n && (list.busy || list.error)) return list.busy ? "loading …" : ""
+    return `${count(n)}${list.whole ? "" : "+"} ${word}${n === 1 ? "" : "s"}`
 }
 
 const GROUP_FILTERS: Filter[] = [
@@ -132,8 +164,8 @@ export function Groups({ place }: { place: Place }) {
     const read = useMemo(() => async (after: string | null) => {
         const query = place.query
         const params = {
-            state: query.get("state"), label: whole(query), min_reward: amount(query, "min_reward"),
-            max_reward: amount(query, "max_reward"), since: since(query), after, limit: 500,
+            state: query.get("state"), label: whole(query), min_reward: query.get("min_reward"),
+            max_reward: query.get("max_reward"), since: since(query), after, limit: 500,
         }
         const reply = await get<{ groups: GroupSummary[]; after?: string | null }>(withQuery("/v1/groups", params))
         const from = since(query) ?? 0, low = amount(query, "min_reward"), high = amount(query, "max_reward")
@@ -157,12 +189,12 @@ export function Groups({ place }: { place: Place }) {
     return (
         <main class="full" id="main" tabIndex={-1}>
             <h1 class="hidden">Groups</h1>
-            <Filters place={place} filters={GROUP_FILTERS} found={list.busy && !list.rows.length ? "loading …" : `${count(list.rows.length)}${list.whole ? "" : "+"} group${list.rows.length === 1 ? "" : "s"}`} />
+            <Filters place={place} filters={GROUP_FILTERS} found={found(list, "group")} />
             {list.error && <Failed error={list.error} what="Groups" />}
             <LongList label="Groups" rows={list.rows} columns={columns} keyOf={(group) => group.id} more={list.more}
                 hrefOf={(group) => link(["groups", group.id])} height={narrow ? 92 : 38}
                 grid="minmax(11rem,1.1fr) 6.5rem 9.5rem 8.5rem minmax(8rem,2fr) 5.5rem 6.5rem"
-                empty={list.busy ? "" : key ? "No group matches these filters." : "There are no groups yet. Submit one: outrider run TASK"} />
+                empty={list.busy || list.error ? "" : key ? "No group matches these filters." : "There are no groups yet. Submit one: outrider run TASK"} />
         </main>
     )
 }
@@ -185,9 +217,9 @@ export function Sessions({ place }: { place: Place }) {
     const read = useMemo(() => async (after: string | null) => {
         const query = place.query
         const params = {
-            text: query.get("text"), label: whole(query), state: query.get("state"), stop_reason: query.get("stop_reason"),
-            error: query.get("error"), harness: query.get("harness"), min_reward: amount(query, "min_reward"),
-            max_reward: amount(query, "max_reward"), since: since(query), after, limit: 200,
+            text: query.get("text"), label: query.get("label"), state: query.get("state"), stop_reason: query.get("stop_reason"),
+            error: query.get("error"), harness: query.get("harness"), min_reward: query.get("min_reward"),
+            max_reward: query.get("max_reward"), since: since(query), after, limit: 200,
         }
         const low = amount(query, "min_reward"), high = amount(query, "max_reward")
         const wanted = (session: Session) => {
@@ -220,12 +252,12 @@ export function Sessions({ place }: { place: Place }) {
     return (
         <main class="full" id="main" tabIndex={-1}>
             <h1 class="hidden">Sessions</h1>
-            <Filters place={place} filters={SESSION_FILTERS} found={list.busy && !list.rows.length ? "loading …" : `${count(list.rows.length)}${list.whole ? "" : "+"} session${list.rows.length === 1 ? "" : "s"}`} />
+            <Filters place={place} filters={SESSION_FILTERS} found={found(list, "session")} />
             {list.error && <Failed error={list.error} what="Sessions" />}
             <LongList label="Sessions" rows={list.rows} columns={columns} keyOf={(session) => session.id} more={list.more}
                 hrefOf={(session) => link(["sessions", session.id])} height={narrow ? 92 : 38}
                 grid="minmax(12rem,1.1fr) 8rem 7.5rem 4rem 5rem 5.5rem minmax(8rem,2.4fr) 6.5rem"
-                empty={list.busy ? "" : key ? "No session matches these filters." : recorded ? "This file has no list." : "There are no sessions yet."} />
+                empty={list.busy || list.error ? "" : key ? "No session matches these filters." : recorded ? "This file has no list." : "There are no sessions yet."} />
         </main>
     )
 }

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from support.browsing import Tab, browser_tab
-from support.page_stand_in import NOW, failure, group, rates, session, stand_in, status, turn
+from support.page_stand_in import NOW, StandIn, failure, group, rates, session, stand_in, status, turn
 from support.waiting import until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
@@ -35,6 +35,9 @@ def in_turn(*replies: Any) -> Any:
         return reply() if callable(reply) else web.json_response(reply)
 
     return answer
+
+
+# --- figures
 
 
 async def test_the_overview_shows_background_work_that_fails() -> None:
@@ -107,6 +110,73 @@ async def test_minutes_have_at_most_59_seconds() -> None:
         assert (await tab.text("dl.tiles div:has-text('Took') dd")).startswith("2 min 00")
 
 
+async def test_nothing_is_said_of_data_that_are_not_there() -> None:
+    """The index of runs may be under way for minutes after an upgrade: until then lists get a 429."""
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        broken = session(
+            result={"stop_reason": "error", "error": {"boundary": "runtime", "code": "lost", "message": ""}}
+        )
+        ready = asyncio.Event()
+
+        async def sessions(_: web.Request) -> web.Response:
+            if ready.is_set():
+                return web.json_response({"sessions": [broken], "groups": [], "after": None})
+            return failure(429, "the index of runs is being made")
+
+        service.replies["/v1/sessions"] = service.replies["/v1/groups"] = sessions
+        await tab.open()
+        await shown(tab, "the index of runs is being made")
+        for false in ("No errors.", "Nothing runs.", "There are no groups yet.", "No group has a reward yet."):
+            assert await tab.page.get_by_text(false).count() == 0, false
+        ready.set()
+        # after an error the page asks again by itself, here after 20 seconds
+        await tab.page.get_by_role("link", name="lost").wait_for(timeout=40_000)
+        assert tab.faults == []
+
+
+async def test_a_filter_that_cannot_be_used_is_not_ignored() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+
+        async def sessions(request: web.Request) -> web.Response:
+            if "label" in request.query or "min_reward" in request.query:
+                return failure(422, "a label is NAME=VALUE")
+            return web.json_response({"sessions": [session()], "after": None})
+
+        service.replies["/v1/sessions"] = sessions
+        for query in ("label=suite", "min_reward=0%2C5"):
+            await tab.open(f"sessions?{query}")
+            await shown(tab, "a label is NAME=VALUE")
+            assert await tab.page.locator(".listbody .row").count() == 0
+            await tab.page.goto("about:blank")
+
+
+# --- broken replies
+
+
+@pytest.mark.parametrize("how", ["html", "cut off"])
+async def test_a_reply_that_is_no_json_is_an_error_with_a_hint(how: str) -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if how == "html":
+                return web.Response(text="<h1>Sign in</h1>", content_type="text/html")
+            reply = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
+            await reply.prepare(request)
+            await reply.write(b'{"version": ')
+            assert request.transport is not None
+            request.transport.abort()
+            return reply
+
+        service.replies["/v1/status"] = service.replies["/v1/sessions"] = answer
+        for place in ("", "sessions"):
+            await tab.open(place)
+            await tab.page.locator("#main .failed span").first.wait_for()
+        service.replies["/v1/status"] = status()
+        service.replies["/v1/sessions"] = {"sessions": [session()], "after": None}
+        await tab.page.get_by_role("link", name="s-1-0").wait_for()
+        assert tab.faults == []
+
+
 async def test_a_token_that_no_header_can_hold_is_refused() -> None:
     async with stand_in() as service, browser_tab(service.url) as tab:
         service.replies["/v1/status"] = service.replies["/v1/events"] = in_turn(partial(failure, 401, "no token"))
@@ -117,6 +187,245 @@ async def test_a_token_that_no_header_can_hold_is_refused() -> None:
         await shown(tab, "A token has no such characters", "dialog[open]")
         assert await tab.page.evaluate("sessionStorage.length") == 0
         assert tab.faults == []
+
+
+async def test_the_page_tries_again_as_it_says() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/groups/g-1"] = in_turn(
+            partial(failure, 503, "the service is stopping"), group(sessions=[session()])
+        )
+        await tab.open("groups/g-1")
+        await shown(tab, "the service is stopping")
+        await tab.page.get_by_role("link", name="s-1-0").wait_for()
+        service.replies["/v1/sessions"] = in_turn(
+            partial(failure, 503, "it stops"), {"sessions": [session()], "after": None}
+        )
+        await tab.open("sessions")
+        await shown(tab, "it stops")
+        await tab.page.get_by_role("link", name="s-1-0").wait_for()
+
+
+# --- late replies and live changes
+
+
+async def test_events_do_not_keep_a_slow_reply_away() -> None:
+    """Each event makes the page ask again. A reply that takes longer than the pause between events arrives all the
+    same."""
+    async with stand_in() as service, browser_tab(service.url) as tab:
+
+        async def slow(_: web.Request) -> web.Response:
+            await asyncio.sleep(1.5)
+            return web.json_response(group(sessions=[session()]))
+
+        service.replies["/v1/groups/g-1"] = slow
+        await tab.open("groups/g-1")
+        await until(lambda: service.streams)
+        for _ in range(30):
+            await service.event("session.state", session="s-1-0")
+            await asyncio.sleep(0.2)
+        assert await tab.page.get_by_role("link", name="s-1-0").count() == 1
+
+
+async def test_an_event_during_a_reply_is_not_lost() -> None:
+    """A list that is being read when an event comes is read once more."""
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        go = asyncio.Event()
+        done = {"sessions": [session(reward=1.0)], "after": None}
+        before = {"sessions": [session()], "after": None}
+        service.replies["/v1/sessions"] = in_turn(before, go, before, done)
+        await tab.open("sessions")
+        await shown(tab, "running", ".listbody")
+        await until(lambda: service.streams)
+        await service.event("session.state", session="s-1-0")
+        await until(lambda: service.count("/v1/sessions") == 2)
+        await service.event("session.done", session="s-1-0")
+        await asyncio.sleep(2.5)
+        go.set()
+        await shown(tab, "completed", ".listbody")
+
+
+async def test_a_late_reply_to_an_older_filter_changes_nothing() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        old, new = asyncio.Event(), asyncio.Event()
+
+        async def sessions(request: web.Request) -> web.Response:
+            error = request.query.get("error")
+            await (old if error == "old" else new).wait()
+            return web.json_response({"sessions": [], "after": None})
+
+        service.replies["/v1/sessions"] = sessions
+        await tab.open("sessions?error=old")
+        await until(lambda: service.count("/v1/sessions") == 1)
+        await tab.open("sessions?error=new")
+        await until(lambda: service.count("/v1/sessions") == 2)
+        old.set()
+        await asyncio.sleep(0.5)
+        assert await tab.page.get_by_text("No session matches these filters.").count() == 0
+        new.set()
+        await shown(tab, "No session matches these filters.")
+
+
+class Listed:
+    """A list of sessions by pages of 200, newest first."""
+
+    def __init__(self, service: StandIn) -> None:
+        self.sessions: list[dict[str, Any]] = []
+        self.failures = 0
+        service.replies["/v1/sessions"] = self.answer
+
+    def add(self, number: int) -> None:
+        for _ in range(number):
+            self.sessions.insert(0, session(f"s-{len(self.sessions):04}-0"))
+
+    async def answer(self, request: web.Request) -> web.Response:
+        after, limit = request.query.get("after"), int(request.query["limit"])
+        if after is not None and self.failures:
+            self.failures -= 1
+            return failure(503, "it stops")
+        fits = [each for each in self.sessions if request.query.get("state") in (None, each["state"])]
+        first = 0 if after is None else 1 + [each["id"] for each in fits].index(after)
+        page = fits[first : first + limit]
+        return web.json_response({"sessions": page, "after": page[-1]["id"] if len(page) == limit else None})
+
+
+async def to_the_end(tab: Tab) -> None:
+    """Scroll to the end of the list until no more rows come."""
+    await tab.page.evaluate(
+        """async () => {
+            const list = document.querySelector('.listbody')
+            for (let n = 0; n < 20; n++) {
+                list.scrollTop = list.scrollHeight
+                await new Promise((done) => setTimeout(done, 100))
+            }
+        }"""
+    )
+
+
+async def test_a_burst_of_sessions_leaves_no_gap_in_a_list() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        listed = Listed(service)
+        listed.add(450)
+        await tab.open("sessions")
+        await shown(tab, "200+ sessions", ".filters")
+        listed.add(500)
+        await service.event("group.created")
+        await tab.page.get_by_role("link", name="s-0949-0").wait_for()
+        await to_the_end(tab)
+        await shown(tab, "950 sessions", ".filters")
+        listed.add(1)
+        await service.event("group.created")
+        await shown(tab, "951 sessions", ".filters")  # the rows that were loaded stay
+
+
+async def test_a_session_that_no_longer_matches_leaves_a_long_list() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        listed = Listed(service)
+        listed.add(450)
+        await tab.open("sessions?state=running")
+        await tab.page.get_by_role("link", name="s-0448-0").wait_for()
+        await to_the_end(tab)
+        await shown(tab, "450 sessions", ".filters")
+        listed.sessions[1]["state"] = "done"
+        await service.event("session.done")
+        await shown(tab, "449 sessions", ".filters")
+
+
+async def test_a_page_that_fails_does_not_end_a_list() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        listed = Listed(service)
+        listed.add(450)
+        listed.failures = 1
+        await tab.open("sessions")
+        await to_the_end(tab)
+        await until(lambda: not listed.failures)
+        await asyncio.sleep(3.5)  # the page asks again after 3 seconds
+        await to_the_end(tab)
+        await shown(tab, "450 sessions", ".filters")
+
+
+async def test_a_page_without_a_match_does_not_end_a_list() -> None:
+    """The label's name alone is compared in the page itself."""
+
+    async def groups(request: web.Request) -> web.Response:
+        after = request.query.get("after")
+        one = group("g-2", labels={} if after is None else {"suite": "a"}, done=0, errors=0, mean_reward=None)
+        return web.json_response({"groups": [one], "after": "g-2" if after is None else None})
+
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/groups"] = groups
+        await tab.open("groups?label=suite")
+        await shown(tab, "1 group", ".filters")
+
+
+async def test_changes_during_a_break_of_the_stream_are_shown() -> None:
+    """If the page has seen no event before the break, it has no cursor from which it could read on."""
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/groups/g-1"] = group(sessions=[session()])
+        await tab.open("groups/g-1")
+        await shown(tab, "running", "table")
+        await until(lambda: service.streams)
+        service.replies["/v1/groups/g-1"] = group(state="done", finished=NOW, sessions=[session(reward=1.0)])
+        service.hang_up()
+        await shown(tab, "completed", "table")
+
+
+async def test_a_service_that_has_lost_its_events_is_read_again() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/groups/g-1"] = group(sessions=[session()])
+        await tab.open("groups/g-1")
+        await until(lambda: service.streams)
+        await service.event("session.state")
+        await until(lambda: service.count("/v1/groups/g-1") == 2)
+        await shown(tab, "running", "table")
+        service.replies["/v1/events"] = in_turn(partial(failure, 409, "no event has the id 1"))
+        service.hang_up()
+        await until(lambda: service.count("/v1/events") == 2)
+        service.replies["/v1/groups/g-1"] = group(state="done", finished=NOW, sessions=[session(reward=1.0)])
+        del service.replies["/v1/events"]
+        await shown(tab, "completed", "table")
+
+
+async def test_a_service_that_falls_silent_is_shown_as_offline() -> None:
+    """A service that is stopped keeps its connections open, and sends no comments any more."""
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        await tab.page.clock.install()
+        await tab.open("groups")
+        await shown(tab, "live", ".connection")
+        await until(lambda: service.streams)
+        await tab.page.clock.run_for(40_000)
+        await service.streams[0].write(b": ping\n\n")
+        await asyncio.sleep(0.5)
+        await tab.page.clock.run_for(40_000)
+        await shown(tab, "live", ".connection")
+        service.replies["/v1/events"] = in_turn(asyncio.Event(), {})
+        await tab.page.clock.run_for(10_000)
+        await shown(tab, "offline", ".connection")
+        await until(lambda: service.count("/v1/events") > 1)
+        del service.replies["/v1/events"]
+        await tab.page.clock.run_for(60_000)
+        await tab.page.clock.run_for(10_000)
+        await shown(tab, "live", ".connection")
+
+
+async def test_a_stream_that_a_token_has_replaced_says_nothing() -> None:
+    """The old stream was in a pause of four seconds when the token came."""
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/events"] = in_turn(partial(failure, 503, "it stops"))
+        await tab.open()
+        await until(lambda: service.count("/v1/events") == 4)
+        service.replies["/v1/status"] = in_turn(partial(failure, 401, "no token"))
+        ask = tab.page.get_by_label("Token", exact=True)
+        await ask.wait_for()
+        service.replies["/v1/status"] = status()
+        del service.replies["/v1/events"]
+        await ask.fill("token")
+        await ask.press("Enter")
+        await shown(tab, "live", ".connection")
+        await asyncio.sleep(4.5)
+        assert await tab.text(".connection") == "live"
+
+
+# --- files
 
 
 async def test_the_file_that_was_asked_for_last_is_shown() -> None:
@@ -149,6 +458,9 @@ async def test_a_file_that_is_cut_off_says_so() -> None:
         await tab.open("sessions/s-1-0")
         await tab.page.get_by_role("button", name="view").click()
         await shown(tab, "/long: the first 1.0 MiB of 1.5 MiB")
+
+
+# --- hostile content
 
 
 async def test_a_reply_of_angle_brackets_does_not_freeze_the_page() -> None:
@@ -208,3 +520,16 @@ async def test_the_code_of_an_error_is_shown_with_its_control_characters() -> No
         for place in ("groups/g-1", "compare/s-1-0/s-1-0"):
             await tab.open(place)
             await shown(tab, "a\u27e8U+202E\u27e9b: m")
+
+
+# --- keys
+
+
+async def test_keys_work_while_a_checkbox_has_the_focus() -> None:
+    async with stand_in() as service, browser_tab(service.url) as tab:
+        service.replies["/v1/groups/g-1"] = group(n=2, sessions=[session(f"s-1-{n}", reward=1.0) for n in range(2)])
+        await tab.open("groups/g-1")
+        for number in range(2):
+            await tab.page.get_by_label(f"Compare sample {number}").check()
+        await tab.page.keyboard.press("c")
+        await tab.page.wait_for_url("**/#/compare/s-1-0/s-1-1", timeout=5000)
