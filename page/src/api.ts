@@ -139,7 +139,7 @@ let last: number | null = null
 
 export function onEvents(listener: Listener): () => void {
     listeners.add(listener)
-    if (!streaming && !recorded) void stream()
+    begin(false)
     return () => {
         listeners.delete(listener)
         if (!listeners.size) {
@@ -156,12 +156,23 @@ export function onLive(watcher: (live: boolean | null) => void): () => void {
 export function restartEvents() {
     streaming?.abort()
     streaming = null
-    if (listeners.size && !recorded) void stream()
+    begin(false)
 }
+function begin(again: boolean) {
+    if (!streaming && listeners.size && !recorded && !document.hidden) void stream(again)
+}
+// A browser has six connections to a service for all of its tabs together, so a tab that nobody sees has no stream.
+document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+        streaming?.abort()
+        streaming = null
+    } else begin(true)
+})
 
-async function stream() {
+/** `again`: events may have been missed before, if the page has no cursor. */
+async function stream(again: boolean) {
     const control = (streaming = new AbortController())
-    for (let pause = 500, again = false; ; pause = Math.min(pause * 2, 15000), again = true) {
+    for (let pause = 500; ; pause = Math.min(pause * 2, 15000), again = true) {
         const call = new AbortController()
         control.signal.addEventListener("abort", () => call.abort())
         let timer = 0

@@ -425,6 +425,33 @@ async def test_a_stream_that_a_token_has_replaced_says_nothing() -> None:
         assert await tab.text(".connection") == "live"
 
 
+HIDE = """
+let hidden = false
+Object.defineProperty(document, 'hidden', {get: () => hidden})
+window.hide = (value) => { hidden = value; document.dispatchEvent(new Event('visibilitychange')) }
+"""
+
+
+async def test_many_tabs_leave_connections_for_each_other() -> None:
+    """A browser has six connections to a service, for all of its tabs. A stream takes one as long as it lasts."""
+    async with stand_in() as service, browser_tab(service.url, script=HIDE) as tab:
+        service.replies["/v1/groups/g-1"] = group(sessions=[session()])
+        tabs = [tab.page]
+        for _ in range(8):
+            page = await tab.page.context.new_page()
+            page.set_default_timeout(5000)
+            await page.goto(f"{service.url}/#/groups/g-1")
+            await page.get_by_role("link", name="s-1-0").wait_for()
+            await page.evaluate("hide(true)")
+            tabs.append(page)
+        await until(lambda: not service.streams)
+        # a tab that is looked at again shows what has changed meanwhile
+        service.replies["/v1/groups/g-1"] = group(state="done", finished=NOW, sessions=[session(reward=1.0)])
+        await tabs[1].evaluate("hide(false)")
+        await tabs[1].locator("table").get_by_text("completed").wait_for()
+        assert await tabs[1].inner_text(".connection") == "live"
+
+
 # --- files
 
 

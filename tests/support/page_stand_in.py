@@ -66,8 +66,10 @@ class StandIn:
         await stream.prepare(request)
         await stream.write(b"retry: 1000\n\n")
         self.streams.append(stream)
-        await self._ended.wait()
-        self.streams.remove(stream)
+        try:
+            await self._ended.wait()
+        finally:
+            self.streams.remove(stream)
         return stream
 
 
@@ -120,7 +122,7 @@ async def stand_in() -> AsyncIterator[StandIn]:
     service = StandIn()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", service.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
