@@ -200,9 +200,9 @@ function Files({ session }: { session: SessionRecord }) {
     const files = useGet<Artifacts>(path("sessions", session.id, "artifacts"))
     const [open, setOpen] = useState<{ name: string; text: string } | null>(null)
     const [fault, setFault] = useState("")
+    const asked = useRef("") // the file whose view was asked for last
     if (files.error) return files.error.status === 404 ? null : <Panel title="Files"><Failed error={files.error} what="The files" /></Panel>
     if (!files.data || (!files.data.artifacts.length && !files.data.left_out.length)) return null
-    const asked = useRef("") // the file whose view was asked for last
     const view = (name: string) => {
         asked.current = name
         fetch_(name, async (blob) => {
