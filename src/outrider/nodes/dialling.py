@@ -22,9 +22,9 @@ from outrider.environment import host_id, installed_version
 from outrider.errors import UNREADABLE, Conflict, EngineMisbehaved, Forbidden, NotFound, OutriderError, Unauthorized
 from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Join, NodeHello
 from outrider.nodes.remote_node import WAITS
-from outrider.wire.client_socket import PROXY_STATUSES, ClientSocket, dialled
+from outrider.wire.client_socket import ClientSocket, dialled
 from outrider.wire.link import Disconnected
-from outrider.wire.link_protocol import Close, encode
+from outrider.wire.link_protocol import PROXY_STATUSES, Close, encode
 from outrider.wire.resumable import ResumableSocket
 from outrider.wire.tls import trusting
 

@@ -109,7 +109,7 @@ class JoiningMachine:
             while True:
                 ready = TO_STARTER.decode(await process.pipe.receive())
                 if ready.error is not None:
-                    # These two may be the reply of a reverse proxy (see PROXY_STATUSES in wire/client_socket.py). Then
+                    # These two may be the reply of a reverse proxy (see PROXY_STATUSES in wire/link_protocol.py). Then
                     # another process tries again.
                     if not (self._accepted and ready.error.code in (Forbidden.code, NotFound.code)):
                         self._refusal = ready.error

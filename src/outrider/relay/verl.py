@@ -46,7 +46,7 @@ from outrider.plugins import plugin_code
 from outrider.tokens.rendering.renderer import Renderer
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.trajectory import FinishReason, VersionSpan
-from outrider.wire.client_socket import PROXY_STATUSES
+from outrider.wire.link_protocol import PROXY_STATUSES
 from outrider.wire.tls import trusting
 
 log = logging.getLogger("outrider.relay")

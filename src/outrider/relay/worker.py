@@ -60,9 +60,9 @@ from outrider.errors import (
 )
 from outrider.plugins import plugin_code
 from outrider.relay.generations import Generations
-from outrider.wire.client_socket import PROXY_STATUSES, dialled
+from outrider.wire.client_socket import dialled
 from outrider.wire.link import Disconnected, Link
-from outrider.wire.link_protocol import Close, Nonsense, encode
+from outrider.wire.link_protocol import PROXY_STATUSES, Close, Nonsense, encode
 from outrider.wire.tls import trusting
 
 log = logging.getLogger("outrider.relay")

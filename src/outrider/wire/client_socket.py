@@ -14,9 +14,6 @@ from outrider.wire.link import Disconnected, Socket
 from outrider.wire.link_protocol import Close
 
 CLOSE_SECONDS = 2.0
-PROXY_STATUSES = frozenset({403, 404})
-"""HTTP statuses with which a reverse proxy may reply while the service restarts. A worker or node that was accepted
-before tries again after such a reply. Only a new worker or node is refused by it."""
 
 
 @asynccontextmanager

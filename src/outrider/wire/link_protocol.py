@@ -9,6 +9,10 @@ import msgspec
 MAX_REASON = 120
 """Maximum number of bytes of a close reason. WebSocket allows 123."""
 
+PROXY_STATUSES = frozenset({403, 404})
+"""HTTP statuses with which a reverse proxy may reply while the service restarts. A worker or node that was accepted
+before tries again after such a reply. Only a new worker or node is refused by it."""
+
 encode = msgspec.msgpack.Encoder().encode
 
 
