@@ -124,13 +124,14 @@ async def test_nothing_is_said_of_data_that_are_not_there() -> None:
             return failure(429, "the index of runs is being made")
 
         service.replies["/v1/sessions"] = service.replies["/v1/groups"] = sessions
+        await tab.page.clock.install()
         await tab.open()
         await shown(tab, "the index of runs is being made")
         for false in ("No errors.", "Nothing runs.", "There are no groups yet.", "No group has a reward yet."):
             assert await tab.page.get_by_text(false).count() == 0, false
         ready.set()
-        # after an error the page asks again by itself, here after 20 seconds
-        await tab.page.get_by_role("link", name="lost").wait_for(timeout=40_000)
+        await tab.page.clock.run_for(21_000)  # after an error the page asks again by itself, here after 20 seconds
+        await tab.page.get_by_role("link", name="lost").wait_for()
         assert tab.faults == []
 
 
