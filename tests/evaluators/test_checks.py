@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,8 @@ import pytest
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.confinement import calculation
-from outrider.evaluators.checks.pool import QUICK_SECONDS, SUBMITTED_AT_ONCE, CheckResult, Checks, Library
+from outrider.evaluators.checks.pool import MAX_MEMORY, QUICK_SECONDS, SUBMITTED_AT_ONCE, CheckResult, Checks, Library
+from outrider.evaluators.checks.zygote import LIMITS
 from outrider.sandbox.runtimes.guest.isolation import landlock
 from outrider.sandbox.runtimes.guest.isolation.seccomp import MACHINES
 from outrider.sandbox.runtimes.kernel.process_marks import marked
@@ -227,6 +229,30 @@ async def test_a_check_that_crashes_is_told_from_one_that_was_killed(host: Host,
     os.kill(await only_check(host), signal.SIGKILL)  # the kernel kills a process in this way if memory runs out
     with pytest.raises(EvaluatorError, match="killed by signal 9"):
         await slow
+
+
+async def test_the_end_of_a_check_that_is_killed_while_its_request_arrives_is_never_lost(host: Host) -> None:
+    """The request has no end and comes from a thread, so it still arrives while the zygote closes the connection."""
+    await act(host, "nothing")
+    checks: Checks = await host.part(PART)
+    assert checks._zygote is not None
+    control = checks._zygote[1]
+
+    def exchange() -> bytes:
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                socket.send_fds(control, [LIMITS.pack(60.0, MAX_MEMORY, 0)], [theirs.fileno()])
+            with suppress(BrokenPipeError):
+                while True:
+                    ours.sendall(b"x" * 65_536)
+            return ours.recv(65_536)
+
+    for _ in range(20):
+        exchanging = asyncio.ensure_future(asyncio.to_thread(exchange))
+        os.kill(await only_check(host), signal.SIGKILL)
+        assert b'"status": 9' in await exchanging
+        await until(host, 1)
 
 
 @pytest.mark.parametrize("name", ["exit", "raise", "memory", "talk"])

@@ -111,9 +111,10 @@ class CheckForker:
         # If the caller no longer reads, or has left earlier output unread, the connection closes without this line.
         with contextlib.suppress(OSError):
             end.send(b"\n" + json.dumps(usage).encode(), socket.MSG_DONTWAIT)
-        # A check that was killed early has left a part of the request unread. Read this part: if the connection closed
-        # with unread data, it would be reset, and the line just sent would be lost.
+        # A check that was killed early has left a part of the request unread. Refuse what still comes, and read this
+        # part: if the connection closed with unread data, it would be reset, and the line just sent could be lost.
         with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RD)
             while end.recv(PIECE, socket.MSG_DONTWAIT):
                 pass
         end.close()
