@@ -341,7 +341,7 @@ async def second_run_under_way(tmp_path: Path) -> AsyncIterator[tuple[AgentServi
 
 
 async def test_a_service_that_stays_away_after_a_restart_costs_no_turns(tmp_path: Path) -> None:
-    """The runs before the one that is followed are ended first, and the service is out of reach then."""
+    """Earlier runs are ended before a run is followed. At this time, the agent service cannot be reached."""
     async with second_run_under_way(tmp_path) as (agents, url, engine, group):
         agents.down = True
         async with on_engine(tmp_path, engine, agents=declared(url, patience_seconds=0.1)) as world:
@@ -363,3 +363,20 @@ async def test_a_session_that_is_cancelled_before_its_run_is_followed_again_canc
             await world.owner.call("DELETE", f"/groups/{group}")
             await world.owner.done(group)
         assert agents.cancelled == [f"{session_id}-1", f"{session_id}-2"]
+
+
+async def test_a_failure_of_the_store_at_the_end_of_the_service_ends_no_session(tmp_path: Path) -> None:
+    """The session has one attempt. The next service goes on with this attempt."""
+
+    async def unreadable(session_id: str) -> Any:
+        raise ServiceError("the disk is full")
+
+    waiting = {**task(max_attempts=1), "harness": {"external": {}}}
+    async with engine_server(tmp_path) as (_, engine):
+        async with on_engine(tmp_path, engine) as world:
+            reply = await world.owner.call("POST", "/groups", {"task": waiting, "n": 1})
+            session_id = f"s-{reply.json()['id'].removeprefix('g-')}-0"
+            assert await world.service.external.running(session_id, 20)
+            vars(world.service.external._store)["session"] = unreadable  # until the service has ended
+        async with on_engine(tmp_path, engine) as world:
+            assert await world.service.external.running(session_id, 20)

@@ -153,7 +153,8 @@ class ProxyWorker:
         self._silent_seconds = silent_seconds
 
     async def run(self) -> None:
-        """Serve until cancelled, and reconnect whenever the connection is lost. Raises:
+        """Serve until cancelled, and reconnect whenever the connection is lost. Raises Forbidden and NotFound only
+        before the first connection (see PROXY_STATUSES). Raises:
 
         - Unauthorized: the token is wrong.
         - Forbidden: the token is not an admin's.

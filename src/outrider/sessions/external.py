@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Protocol, Self
 
@@ -290,11 +290,16 @@ class ExternalSessions:
         try:
             yield
         except asyncio.CancelledError:
-            session = await shielded(lambda: self._store.session(session_id))
-            # If `ending` is None, only this service process stops. The run goes on, and the next process follows it.
-            if run is not None and session.ending is not None:
-                await shielded(run.cancel)
+            if run is not None:
+                await shielded(partial(self._cancel_unless_stopping, run, session_id))
             raise
+
+    async def _cancel_unless_stopping(self, run: FollowedRun, session_id: str) -> None:
+        """Cancel the run, unless only this service process stops. In that case, the session's `ending` is None, the run
+        goes on, and the next process follows it."""
+        with suppress(OutriderError):  # an error of the store must not hide the cancellation
+            if (await self._store.session(session_id)).ending is not None:
+                await run.cancel()
 
     async def _until_ended(self, live: _LiveSession, run: FollowedRun | None) -> OutriderError | None:
         """Run the remote agent, if there is one, and wait until the session is completed. Returns None, or the error
