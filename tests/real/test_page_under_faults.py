@@ -59,7 +59,7 @@ async def test_failed_sessions_are_counted_once_in_the_rate() -> None:
 
 
 async def test_the_share_without_spread_is_of_groups_that_are_known_whole() -> None:
-    """Of the oldest group, the newest sessions are only a part, which may be alike by chance."""
+    """The newest sessions contain only a part of the oldest group. This part may have equal rewards by chance."""
     groups = [
         group(id, n=n, state="done", finished=NOW, done=n, errors=0, mean_reward=0.5)
         for id, n in (("g-2", 2), ("g-1", 4))
@@ -130,7 +130,7 @@ async def test_nothing_is_said_of_data_that_are_not_there() -> None:
         for false in ("No errors.", "Nothing runs.", "There are no groups yet.", "No group has a reward yet."):
             assert await tab.page.get_by_text(false).count() == 0, false
         ready.set()
-        await tab.page.clock.run_for(21_000)  # after an error the page asks again by itself, here after 20 seconds
+        await tab.page.clock.run_for(21_000)  # the page repeats a failed request, here after 20 seconds
         await tab.page.get_by_role("link", name="lost").wait_for()
         assert tab.faults == []
 

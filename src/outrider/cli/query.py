@@ -38,11 +38,10 @@ def query(
     reply = service.query(sys.stdin.read() if sql == "-" else sql)
     if as_csv:
         writer = csv.writer(terminal.out.file, lineterminator="\n")
-        writer.writerow(map(printable, reply.columns) if terminal.out.is_terminal else reply.columns)
-        rows = reply.rows
-        if terminal.out.is_terminal:  # a file or a program gets the texts themselves
-            rows = tuple(tuple(printable(cell) if isinstance(cell, str) else cell for cell in row) for row in rows)
-        writer.writerows(rows)
+        for row in (reply.columns, *reply.rows):
+            if terminal.out.is_terminal:  # a file or a program gets the texts themselves
+                row = tuple(printable(cell) if isinstance(cell, str) else cell for cell in row)
+            writer.writerow(row)
     else:
         terminal.show(reply, _table(reply))
     if reply.truncated:

@@ -434,7 +434,7 @@ class Grading:
                     await runtime.restore(untouched, self._paths)
                 else:
                     await collect(runtime, self._task.collect)
-                if isinstance(self._carry, DiffSpec):
+                if isinstance(self._carry, DiffSpec):  # if this fails, too, the agent did not cause the failure
                     await carried_paths(runtime, self._repository)
                 nothing = await self._evaluate(msgspec.structs.replace(outcome, runtime=runtime))
                 reward = min(reward, nothing.reward)

@@ -128,7 +128,7 @@ class DockerApi:
 async def translated() -> AsyncIterator[None]:
     """Limit the time of a call, and raise each of its failures as a DockerApiError."""
     try:
-        # aiodocker's requests have no time limit, whatever the limit of their session is.
+        # aiodocker ignores the time limit of its session.
         async with asyncio.timeout(CALL_SECONDS):
             yield
     except aiodocker.DockerError as error:

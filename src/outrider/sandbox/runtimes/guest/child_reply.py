@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from outrider.sandbox.runtimes.guest.connection import Calls
 from outrider.sandbox.runtimes.guest.poll_loop import POLL_READ, read_ready
-from outrider.sandbox.runtimes.guest.processes import SIGKILL, fork_with_pipe, is_stopped, send_signal
+from outrider.sandbox.runtimes.guest.process_watch import stat_of
+from outrider.sandbox.runtimes.guest.processes import SIGKILL, fork_with_pipe, send_signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +63,8 @@ class ChildReply:
             send_signal(self.pid, SIGKILL)
 
     def _check(self) -> None:
-        before, self.stopped = self.stopped, is_stopped(self.pid)
+        before, stat = self.stopped, stat_of(self.pid)
+        self.stopped = stat is not None and stat.state in (b"T", b"t")  # stopped by a signal or by a debugger
         if before and self.stopped:
             self.cancel()
         self.calls.loop.at((self, "check"), CHECK_SECONDS, self._check)

@@ -118,11 +118,6 @@ def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
     return text
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal or a debugger has stopped a process."""
-    return read_or_empty(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
-
-
 def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
     """Return the living processes among `roots`, and all living processes below `roots`."""
     below: dict[int, list[int]] = {}

@@ -20,8 +20,8 @@ from outrider.errors import LOG_TAIL, RuntimeFailure
 from outrider.sandbox.runtimes.kernel.process_marks import stat_fields
 
 SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-"""The signals that a new process handles by default. Otherwise it would ignore those that this process ignores: Python
-itself ignores SIGPIPE, and `nohup` lets the service ignore SIGHUP."""
+"""Signals whose default handling is restored in a new process. Otherwise the new process would inherit the signals that
+this process ignores: Python ignores SIGPIPE, and `nohup` makes the service ignore SIGHUP."""
 END_SECONDS = 5.0
 """Seconds in which the descendants of a child must exit by themselves."""
 
